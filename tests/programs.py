@@ -8,12 +8,12 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .gpu.scene import FORKS, ROOT, environment
 
-SECONDS = 300  # that a program may take: only one that hangs takes them
+SECONDS = 900  # that a program may take: only one that hangs takes them
 # As Python itself begins with `-m`, with `-c` and with a file
 BEGIN = """
 import os, runpy, sys
@@ -36,17 +36,46 @@ else:
 """
 
 
+class Program:
+    """`python COMMAND` that runs beside the tests."""
+
+    def __init__(self, command: Sequence[str], said: Path, folder: Path, variables: Mapping[str, str] | None) -> None:
+        """`said`: a folder for what it prints."""
+        self.command = command
+        self._out, self._err, self._log = said / "out", said / "err", said / "log"
+        self._log.touch()
+        program = BEGIN.format(repr(([*command], str(folder), str(self._out), str(self._err))))
+        self.process = FORKS.start(program, environment() if variables is None else variables, self._log)
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return read(self._out)
+
+    @property
+    def err(self) -> str:
+        """What it has written to its standard error so far."""
+        return read(self._log) + read(self._err)
+
+    def ended(self, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+        """Waits for its end, which must come."""
+        status = self.process.wait(seconds)
+        assert status is not None, f"no end within {seconds} s"
+        return subprocess.CompletedProcess(self.command, status, self.out, self.err)
+
+
+def read(path: Path) -> str:
+    """The text of a file, if it is there."""
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def python(
     *command: str, folder: Path = ROOT, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """What `python COMMAND` gives in that folder. `variables`: those of its environment, without which it has those of
     the tests, but for settings of ballonet."""
-    with tempfile.TemporaryDirectory() as kept:
-        out, err = Path(kept, "out"), Path(kept, "err")
-        program = BEGIN.format(repr(([*command], str(folder), str(out), str(err))))
-        status, said = FORKS.run(program, environment() if variables is None else variables, SECONDS)
-        assert status is not None, f"no end within {SECONDS} s"
-        return subprocess.CompletedProcess(command, status, out.read_text(), said + err.read_text())
+    with tempfile.TemporaryDirectory() as said:
+        return Program(command, Path(said), folder, variables).ended()
 
 
 def run(code: str, *arguments: object, folder: Path = ROOT) -> str:

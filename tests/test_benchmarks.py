@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from . import programs
 from .pool import take_out
 
 ROOT = Path(__file__).parent.parent
@@ -51,9 +52,7 @@ def figures(run: ModuleType) -> ModuleType:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_runs(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "figure.json"
-    command = [sys.executable, str(program), "--tiny", "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that spin would wait for the tests beside
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = programs.python(str(program), "--tiny", "--out", str(out), variables=os.environ)
     assert done.returncode == 0, done.stderr
     check_figure(out, program.stem)
 
@@ -205,12 +204,9 @@ def only_result(folder: Path) -> dict[str, Any]:
 
 
 def test_whatever_fails_is_recorded_and_the_rest_goes_on(
-    run: ModuleType, house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: ModuleType, house: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "LEAST_SECONDS", 0.1)
-    part = run.Part(
-        benchmarks=("raises", "crashes", "hangs", "good"), tests=(("test_it.py", "none_*.py"),), step_seconds=6
-    )
+    part = run.Part(benchmarks=("raises", "crashes", "good"), tests=(("test_it.py", "none_*.py"),))
     assert not run.run("core", part, house / "results")
     result = only_result(house / "results")
     steps = {step["name"]: step for step in result["steps"]}
@@ -222,16 +218,25 @@ def test_whatever_fails_is_recorded_and_the_rest_goes_on(
     assert "so it is" in steps["benchmarks/bench_raises.py"]["output"]
     assert steps["benchmarks/bench_crashes.py"]["status"] == "died of SIGSEGV"
     assert "last words" in steps["benchmarks/bench_crashes.py"]["output"]
-    assert steps["benchmarks/bench_hangs.py"]["status"] == "no end within 6 s"
     assert steps["benchmarks/bench_good.py"].keys() == {"name", "status", "seconds"}
-    child = Path("/proc", (house / "pid").read_text(), "stat")
-    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "what a step started lives on"
     assert [figure["benchmark"] for figure in result["figures"]] == ["good"]
-    assert len(result["failed"]) == 5, result["failed"]
+    assert len(result["failed"]) == 4, result["failed"]
     assert any("none_*.py" in what for what in result["failed"])
     said = capsys.readouterr().out
     assert "3 (2 to 4) [≤ 1: NOT MET]" in said
     assert "limit missed: good" in said
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Path) -> None:
+    seconds = run.LEAST_SECONDS
+    while not (house / "pid").exists():  # on a machine that gives it no time to begin, it has more
+        (results := house / f"{seconds} s").mkdir()
+        assert not run.run("core", run.Part(benchmarks=("hangs",), step_seconds=seconds), results)
+        (step,) = only_result(results)["steps"]
+        assert step["status"] == f"no end within {seconds} s"
+        seconds *= 4
+    child = Path("/proc", (house / "pid").read_text(), "stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "what a step started lives on"
 
 
 def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None:

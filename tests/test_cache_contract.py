@@ -20,7 +20,7 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, LARGE, forget, installed, is_elastic, same, tensors
+from .caches import BUDGET, LARGE, filled, forget, installed, is_elastic, same, tensors
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -165,7 +165,7 @@ class Letters:
 
 def test_a_streamer_in_a_thread() -> None:
     def run(model: Any) -> list[torch.Tensor]:
-        streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=60)  # type: ignore[arg-type]
+        streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=600)  # type: ignore[arg-type]
         arguments = {**ONE, "streamer": streamer, "max_new_tokens": 20, "do_sample": False}
         thread = threading.Thread(target=model.generate, kwargs=arguments)
         thread.start()
@@ -232,14 +232,6 @@ def test_autocast() -> None:
         return tensors(cache)
 
     as_stock(run, elastic=False)
-
-
-def filled(model: Any, **more: Any) -> Any:
-    """The cache of a `generate()` on that model."""
-    out = model.generate(
-        **ONE, max_new_tokens=20, min_new_tokens=20, do_sample=False, return_dict_in_generate=True, **more
-    )
-    return out.past_key_values
 
 
 def test_a_cache_outlives_its_model_and_serves_an_equal_one() -> None:

@@ -169,11 +169,11 @@ def used_elsewhere(case: Case) -> Iterator[None]:
     def use() -> None:
         with GroupLease(case.group):
             begun.set()
-            done.wait(60)
+            done.wait(600)
 
     thread = threading.Thread(target=use)
     thread.start()
-    begun.wait(60)
+    begun.wait(600)
     try:
         yield
     finally:

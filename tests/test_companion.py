@@ -158,7 +158,7 @@ def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("quick")
 def test_two_who_compile_it_at_once_have_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, compiles = threading.Barrier(2, timeout=60), companion._compile
+    both, compiles = threading.Barrier(2, timeout=600), companion._compile
     monkeypatch.setattr(companion, "_compile", lambda *given: (both.wait(), compiles(*given)))
     with ThreadPoolExecutor(2) as threads:
         paths = {*threads.map(companion.build, [tmp_path] * 2)}

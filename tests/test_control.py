@@ -233,7 +233,7 @@ def test_when_it_ends_nothing_is_left(listening: Listening, folder: Path) -> Non
     opened.close()
     opened.close()
     assert list(folder.iterdir()) == []
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive()
     with pytest.raises(NotReachable, match=f"process {ME} does not listen: "):
         ask(ME, None, 1, [folder])
@@ -245,12 +245,12 @@ def test_the_end_waits_for_an_answer_that_is_being_made(listening: Listening, fo
 
     def set_budget(nbytes: int, timeout: float) -> None:
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(600)
 
     opened = listening(set_budget, grace=60)
     client = threading.Thread(target=lambda: answers.append(ask(ME, 2**20, 60, [folder])))
     client.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     closing = threading.Thread(target=opened.close)
     closing.start()
     closing.join(0.1)
@@ -269,12 +269,12 @@ def test_the_end_does_not_wait_for_ever(listening: Listening, folder: Path) -> N
 
     def set_budget(nbytes: int, timeout: float) -> None:
         begun.set()
-        goes_on.wait(60)
+        goes_on.wait(600)
 
     opened = listening(set_budget, grace=0.01)
     client = threading.Thread(target=lambda: ask(ME, 2**20, 60, [folder]))
     client.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     opened.close()
     assert not goes_on.is_set()
     goes_on.set()
@@ -309,7 +309,7 @@ def test_a_socket_of_another_process_under_this_pid_is_not_believed(listening: L
 @pytest.mark.usefixtures("installed")
 def test_one_that_does_not_answer_is_given_up(listening: Listening, folder: Path) -> None:
     goes_on = threading.Event()
-    listening(lambda nbytes, timeout: goes_on.wait(60) and None)
+    listening(lambda nbytes, timeout: goes_on.wait(600) and None)
     with pytest.raises(NotReachable, match=r"did not answer .*: it may be ending"):
         ask(ME, 2**20, 0.01, [folder], patience=0.01)
     goes_on.set()
@@ -380,7 +380,7 @@ def test_the_budget_of_a_running_process(
     assert main(["budget", pid, "much"]) == 2
     assert "size is 'much'" in capsys.readouterr().err
 
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert (process.returncode, output) == (0, "[]\n"), "restore() ends it"
     assert list((folder / "ballonet").iterdir()) == [], "and so does the end of the process"
     assert main(["budget", pid]) == 1

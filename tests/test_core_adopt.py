@@ -111,7 +111,7 @@ def reading(address: int, right: bytes) -> Iterator[list[int]]:
         yield found
     finally:
         done.set()
-        thread.join(60)
+        thread.join(600)
 
 
 def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:

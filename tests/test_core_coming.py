@@ -324,7 +324,7 @@ def test_a_child_has_what_was_there_and_makes_no_more(gate: Gate) -> None:
         before = calls()["cuMemCreate"]
         eventually(lambda: calls()["cuMemCreate"] > before)  # the thread is in the driver, and holds the lock
         if (child := os.fork()) == 0:
-            signal.alarm(30)  # kills a child that waits for a thread that it does not have
+            signal.alarm(600)  # kills a child that waits for a thread that it does not have
             layers.add()
             layers.close()
             core.device.snapshot()

@@ -380,7 +380,7 @@ def pages():
 def entry(code: str) -> None:
     """Runs code against the table of the entry points, in a process of its own: a bound device stays for ever."""
     done = subprocess.run(
-        [sys.executable, "-c", ENTRY + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", ENTRY + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
 

@@ -610,7 +610,7 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
         asking = [core.range(1) for _ in range(threads)]
 
         def ask(kv: _native.Range) -> None:
-            start.wait(60)
+            start.wait(600)
             kv.map(0, 1)
 
         for number in range(60):

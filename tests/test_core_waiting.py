@@ -134,7 +134,7 @@ def test_others_go_on_while_one_thread_waits(held: str, which: int, gate: Gate) 
 
         other = pool.submit(others)
         try:
-            other.result(timeout=60)
+            other.result(timeout=600)
             assert gate.waiting()
         finally:
             gate.open()

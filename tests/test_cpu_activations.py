@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from ballonet.allocator import _native, runtime
 from ballonet.allocator.install import install, restore, stock
 
+from . import programs
 from .pool import bytes_that_exist, in_pool
 
 BUDGET = 64 * 2**20
@@ -262,5 +261,4 @@ def test_the_process_ends_well_with_tensors_alive() -> None:
         "import torch; from ballonet.allocator.install import install; install(budget='16MiB', device='cpu');"
         "keep = torch.ones(1000); torch.keep = keep; print(int(keep.sum()))"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout.strip()) == (0, "1000"), result.stderr
+    assert programs.run(script) == "1000\n"

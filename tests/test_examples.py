@@ -185,11 +185,11 @@ def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
     command = ["-m", "ballonet", "run", "--budget", "8MiB", *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "BALLONET_PAGE_SIZE": "64KiB", "BALLONET_CHAOS": "2"}
     seen = [0]
-    with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            seen += bytes_of(process.pid)
-            time.sleep(0.002)
-    assert process.returncode == 0
+    process = programs.Program(command, tmp_path, ROOT, environment).process
+    while process.poll() is None:
+        seen += bytes_of(process.pid)
+        time.sleep(0.002)
+    assert process.poll() == 0
     assert 2**20 < max(seen) <= 8 * 2**20
 
 

@@ -184,12 +184,12 @@ def test_release_waits_for_no_one_and_refuses_while_a_forward_runs(device: Devic
 
     def wait(depth: int) -> None:
         entered.set()
-        assert leave.wait(60)
+        assert leave.wait(600)
 
     model.inside = wait
     other = threading.Thread(target=model, args=(torch.ones(4), 0))
     other.start()
-    assert entered.wait(60)
+    assert entered.wait(600)
     with pytest.raises(ManageError, match="is running"):
         managed.release()
     assert in_pool(model.linear.weight)

@@ -157,7 +157,7 @@ def test_models_are_called_without_the_lock() -> None:
     def other_thread(*_: object) -> bool:
         thread = threading.Thread(target=governor.link.set_traffic, args=(len(called) * LINK,), daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(200)
         called.append(thread.is_alive())
         return True
 
@@ -264,7 +264,7 @@ def test_the_link_is_watched_while_something_streams() -> None:
 
     def received() -> int:
         looked.set()
-        released.wait(20)
+        released.wait(200)
         return LINK
 
     governor = Governor(device, bandwidth=LINK, received=received, clock=clock)
@@ -277,10 +277,10 @@ def test_the_link_is_watched_while_something_streams() -> None:
     (thread,) = [each for each in threading.enumerate() if each.ident not in before]
     assert thread.name == "ballonet link traffic"
     assert thread.daemon
-    assert looked.wait(20)
+    assert looked.wait(200)
     governor.remove(a)
     released.set()
-    thread.join(20)
+    thread.join(200)
     assert not thread.is_alive()
 
 

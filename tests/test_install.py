@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +16,8 @@ from ballonet.allocator import _native, companion, runtime
 from ballonet.allocator import install as module
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, UnsupportedVersion
 from ballonet.allocator.install import allocator, install, restore, set_budget, stock
+
+from . import programs
 
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "host_budget": "1MiB", "device": "cpu"}
 
@@ -231,9 +231,7 @@ print(attempts, stopped)
 
 
 def test_a_fault_at_any_driver_call_unwinds() -> None:
-    result = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    attempts, stopped = map(int, result.stdout.split())
+    attempts, stopped = map(int, programs.run(FAULTS).split())
     assert attempts > 20
     assert stopped > 5
 

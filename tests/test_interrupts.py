@@ -318,7 +318,7 @@ int cuMemUnmap(unsigned long long address, unsigned long size) {
 WAITING = """
     import ctypes, faulthandler, os, sys, threading, time
     from ballonet.allocator import _native
-    faulthandler.dump_traceback_later(60, exit=True)  # also where nobody gets the GIL any more
+    faulthandler.dump_traceback_later(600, exit=True)  # also where nobody gets the GIL any more
     sys.setswitchinterval(1000)  # a thread runs until it lets go of the GIL
     device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
     gate = ctypes.CDLL(sys.argv[1])
@@ -361,7 +361,7 @@ WAITING = """
 def test_whoever_waits_for_the_core_lets_others_run(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WAITING), shim(tmp_path, GATE)],
-        timeout=120,
+        timeout=600,
         capture_output=True,
         text=True,
         check=False,
@@ -372,7 +372,7 @@ def test_whoever_waits_for_the_core_lets_others_run(tmp_path: Path) -> None:
 FORKING = """
     import faulthandler, os, signal, sys, threading
     from ballonet.allocator import _native
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(600, exit=True)
     device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
     groups = [device.group() for _ in range(3)]
     ranges = [device.reserve(4 * 4096, "weights", group) for group in groups]
@@ -392,7 +392,7 @@ FORKING = """
         thread.start()
     for _ in range(40):
         if (child := os.fork()) == 0:
-            signal.alarm(30)  # kills a child that waits for a thread that it does not have
+            signal.alarm(600)  # kills a child that waits for a thread that it does not have
             for group in groups:
                 group.enter()
             made = device.group(), device.timeline(), device.events(), device.snapshot()
@@ -412,7 +412,7 @@ def test_a_fork_finds_no_lock_taken_while_pages_move(tmp_path: Path) -> None:
     slow = GATE.replace("while (closed) usleep(1000);", "usleep(2000);")
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORKING), shim(tmp_path, slow)],
-        timeout=120,
+        timeout=600,
         capture_output=True,
         text=True,
         check=False,

@@ -528,21 +528,21 @@ def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: 
 
     def wait() -> None:
         waiting.set()
-        came.append(governor.pages.wait(60))
+        came.append(governor.pages.wait(600))
 
     thread = threading.Thread(target=wait)
     thread.start()
-    waiting.wait(60)
+    waiting.wait(600)
     device.kv = 9
-    thread.join(60)
+    thread.join(600)
     assert came == [True]
     demands = iter([3, 3, 0])
     monkeypatch.setattr(FakeDevice, "page_request", property(lambda _: next(demands)), raising=False)
     device.kv = 10
-    assert governor.pages.wait(60), "what was missing can be had now"
+    assert governor.pages.wait(600), "what was missing can be had now"
     monkeypatch.setattr(FakeDevice, "page_request", 3)
     device.yield_pages = lambda: 3  # type: ignore[method-assign]
-    assert governor.pages.wait(60)
+    assert governor.pages.wait(600)
 
 
 # -- a square wave

@@ -51,7 +51,7 @@ class Fake:
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not done():
         assert time.monotonic() < deadline
         threading.Event().wait(0.002)

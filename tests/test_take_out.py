@@ -42,7 +42,7 @@ def test_who_holds_what_is_left() -> None:
     def hold() -> None:
         model = build("llama")
         begun.set()
-        go.wait(60)
+        go.wait(600)
         del model
 
     def fail() -> None:
@@ -56,7 +56,7 @@ def test_who_holds_what_is_left() -> None:
         kept.append(error)
     thread = threading.Thread(target=hold, name="one that holds a model")
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     try:
         model = build("llama")
         with ballonet.manage(model), torch.no_grad():
@@ -66,7 +66,7 @@ def test_who_holds_what_is_left() -> None:
             pool.take_out(patience=0.1)
     finally:
         go.set()
-        thread.join(60)
+        thread.join(600)
     said = str(caught.value)
     assert "blocks are still in use" in said
     assert "thread one that holds a model" in said

@@ -13,12 +13,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
+from ...offload.policy.request_slo import NOTHING
 from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
@@ -83,11 +85,13 @@ class Leader:
     def add(self, request: Request) -> None:
         """Takes a request that has no KV, which may have delivered tokens before. RequestTooLarge, SLOError,
         ManageError."""
+        self._promise(request)
         self._scheduler.add_waiting_request(state_of(request))
         self.requests[request.name] = request
 
     def adopt(self, request: Request, held: int) -> None:
         """Takes a request `held` tokens of which have KV in the caches of all stages."""
+        self._promise(request)
         self._scheduler.active_requests[request.name] = state_of(request, held)
         self.requests[request.name] = request
         self._known.add(request.name)
@@ -116,7 +120,13 @@ class Leader:
         scheduler.active_requests.pop(request, None)
         if scheduler.waiting_requests.pop(request, None) is not None:
             scheduler.waiting_requests_order.remove(request)
-        return self.requests.pop(request)
+        slo, found = scheduler.promises.asked(request), self.requests.pop(request)
+        scheduler.promises.note(request, NOTHING)
+        return found if slo == NOTHING else replace(found, waited=scheduler.clock() - slo.arrived)
+
+    def _promise(self, request: Request) -> None:
+        scheduler = self._scheduler
+        scheduler.promises.note(request.name, request.slo(scheduler.clock()))
 
     @property
     def waiting(self) -> list[int]:

@@ -13,8 +13,7 @@ from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
 from .link import Link
-from .member import Member, cache_of, most_tokens, room_of
-from .span_runner import SpanRunner
+from .member import Member, cache_of, most_tokens, room_of, runner_of
 from .stage_link import tensor_of, text_of
 
 
@@ -63,7 +62,7 @@ class Stage:
         self.leader: Leader | None = None
         self.cache = cache_of(replica, range(span.begin, span.end))
         self._replica = replica
-        self._runner = SpanRunner(replica.model, replica.runs, self.cache, replica.settings)
+        self._runner = runner_of(replica, self.cache)
         self._over = over
         self._told = told
         self._form = form
@@ -115,7 +114,10 @@ class Stage:
         if self.leader is None:
             return self._gather()
         happened = self.leader.collect() if self._answered() else False
-        return self.leader.launch() or happened
+        happened = self.leader.launch() or happened
+        if (times := self._replica.times) is not None:
+            times.works(self.group.size if self.leader.in_flight else 0)
+        return happened
 
     def _answered(self) -> bool:
         assert self.leader is not None

@@ -133,7 +133,7 @@ def host_functions_and_events_follow_the_stream(cuda: Runtime) -> None:
     seen: list[str] = []
     stream, event = cuda.made("cudaStreamCreate"), cuda.made("cudaEventCreate")
     gate = threading.Event()
-    hold = _CALLBACK(lambda _: gate.wait(60) and None)
+    hold = _CALLBACK(lambda _: gate.wait(600) and None)
     added = _CALLBACK(lambda _: seen.append("called"))
     assert cuda.cudaLaunchHostFunc(stream, hold, None) == SUCCESS
     assert cuda.cudaLaunchHostFunc(stream, added, None) == SUCCESS

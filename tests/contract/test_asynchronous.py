@@ -73,7 +73,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.entered.set()
-        assert self.opened.wait(30), "nobody opened the gate"
+        assert self.opened.wait(600), "nobody opened the gate"
 
 
 # -- order -----------------------------------------------------------------------------------------------------------

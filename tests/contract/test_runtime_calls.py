@@ -27,7 +27,7 @@ def test_scene(scene: str) -> None:
         env={**os.environ, **{f"SIMGPU_{name}": value for name, value in settings.items()}},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

@@ -16,6 +16,6 @@ def test_scene(standin_library: Path, name: str) -> None:
     if name == "too_many_maps" and int(Path("/proc/sys/vm/max_map_count").read_text()) > 300_000:
         pytest.skip("vm.max_map_count is so high here that getting there takes too long")
     command = [sys.executable, str(SCENES), name, str(standin_library)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == "done"

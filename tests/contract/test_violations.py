@@ -20,7 +20,7 @@ def play(scene: str, report: Path, **settings: str) -> subprocess.CompletedProce
     environment = {**os.environ, **{f"SIMGPU_{name}": value for name, value in chosen.items()}}
     command = [sys.executable, "-m", "tests.contract.violations", scene, str(build_device() / "libcuda.so.1")]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )  # fmt: skip
 
 

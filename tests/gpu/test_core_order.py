@@ -213,7 +213,7 @@ def beside(place: Place, act: Callable[[Counting], bool]) -> None:
         return not acted.done()
 
     with ThreadPoolExecutor(1) as threads:
-        acted = threads.submit(lambda: inside.wait(60) and act(counting))
+        acted = threads.submit(lambda: inside.wait(600) and act(counting))
         counting.forward(5000, between)
     counting.check()
     assert acted.result() is False, "another thread's lease was not asked for"
@@ -299,7 +299,7 @@ def test_given_up_beside_moves(place: Place) -> None:
         tried += 1
 
     def until(count: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while tried < count and time.monotonic() < deadline:
             time.sleep(0.0001)
 

@@ -148,7 +148,7 @@ def in_files(place: Place, folder: str, again: bool) -> None:
     with patch.object(saving, "FileRun", Noted):
         for count in words(place):
             found.append(talk.turn(count))
-            deadline, written = time.monotonic() + 60, False
+            deadline, written = time.monotonic() + 600, False
             while not written:
                 assert time.monotonic() < deadline
                 captured = Captured(place, lambda: (ones * 3,))

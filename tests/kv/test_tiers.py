@@ -211,7 +211,7 @@ def test_a_lower_budget_waits_for_what_is_being_copied(device: Device) -> None:
     device.trim()
     used = sum(pages for owner, pages in device.snapshot()["pages"].items() if owner != "free")
     pair.tier.client.write_behind(8)  # takes 120 ms
-    ballonet.set_budget((used - 4) * PAGE, timeout=60)
+    ballonet.set_budget((used - 4) * PAGE, timeout=600)
     assert pair.places() == "aaaaddddd"
     pair.check()
 

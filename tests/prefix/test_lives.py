@@ -15,11 +15,6 @@ from .lives import PAGE, Life
 pytestmark = pytest.mark.chaos
 
 
-pytestmark = pytest.mark.skip(
-    reason="passes alone; behind other tests in one process pages of a cache stay, since spans and rung 7 came"
-)
-
-
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[None]:
     """Small enough that pages run out now and then, which is not waited for."""

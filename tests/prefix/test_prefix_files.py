@@ -408,14 +408,14 @@ def test_a_file_that_is_being_written_is_left_to_its_writer(
 
     def slow(fd: int) -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         real(fd)
 
     monkeypatch.setattr(os, "fsync", slow)
     writer = threading.Thread(target=files.save, args=run(0))
     writer.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(600)
         assert len(names(files.directory)) == 1
         assert PrefixFiles(files.directory, 10, SALT).keys() == set()
         assert len(names(files.directory)) == 1

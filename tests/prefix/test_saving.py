@@ -231,13 +231,13 @@ def test_requests_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
 
     def slow(*given: Any) -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         real(*given)
 
     monkeypatch.setattr(prefix_file, "write", slow)
     with talking(model, tmp_path) as store:
         tokens = say(model, FIRST)
-        assert begun.wait(60)
+        assert begun.wait(600)
         for _ in range(2):
             tokens = say(model, longer(tokens))
         assert store.counts.moves == 2
@@ -333,7 +333,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
     flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
 
     def late(*given: Any) -> None:
-        assert flushed.wait(60)
+        assert flushed.wait(600)
         write(*given)
 
     monkeypatch.setattr(prefix_file, "write", late)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import random
@@ -15,7 +17,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from ballonet.hooks.replicas.placement import Placement
 from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
 from ballonet.hooks.replicas.serving import ReplicaServer
+from ballonet.hooks.replicas.supervisor import State
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -34,8 +39,6 @@ from ..serving.test_server import saved
 
 TOKENS = 48
 BURST = 60
-_draw = random.Random(1)
-PROMPTS = [" ".join(f"w{_draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(BURST)]
 # Every drop that frees memory is made, whatever it is predicted to gain, and a loaded machine makes nobody dead.
 EAGER = replace(
     DEFAULT.replicas, gain=-math.inf, full=0.3, dwell=1.0, settle=1.0, again=1.0, silent=300.0, answer=300.0, bulk=900.0
@@ -51,20 +54,22 @@ SHAPE = {
 
 
 class Fleet:
-    """A server in a process of its own, of a model on so many replicas; `folder`: for what it writes."""
+    """A server in a process of its own, of a model of 8 layers on so many replicas; `folder`: of the model."""
 
-    def __init__(self, model: str, folder: Path, replicas: int) -> None:
-        self.model = model
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self.model = made(folder)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._said = (folder / "said").open("w+")
+        self.process = self.start(folder, replicas, port)
+        self.wait(lambda: self.said().count("has joined") == replicas)
+
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
+        """Starts it."""
         sizes = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
         command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *sizes]
         environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment
-        )
-        self.wait(lambda: self.said().count("has joined") == replicas)
+        return subprocess.Popen([sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment)
 
     def said(self) -> str:
         """What it has written so far."""
@@ -82,9 +87,9 @@ class Fleet:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def burst(self) -> list[str]:
+    def burst(self, seed: int) -> list[str]:
         """The answers to many requests at once."""
-        return burst(self.url, self.model)
+        return burst(self.url, self.model, seed)
 
     def children(self) -> list[int]:
         """The processes of its replicas."""
@@ -97,10 +102,8 @@ class Fleet:
         return self.process.wait(120)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a model of 8 layers that can stream, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
+def made(folder: Path) -> str:
+    """A model of 8 layers that can stream, with a tokenizer."""
     name = saved(folder, 8)
     build("llama", num_hidden_layers=8, max_position_embeddings=2048, **SHAPE).save_pretrained(folder)
     return name
@@ -118,7 +121,7 @@ def wait(until: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def burst(url: str, model: str) -> list[str]:
+def burst(url: str, model: str, seed: int, count: int = BURST) -> list[str]:
     """The answers to many requests at once."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1800)
 
@@ -127,25 +130,36 @@ def burst(url: str, model: str) -> list[str]:
         return found.choices[0].text
 
     with ThreadPoolExecutor(BURST) as pool:
-        return list(pool.map(ask, PROMPTS))
+        return list(pool.map(ask, prompts(seed, count)))
 
 
-@pytest.fixture(scope="module")
-def right(model: str) -> list[str]:
-    """The answers of transformers alone."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    alone = AutoModelForCausalLM.from_pretrained(model)
+def prompts(seed: int, count: int = BURST) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(count)]
+
+
+@functools.lru_cache
+def expected(folder: str, seed: int, count: int = BURST) -> list[str]:
+    """The answers of transformers alone, to a model of `made`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts(seed, count):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        tokens = alone.generate(ids, do_sample=False, max_new_tokens=TOKENS)
+        tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
         found.append(str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)))
     return found
 
 
 @pytest.fixture(scope="module")
-def fleet(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    server = Fleet(model, tmp_path_factory.mktemp("fleet"), 2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all servers have their model: the same, so that what is right is worked out once."""
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path) -> Iterator[Fleet]:
+    server = Fleet(folder, 2)
     replicas = server.children()
     try:
         yield server
@@ -158,11 +172,13 @@ def fleet(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
                 os.kill(each, signal.SIGKILL)
 
 
-def test_a_burst_is_answered_through_drop_and_restore(model: str, right: list[str]) -> None:
-    said = list[str]()
+def test_a_burst_is_answered_through_drop_and_restore(folder: Path, tmp_path: Path) -> None:
+    model, said = made(folder), list[str]()
+    right = expected(model, 1)
     arguments = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     fleet = ReplicaFleet(2, [*arguments, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
-    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER)
+    timeline = tmp_path / "timeline.json"
+    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER, timeline=str(timeline))
     listening = uvicorn.Server(uvicorn.Config(server.app, port=server.address.port, log_level="warning"))
     thread = threading.Thread(target=listening.run)
     thread.start()
@@ -171,17 +187,46 @@ def test_a_burst_is_answered_through_drop_and_restore(model: str, right: list[st
         wait(lambda: len(state().spans) == 2 and listening.started)
         url = f"http://127.0.0.1:{server.address.port}"
         while not state().drops:
-            assert burst(url, model) == right
+            assert burst(url, model, 1) == right
             assert state().fenced == 0, said
         assert state().moved[0] > 0, "KV of requests that ran went over"
         wait(lambda: state().restores)
         wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
         assert state().moved[1] > 0, "layers came from the other one"
-        assert burst(url, model) == right
+        assert burst(url, model, 1) == right
+        check_figures(url, state())
+        assert any("layers come home" in line for line in said)
+        assert any("of 8 layers again" in line for line in said)
     finally:
         listening.should_exit = True
         thread.join()
         server.close()
+    check_timeline(json.loads(timeline.read_text()))
+
+
+def check_figures(url: str, state: State) -> None:
+    """What `/metrics` says of the pipeline, of predictions, and of layers that are back."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        text = answer.read().decode()
+    assert 0 < state.busy < state.open
+    assert 0 < state.bubble < 1
+    assert f"ballonet_pipeline_bubble {state.bubble}" in text
+    assert sorted(state.errors) == [0, 1]
+    assert 'ballonet_replica_cost_error{replica="1"}' in text
+    assert 'ballonet_replica_resident_layers{replica="1"}' in text
+
+
+def check_timeline(found: dict[str, Any]) -> None:
+    """What each process did, on one clock."""
+    lanes = {(process, lane) for process, lane, *_ in found["bars"]}
+    expected = {"epoch", "microbatches", "next epoch", "exchange", "layers", "restore"}
+    for process in ("replica 0", "replica 1"):
+        assert expected <= {lane for who, lane in lanes if who == process}
+        mine = sorted(bar[3:] for bar in found["bars"] if bar[:2] == [process, "microbatches"])
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(mine)), "a stage computes one at a time"
+    assert ("server", "requests") in lanes
+    assert all(-1 < begin <= end <= found["seconds"] for *_, begin, end in found["bars"])
+    assert {"drop", "restore"} <= {name.partition(": ")[2] for name, _ in found["marks"]}
 
 
 def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
@@ -195,9 +240,10 @@ def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
     assert fleet.figure("ballonet_replicas ") == 2
 
 
-def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet, right: list[str]) -> None:
+def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet) -> None:
+    right = expected(fleet.model, 1)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(fleet.burst)
+        asked = pool.submit(fleet.burst, 1)
         fleet.wait(lambda: fleet.figure("ballonet_replica_requests") > 0)
         os.kill(fleet.children()[0], signal.SIGKILL)
         assert asked.result() == right

@@ -1,14 +1,16 @@
-"""A thousand clients that connect, send half a request, cancel or go away: no page is left behind, and the server
-answers afterwards."""
+"""Clients that connect, send half a request, cancel or go away: no page is left behind, and the server answers
+afterwards. With BALLONET_SOAK, the form that takes longer, there are a thousand of them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
+import os
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +28,10 @@ from ballonet.hooks.server.server import Server
 from ..pool import bytes_that_exist, take_out
 from .test_server import ask, saved
 
-CLIENTS = 1000
+CLIENTS = 1000 if "BALLONET_SOAK" in os.environ else 300
 AT_ONCE = 60
 PAGE = 8192
+MOMENT = 0.005  # seconds between two looks, in which others run
 
 
 class Here:
@@ -52,11 +55,11 @@ class Here:
         those that the kernel has beyond what the core knows of."""
         loops = tuple(self.server.tenants.loops.values())
         while any(sum(loop.queued) for loop in loops):
-            pass
+            time.sleep(MOMENT)
         for loop in loops:
             cache = loop._cb.batch_processor.cache
             while cache._tables():  # the step of those that were cancelled last may run
-                pass
+                time.sleep(MOMENT)
             with loop._cb.pause():
                 cache.evict_oldest(cache.pages.nbytes)
                 cache.pool.try_to_free_sectors()
@@ -70,7 +73,7 @@ class Here:
     def end(self) -> None:
         self.client.close()
         self._uvicorn.should_exit = True
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
         self.server.close()
 
@@ -85,7 +88,7 @@ def here(tmp_path: Path) -> Iterator[Here]:
     take_out()
 
 
-def test_a_thousand_clients_leave_nothing(here: Here) -> None:
+def test_clients_of_every_kind_leave_nothing(here: Here) -> None:
     draw = random.Random(5)
     alone = [ask(here.client, here.model, first) for first in (3, 20)]
     before, found = here.idle(), Counter[str]()
@@ -101,13 +104,12 @@ def test_a_thousand_clients_leave_nothing(here: Here) -> None:
                 found[f"{name}: {await PLANS[name](reader, writer, here.model, chance)}"] += 1
                 writer.transport.abort() if chance < 0.5 else writer.close()  # a reset, or a good end
 
-        await asyncio.wait_for(asyncio.gather(*(one(*plan) for plan in plans)), 300)
+        await asyncio.wait_for(asyncio.gather(*(one(*plan) for plan in plans)), 3000)
 
     asyncio.run(all_of_them())
     print(found)
     assert {each.split(": ")[1] for each in found if each.startswith("answered")} <= {"200", "429"}
-    assert found["answered: 200"] > 20
-    assert found["streamed: 200"] > 20
+    assert min(found["answered: 200"], found["streamed: 200"]) > CLIENTS / 50
     assert found["gone in the middle: gone"] > CLIENTS / 20
     assert here.idle() == before
     assert [ask(here.client, here.model, first) for first in (3, 20)] == alone

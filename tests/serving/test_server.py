@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -22,23 +22,27 @@ import pytest
 import torch
 from fastapi import HTTPException
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import control, runtime
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
 from ballonet.hooks.server.tenants import Loop, asked_slo
 
+from .. import programs
+from ..dashboard import asked, expressions, labels, sample_names
 from ..models import VOCABULARY, build
 from ..pool import take_out
 from ..tuned import Tuned
 
 KEY = "a key"
+ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
 TOKENS = 8
 
 
@@ -51,17 +55,18 @@ class Serving:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._said = (folder / "said").open("w+")
         sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
         command = ["-m", "ballonet", "serve", *self.models, "--port", str(port), "--api-key", KEY, *sizes, *options]
-        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, *command], stderr=self._said, env=environment)
+        said = Path(tempfile.mkdtemp(dir=folder))
+        self._program = programs.Program(command, said, programs.ROOT, ENVIRONMENT)
+        self.process = self._program.process
         while "ready" not in self.said():
             assert self.process.poll() is None, self.said()
+            time.sleep(0.01)
 
     def said(self) -> str:
         """What it has written so far."""
-        return Path(self._said.name).read_text()
+        return self._program.err
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
@@ -83,7 +88,7 @@ class Serving:
     def end(self) -> int:
         """SIGTERM, and what it ends with."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self._program.ended().returncode
 
 
 def saved(folder: Path, layers: int) -> str:
@@ -123,6 +128,58 @@ def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
     assert serving.figure("ballonet_requests{") == 0
     assert serving.figure("ballonet_batches_total") > 2 * TOKENS
     assert serving.figure("ballonet_created_bytes") <= serving.figure("ballonet_budget_bytes") == 24 * 2**20
+
+
+def test_figures_are_scraped_while_two_models_serve(serving: Serving) -> None:
+    """Each page is whole, counters never fall, and what requests took is counted once for each. The dashboard's names
+    are all on the page, and `top` sees the same models."""
+    client, before = serving.client(), samples(serving.get("/metrics")[1])
+    asked_ = [(model, first) for first in range(3, 11) for model in serving.models[:2]]
+    pages = [before]
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(ask, client, *each) for each in asked_]
+        while not all(each.done() for each in waiting):
+            pages.append(samples(serving.get("/metrics")[1]))
+            assert sum(value for (name, _), value in pages[-1].items() if name == "ballonet_device_bytes") <= 24 * 2**20
+        for each in waiting:
+            each.result()
+
+    def grown(name: str, model: str) -> float:
+        key = name, frozenset({("model", model)})
+        return pages[-1][key] - before.get(key, 0)
+
+    deadline = time.monotonic() + 60
+    while sum(grown("ballonet_ttft_seconds_count", model) for model in serving.models[:2]) < len(asked_):
+        assert time.monotonic() < deadline  # an answer may be there a moment before its request has ended
+        pages.append(samples(serving.get("/metrics")[1]))
+    counted = [key for key in before if key[0].endswith(("_total", "_bucket", "_count", "_sum"))]
+    for one, other in itertools.pairwise(pages):
+        assert [key for key in counted if other[key] < one[key]] == []
+    for model in serving.models[:2]:
+        assert grown("ballonet_ttft_seconds_count", model) == len(asked_) / 2
+        assert 0 < grown("ballonet_tpot_seconds_count", model) <= len(asked_) / 2, "those with more than one token"
+        assert ("ballonet_requests", frozenset({("model", model), ("state", "running")})) in pages[-1]
+
+    known = dict(sample_names(serving.get("/metrics")[1]))
+    for expression in expressions():
+        for name in asked(expression):
+            found = [set(each.labels) for each in known[name].samples if each.name == name]
+            assert all(labels(expression) - {"instance", "le"} <= each for each in found), expression
+
+    look = control.look(serving.process.pid)
+    assert {each["path"] for each in look["models"]} == {*serving.models}
+    assert len({each["name"] for each in look["models"]}) == len(serving.models)
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Values of a page of figures, by name and labels. Each is there once."""
+    found = dict[tuple[str, frozenset[tuple[str, str]]], float]()
+    for family in text_string_to_metric_families(text):
+        for each in family.samples:
+            key = each.name, frozenset(each.labels.items())
+            assert key not in found
+            found[key] = each.value
+    return found
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -231,7 +288,7 @@ def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
     trace.write_text("\n".join(map(json.dumps, rows)))
     options = ("--lengths", "0.1", "--limit", "8", "--ttft-slo", "600s", "--api-key", KEY)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]
-    done = subprocess.run([sys.executable, "-m", "ballonet", *command], capture_output=True, text=True, check=False)
+    done = programs.python("-m", "ballonet", *command)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert list(said) == [
@@ -250,8 +307,8 @@ def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
     trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
-        asked = [sys.executable, "-m", "ballonet", *command, *options]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        done = programs.python("-m", "ballonet", *command, *options)
+        assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert (said["failed"], said["refused"]) == (failed, failed)
         assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
@@ -291,9 +348,10 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     try:
         with ThreadPoolExecutor(12) as threads:
             asked = [threads.submit(told, (stream, wait)[n % 2], 3 + n) for n in range(12)]
-            assert began.acquire(timeout=60), [each.result() for each in asked if each.done()]
+            assert began.acquire(timeout=600), [each.result() for each in asked if each.done()]
             while server.figure("ballonet_requests{") < 12:
                 assert not any(each.done() for each in asked)
+                time.sleep(0.01)
             assert server.end() == 0, server.said()
             found = [each.result() for each in asked]
     finally:
@@ -313,10 +371,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: P
     good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2)
     (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
     command = ["-m", "ballonet", "serve", good, bad, "--budget", "24MiB", "--page-size", "64KiB"]
-    environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment, timeout=120
-    )
+    done = programs.python(*command, variables=ENVIRONMENT)
     assert done.returncode == 1
     assert "ready" not in done.stderr
     assert bad in done.stderr.splitlines()[-1], done.stderr
@@ -324,8 +379,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: P
 
 
 def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = programs.python("-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 2
     assert "--api-key" in done.stderr
 

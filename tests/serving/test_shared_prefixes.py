@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import continuous_api
 
 import ballonet
 from ballonet import testing
@@ -59,21 +58,6 @@ def _purged_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ElasticPagedCache, "_hold", held)
     monkeypatch.setattr(SectorPages, "give", given)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that each step of a loop computed."""
-    found: list[int] = []
-    processor = continuous_api.ContinuousBatchProcessor
-    step = processor._generation_step
-
-    def watched(self: Any, model: Any) -> None:
-        found.append(sum(each.query_length for each in self.inputs_and_outputs.requests_in_batch))
-        step(self, model)
-
-    monkeypatch.setattr(processor, "_generation_step", watched)
-    return found
 
 
 @contextmanager
@@ -168,7 +152,7 @@ def test_a_turn_finds_the_one_before_in_the_same_loop(seen: list[int]) -> None:
             del seen[:]
             for number, prompt in enumerate(each):
                 loop.add_request(prompt, request_id=f"{len(prompt)} {number}")
-            found = {(it := loop.get_result(timeout=300)).request_id: it.generated_tokens for _ in each}
+            found = {(it := loop.get_result(timeout=600)).request_id: it.generated_tokens for _ in each}
             assert [found[f"{len(prompt)} {number}"] for number, prompt in enumerate(each)] == said
         assert sum(seen) == needed(again)
         del loop
@@ -278,7 +262,7 @@ def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
             assert single(model, asked) == first
             for number, prompt in enumerate([*asked, *again]):
                 loop.add_request(prompt, request_id=f"{turn} {number}")
-            found = [loop.get_result(timeout=300) for _ in range(2 * len(asked))]
+            found = [loop.get_result(timeout=600) for _ in range(2 * len(asked))]
             by_number = {int(each.request_id.split()[1]): each.generated_tokens for each in found}
             assert [by_number[number] for number in range(2 * len(asked))] == first + right
             assert single(model, again) == right
@@ -297,7 +281,7 @@ def test_weights_that_change_between_requests_of_a_loop(seen: list[int]) -> None
             del seen[:]
             for number, prompt in enumerate(asked):
                 loop.add_request(prompt, request_id=f"{round} {number}")
-            found = sorted((loop.get_result(timeout=300) for _ in asked), key=lambda each: each.request_id)
+            found = sorted((loop.get_result(timeout=600) for _ in asked), key=lambda each: each.request_id)
             assert sum(seen) >= sum(map(len, asked))
         del loop
     assert [each.generated_tokens for each in found] == batch(model, asked)
@@ -368,11 +352,11 @@ def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> Non
         with loop.pause(), torch.no_grad():
             next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
         loop.add_request([7, 8, 9], request_id="short")
-        ended = [loop.get_result(timeout=300).request_id for _ in range(2)]
+        ended = [loop.get_result(timeout=600).request_id for _ in range(2)]
         assert ended == ["short", "long"]
         del seen[:]
         loop.add_request(asked, request_id="again")
-        found = loop.get_result(timeout=300).generated_tokens
+        found = loop.get_result(timeout=600).generated_tokens
         assert sum(seen) == len(asked) + NEW - 1
         del loop
     assert [found] == batch(model, [asked])

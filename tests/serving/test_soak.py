@@ -98,7 +98,7 @@ class Loop:
         self.loops += 1
 
     def _end(self) -> None:
-        self._manager.stop(block=True, timeout=60)
+        self._manager.stop(block=True, timeout=600)
         assert not self._manager.is_running()
         self._manager = None
 

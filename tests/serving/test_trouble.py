@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,20 +22,9 @@ from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
 from . import asynchronous
-from .batches import answers, looping, prompts, stock
+from .batches import PAGE, answers, install, looping, prompts, stock
 
-PAGE = 65536
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    if (device := runtime.current()) is not None:
-        device.device.reap(wait=True)
-        device.device.check()
-        assert device.device.snapshot()["pages"]["kv"] == 0
-    take_out()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture(params=[False, True], ids=["one in flight", "two in flight"])
@@ -44,10 +33,6 @@ def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     if request.param:
         asynchronous.allow(monkeypatch)
     return bool(request.param)
-
-
-def install(pages: int) -> None:
-    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
 
 
 class Lacking:
@@ -95,10 +80,10 @@ def test_a_request_that_is_alone_fails_and_those_after_it_are_answered(two: bool
     with ballonet.manage(model), looping(model, 6, use_async_batching=two) as manager:
         with Lacking(model, lambda step, _: step == 3):
             manager.add_request(asked[0], request_id="alone")
-            assert "no memory" in manager.get_result(timeout=60).error
+            assert "no memory" in manager.get_result(timeout=600).error
         for prompt, right in zip(asked, expected, strict=True):
             manager.add_request(prompt)
-            found = manager.get_result(timeout=60)
+            found = manager.get_result(timeout=600)
             assert (found.generated_tokens, found.error) == right
         del manager
 
@@ -124,13 +109,13 @@ def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool) -> None:
         manager.add_request(asked[0], request_id="cancelled")
         schedule = manager.batch_processor.scheduler
         while "cancelled" not in schedule.active_requests:
-            pass
+            time.sleep(0.001)
         schedule.block_new_requests = True
         manager.add_request(asked[1], request_id="waits", max_new_tokens=6)
         while "waits" not in schedule.waiting_requests:
-            pass
+            time.sleep(0.001)
         manager.cancel_request("cancelled")
-        found = manager.get_result(timeout=30)
+        found = manager.get_result(timeout=600)
         manager.cancel_request("waits")
         assert found is not None
         assert (found.request_id, found.generated_tokens) == ("waits", expected[1].tokens)
@@ -203,12 +188,12 @@ def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=80 * PAGE, device="cpu")
     with ballonet.manage(model, interval=None), looping(model, 400) as manager:
         manager.add_request(asked, max_new_tokens=1)
-        assert manager.get_result(timeout=60).error is None
+        assert manager.get_result(timeout=600).error is None
         schedule = manager.batch_processor.scheduler
         before = schedule.refusal("huge", len(asked), 10**6)
         for each in prompts(4, 40):
             manager.add_request(each)
-        assert [manager.get_result(timeout=60).error for _ in range(4)] == [None] * 4
+        assert [manager.get_result(timeout=600).error for _ in range(4)] == [None] * 4
         client = schedule.cache.pages.client
         assert client.evict(range(1, 9)) >= 4
         after = schedule.refusal("huge", len(asked), 10**6)
@@ -227,7 +212,7 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
         for lacks in (False, True, False):
             block = device.allocate(device.available * PAGE) if lacks else None
             manager.add_request(asked if block is None else prompts(1, 200)[0])
-            found = manager.get_result(timeout=60)
+            found = manager.get_result(timeout=600)
             if block is not None:
                 assert "of KV and activations" in found.error
                 device.deallocate(block)
@@ -246,7 +231,7 @@ def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
             before = device.snapshot()["driver_calls"]["cuMemSetAccess"]
             for _ in range(8):
                 manager.add_request(torch.randint(3, 60, (60,), generator=draw).tolist())
-            assert [manager.get_result(timeout=60).error for _ in range(8)] == [None] * 8
+            assert [manager.get_result(timeout=600).error for _ in range(8)] == [None] * 8
             calls.append(device.snapshot()["driver_calls"]["cuMemSetAccess"] - before)
         kept = manager.batch_processor.scheduler.cache.pages.client
         assert kept.displaced > 0

@@ -70,7 +70,7 @@ def _on_a_thread(act: Callable[[], object]) -> object:
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(act()))
     thread.start()
-    thread.join(60)
+    thread.join(600)
     return found
 
 

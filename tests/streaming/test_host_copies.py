@@ -320,7 +320,7 @@ def readers(looks: dict[str, Callable[[], object]]) -> Iterator[dict[str, int]]:
     finally:
         done.set()
         for each in threads:
-            each.join(60)
+            each.join(600)
         sys.setswitchinterval(interval)
     assert not failed, failed
     assert not any(each.is_alive() for each in threads)
@@ -403,12 +403,12 @@ def test_a_model_is_not_released_while_another_thread_reads_it_in_resident(
     def read() -> None:
         with managed.resident():
             inside.set()
-            assert go.wait(60)
+            assert go.wait(600)
 
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        assert inside.wait(60)
+        assert inside.wait(600)
         with pytest.raises(ModelInUse):
             managed.release()
         pages = managed._elastic.plan.pages
@@ -417,7 +417,7 @@ def test_a_model_is_not_released_while_another_thread_reads_it_in_resident(
         assert managed._weights.on_host() == ()
     finally:
         go.set()
-        thread.join(60)
+        thread.join(600)
     assert torch.equal(logits(model), stock(original))
 
 

@@ -230,7 +230,7 @@ def test_a_thread_that_looks_while_the_layer_runs(
     def act(*_: object) -> None:
         thread = threading.Thread(target=lambda: found.append(looks[where]()))
         thread.start()
-        thread.join(60)
+        thread.join(600)
 
     handle = module.register_forward_pre_hook(act)
     say(model)
