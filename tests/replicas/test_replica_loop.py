@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +151,10 @@ class Loops:
     def heard(self, kind: type[Any]) -> list[Any]:
         return [each for desk in self.desks for each in desk.heard if isinstance(each, kind)]
 
+    def counted(self) -> list[Counted]:
+        """What each has told last of what it sent."""
+        return [[each for each in desk.heard if isinstance(each, Counted)][-1] for desk in self.desks]
+
     def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:
         self.tell(member, *(Start(epoch, each, assignment) for each in asked))
 
@@ -234,15 +238,17 @@ def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Requ
     loops.both(Committed, 3)
     assert [held.dropped for held in loops.holds] == [(2, 3), (0, 1)]
     loops.both(Exchanged, 3)
-    counted = [desk.heard[-1 - [type(each) for each in desk.heard][::-1].index(Counted)] for desk in loops.desks]
-    assert all(each.kv_bytes > 0 and each.layers == 2 for each in counted)
+    assert all(each.kv_bytes > 0 and each.layers == 2 for each in loops.counted())
     loops.step(3)
     loops.tell_all(Prepare(4, ONES))
     loops.both(Prepared, 4)
     loops.tell_all(StartRestore(4, PULLS))
     loops.both(Restored, 4)
     assert [held.dropped for held in loops.holds] == [(), ()]
-    assert Counted(counted[0].kv_bytes, weight_bytes(loops, 0), 2) in loops.desks[0].heard
+    assert [(each.layer_bytes, each.layers) for each in loops.counted()] == [
+        (weight_bytes(loops, 1, (0,)), LAYERS),
+        (weight_bytes(loops, 0, (2, 3)), LAYERS),
+    ]
     loops.tell_all(Commit(4, homes=(("q0", 0), ("q1", 1), ("q2", 1), ("q3", 0))))
     loops.ask(1, 4, asked[4])
     loops.both(Committed, 4)
@@ -251,10 +257,10 @@ def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Requ
     assert {each.assignment for each in loops.heard(Told)} == {1}
 
 
-def weight_bytes(loops: Loops, layer: int) -> int:
-    """Bytes of a layer of replica 0, which alone went to the other one: layer 1 comes from its backing."""
-    module = loops.loops[0]._setup.replica.model.model.layers[layer]
-    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+def weight_bytes(loops: Loops, to: int, layers: Sequence[int]) -> int:
+    """Bytes of layers, which another replica pulled."""
+    found = [loops.loops[to]._setup.replica.model.model.layers[layer] for layer in layers]
+    return sum(each.nbytes for module in found for each in (*module.parameters(), *module.buffers()))
 
 
 def test_a_request_that_comes_before_the_others_of_its_group_is_begun(
@@ -313,13 +319,16 @@ def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Req
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(WeightsFileChanged("a file", "planted"), Reason.FILE_CHANGED), (torch.OutOfMemoryError(), Reason.PAGES)],
+    [
+        (lambda: WeightsFileChanged("a file", "planted"), Reason.FILE_CHANGED),
+        (torch.OutOfMemoryError, Reason.PAGES),
+    ],
 )
 def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
-    loops: Loops, error: Exception, reason: Reason, monkeypatch: pytest.MonkeyPatch
+    loops: Loops, error: Callable[[], Exception], reason: Reason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> Iterator[object]:
-        raise error
+        raise error()
         yield
 
     loops.step(20)  # all is ready
