@@ -37,8 +37,8 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ..models import build
 from ..serving.test_server import saved
 
-TOKENS = 48
-BURST = 60
+TOKENS = 32
+BURST = 40  # which is about twice what two replicas have KV for
 # Every drop that frees memory is made, whatever it is predicted to gain, and a loaded machine makes nobody dead.
 EAGER = replace(
     DEFAULT.replicas, gain=-math.inf, full=0.3, dwell=1.0, settle=1.0, again=1.0, silent=300.0, answer=300.0, bulk=900.0
@@ -193,7 +193,7 @@ def test_a_burst_is_answered_through_drop_and_restore(folder: Path, tmp_path: Pa
         wait(lambda: state().restores)
         wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
         assert state().moved[1] > 0, "layers came from the other one"
-        assert burst(url, model, 1) == right
+        assert burst(url, model, 1, 8) == right[:8]
         check_figures(url, state())
         assert any("layers come home" in line for line in said)
         assert any("of 8 layers again" in line for line in said)
@@ -243,9 +243,9 @@ def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
 def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet) -> None:
     right = expected(fleet.model, 1)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(fleet.burst, 1)
+        asked = pool.submit(burst, fleet.url, fleet.model, 1, 24)
         fleet.wait(lambda: fleet.figure("ballonet_replica_requests") > 0)
         os.kill(fleet.children()[0], signal.SIGKILL)
-        assert asked.result() == right
+        assert asked.result() == right[:24]
     assert fleet.figure("ballonet_replicas ") == 1
     assert "SIGKILL" in fleet.said()
