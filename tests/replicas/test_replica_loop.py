@@ -349,14 +349,16 @@ def test_a_request_is_cancelled_wherever_it_is(loops: Loops, asked: list[Request
     """Before its epoch has begun, and while it runs; others are answered."""
     loops.ask(0, 1, *asked[:4])
     loops.step(3)
-    loops.ask(0, 9, asked[4])
+    loops.ask(0, 3, asked[4])
     loops.step()
-    loops.tell(0, Cancel("q4", 9, (0,)), Cancel("q1", 1, (0,)))
+    loops.tell(0, Cancel("q4", 3, (0,)), Cancel("q1", 1, (0,)))
     others = [asked[0], *asked[2:4]]
     loops.step()
     known = len([each for each in loops.heard(Told) if each.request == "q1"])
+    loops.drop(3)
     loops.step(STEPS // 20)
-    told = [each for each in loops.heard(Told) if each.request in {other.name for other in others}]
+    told = [each for each in loops.heard(Told) if each.request != "q1"]
+    assert {each.request for each in told} == {each.name for each in others}
     assert sum(len(each.tokens) for each in told) == sum(each.new for each in others)
     assert len([each for each in loops.heard(Told) if each.request == "q1"]) == known < asked[1].new
 
@@ -367,4 +369,5 @@ def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Requ
     loads = [each for each in loops.desks[0].heard if isinstance(each, Load)]
     assert [each.progress for each in loads] == sorted({each.progress for each in loads})
     assert max(each.used for each in loads) > loads[0].used
+    assert max(each.pending for each in loads) > 0
     assert {each.epoch for each in loads} == {1}
