@@ -27,7 +27,7 @@ from ballonet.offload.policy.replicas.events import Arrived, Joined
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .same import outline, script
-from .test_serve_replicas import TOKENS, burst, free_port, made, wait
+from .test_serve_replicas import BURST, TOKENS, burst, free_port, made, wait
 
 # As in test_serve_replicas: a drop whatever it is predicted to gain, and nobody is dead on a loaded machine. One drop
 # only until the restore, which comes when all has been quiet for some seconds. `chunk`: --batch-tokens, as in a fleet.
@@ -114,7 +114,7 @@ def test_a_live_run_and_its_simulation_take_the_same_decisions(tmp_path: Path) -
     there = live(tmp_path)
     again = [*replayed(there)]
     assert [one for one, other in again if one != other] == []
-    assert sum(isinstance(one.event, Arrived) for one, _ in again) == 62
+    assert sum(isinstance(one.event, Arrived) for one, _ in again) == BURST + 2
     here = simulated(there)
     assert here[0] == there[0], "the same setup"
     wanted, found = outline(there), outline(here)
