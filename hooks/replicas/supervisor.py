@@ -264,12 +264,15 @@ class Supervisor:
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
             self._replicas.post(member, End())
             return
+        if hello.rank is not None and not self._replacements.joined(hello.rank, self._clock()):
+            self._say(f"replica {member} is ended: no process of rank {hello.rank} runs that could have joined")
+            self._replicas.post(member, End())
+            return
         if self._controller is None:
             self._controller = self._make(hello)
         if hello.rank is not None:
             self._cost = self._cost or hello.cost
             self._at[hello.rank] = member
-            self._replacements.joined(hello.rank, self._clock())
         self._failed = None
         self._say(f"replica {member} has joined, process {hello.process}")
         if self._recording is not None:
@@ -459,6 +462,7 @@ class Supervisor:
 
     def _end(self) -> None:
         why = self._failed or "the server shuts down"
+        self.ready.set()  # for whoever waits for the first replica
         for entry in self._ledger:
             self._client_told(entry.request, why)
             if self._recording is not None:

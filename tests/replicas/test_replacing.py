@@ -17,6 +17,18 @@ def test_who_is_lost_is_replaced_at_once() -> None:
     assert ranks.due(100.0) == []
 
 
+def test_who_ended_while_it_joined_is_no_member() -> None:
+    ranks = Replacements(2, TUNING)
+    assert ranks.ended(0, 1.0) is None
+    assert not ranks.joined(0, 1.1)
+    assert ranks.joined(1, 1.2)
+    assert not ranks.joined(1, 1.3), "it has joined"
+    assert ranks.ended(1, 2.0) == 0.0
+    assert not ranks.joined(1, 2.1), "its process has ended"
+    assert ranks.due(2.2) == [1]
+    assert ranks.joined(1, 2.3)
+
+
 def test_who_is_lost_soon_again_and_again_is_replaced_later_each_time() -> None:
     ranks, at, waits = Replacements(1, TUNING), 0.0, []
     for _ in range(5):

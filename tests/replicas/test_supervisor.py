@@ -106,7 +106,10 @@ class Scene:
 
 
 def wait(until: Callable[[], object]) -> None:
+    """Returns once that is so. How long that takes is not judged, but a test that would wait for ever fails."""
+    last = time.monotonic() + 600
     while not until():
+        assert time.monotonic() < last, "what is waited for does not come"
         time.sleep(0.001)
 
 
@@ -155,6 +158,17 @@ def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) 
     scene.replicas.ends(1 - scene.member)
     wait(lambda: len(scene.replicas.started) == 4)
     assert scene.replicas.hears(Start, 3)[-1][0] == 2  # what had gone to the other one
+
+
+def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
+    """What it said before it ended is heard later than its end."""
+    scene.begins()
+    scene.replicas.ends(0)
+    wait(lambda: len(scene.replicas.started) == 3)
+    scene.replicas.says(2, hello(7))
+    scene.replicas.says(3, hello(1))
+    assert [member for member, _ in scene.replicas.hears(End, 2)] == [2, 3]
+    assert sorted(scene.supervisor.state().spans) == [1]
 
 
 def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:

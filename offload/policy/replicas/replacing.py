@@ -38,10 +38,14 @@ class Replacements:
         """Whether a replica starts somewhere, or will."""
         return any(each.joined is None for each in self._ranks.values())
 
-    def joined(self, rank: int, at: float) -> None:
-        """The replica of a rank is a member. KeyError: there is no such rank."""
-        found = self._ranks[rank]
+    def joined(self, rank: int, at: float) -> bool:
+        """The replica of a rank is a member, or not: False where no process of that rank runs, as it ended while it
+        joined, or one of it has joined already."""
+        found = self._ranks.get(rank)
+        if found is None or not found.runs or found.joined is not None:
+            return False
         found.joined, found.served, found.failed = at, True, 0
+        return True
 
     def ended(self, rank: int, at: float) -> float | None:
         """The process of a rank has ended. Returns after how many seconds there is a new one; None: there is none any
