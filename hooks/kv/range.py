@@ -149,8 +149,8 @@ class KVRange:
 
     def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
         """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
-        everything of the cache is resident (`KVTier.follows`). None, and nothing has changed, where it is not, or where
-        `takes` would say no. Of each token all layers but the first come here: what it costs, each layer costs."""
+        everything of the cache is resident (`KVTurns.forward`). None, and nothing has changed, where it is not, or
+        where `takes` would say no. Of each token all layers but the first come here: it is what each layer costs."""
         tier, mapped, latest = self._tier, self._mapped, self._latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
             return None
@@ -171,8 +171,12 @@ class KVRange:
         ):
             return None
         stream = 0 if self._standin else raw_stream(self.device.ordinal)
-        if not tier.turns.follows((self.pages.number, place), lease.number, stream):
+        turns, number = tier.turns, self.pages.number
+        if lease.number != turns.forward or turns.since >= turns.layers or (number, place) == turns.leader:
             return None
+        turns.since += 1
+        turns.turns.append(number)
+        turns.stream = stream
         if self._standin:
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, step, 0, True)

@@ -175,8 +175,9 @@ class Ring:
         slot = self.slot(layer)
         if slot is None:
             return
-        following = slot.after(layer)
-        if slot.turns[-1] != layer or (following != layer and ahead(following)):
+        turns = slot.turns
+        following = turns[(turns.index(layer) + 1) % len(turns)]  # as `after`, in one call
+        if turns[-1] != layer or (following != layer and ahead(following)):
             self._filler.fill(self, slot, following)
 
     def give_away(self, layer: int) -> None:
@@ -201,7 +202,7 @@ class Ring:
             layers.append(each)
         for each in layers:  # in one call: this is done for each token
             for part in each.parts:
-                if (backed := part.backing.file) is None:
+                if (backed := part.mover.backing.file) is None:
                     continue
                 for file in backed.files:
                     if id(file) not in checked:
@@ -275,10 +276,12 @@ class Ring:
 
     def copies(self, member: int, slot: Slot[int]) -> Copies:
         """What fills the slot with the layer."""
-        each = self.layer(member)
-        assert each is not None
-        led = member not in self._layers and is_taken(slot)  # to the host copy: it would be copied onto itself
-        return [] if led else each.copies(slot.range)
+        if (each := self._layers.get(member)) is not None:  # as `layer`, in one call
+            return each.copies(slot.range)
+        found = self.own.get(member)
+        assert found is not None
+        led = is_taken(slot)  # to the host copy: it would be copied onto itself
+        return [] if led else found[0].copies(slot.range)
 
     def filling(self, member: int, slot: Slot[int]) -> None:
         self.loading(member, member == slot.turns[0])
