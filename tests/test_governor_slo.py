@@ -113,7 +113,7 @@ def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once(
 
 
 def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
-    """It takes back what it needs as far as pages are free, and tries again when more are."""
+    """The model takes back what it needs as far as pages are free, and tries again when more are."""
     device, governor, _, (a,) = governed(40, {"tpot": 0.04, "decode": 0.02})
     a.step(governor)
     assert len(a.plan.streamed) == 8
