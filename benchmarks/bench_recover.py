@@ -2,7 +2,7 @@
 
 A model decodes from a long cache with everything resident. Then the budget shrinks until part of its weights and of its
 cache is on the host, it goes on decoding, and the budget is what it was before. What is away is restored while it
-decodes. Then what was prepared for the next time, host copies of resident layers, is kept for a minute; once that is gone,
+decodes. Then what was prepared for next time, host copies of resident layers, is kept for a minute; once it is gone,
 too, its tokens should take as long as at first. Meanwhile a machine changes its speed by more than what is
 looked for: so all is measured in turn with the same model in a process that never felt any pressure, and what counts
 is by how much the ratio of the two has grown.

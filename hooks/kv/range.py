@@ -104,7 +104,8 @@ class KVRange:
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
         self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
-        self._tensors = RangeTensors(self.range, geometry, shape)
+        self._growth = DEFAULT.kv_growth if tier is None else tier.governor.tuning.kv_growth
+        self._tensors = RangeTensors(self.range, geometry, shape, self._growth.storages)
         self._forward = 0  # the last one that knows that this was appended to
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
@@ -348,7 +349,7 @@ class KVRange:
         views = mapped.views[place] or self._views(mapped, place)
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
-        chunk = max(1, min(length, DEFAULT.kv_growth.scratch // (token * shape.dtype.itemsize)))
+        chunk = max(1, min(length, self._growth.scratch // (token * shape.dtype.itemsize)))
         # Allocated before anything is written: past this line there is nothing that can run out.
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
         with GroupLease(self.group):
