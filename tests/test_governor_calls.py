@@ -11,7 +11,7 @@ import pytest
 from ballonet.offload.governor import governor as governor_module
 from ballonet.offload.governor import overview
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.pages import Pages
+from ballonet.offload.governor.pages import DevicePages
 from ballonet.offload.governor.traffic import Traffic, sent
 from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.policy.plan import Plan, streaming
@@ -354,7 +354,7 @@ def test_a_model_with_requests_again_is_as_one_that_wakes() -> None:
 
 def test_pages_are_waited_for_by_the_clock_of_waits() -> None:
     clock = Clock(step=1.0)  # a second passes at each look, and none otherwise
-    pages = Pages(FakeDevice(10), replace(PAGES, look=1e-3), clock)
+    pages = DevicePages(FakeDevice(10), replace(PAGES, look=1e-3), clock)
     assert not pages.wait(2.5)
     assert clock.now == 4.0
     clock.step, given = 0.0, threading.Timer(0.02, pages.given)

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import Client, Refusal, Shares, share
+from ballonet.offload.policy.ledger import LinkClient, Refusal, Shares, share
 from ballonet.offload.policy.ledger import options as options_of
 from ballonet.offload.policy.plan import Plan, at_interval, fewest
 from ballonet.offload.policy.tuning import DEFAULT
@@ -172,7 +172,9 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     device.kv = device.free - free - 1000 // PAGES.spare
     room = free + sum(each.here for each in them)
     clients = [
-        Client(each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6)  # type: ignore[arg-type]
+        LinkClient(
+            each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6
+        )  # type: ignore[arg-type]
         for each in them
     ]
     best = share(clients, LINK)
@@ -269,7 +271,9 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
         for _ in range(4):
             decisions = [each.step(governor, phase) for each, phase in zip(running, phases, strict=True)]
         clients = [
-            Client(each.name, Costs(each.plan.pages, each.times[phase], PAGE / LINK), PAGE, slo, 10**6, fixed=each.plan)
+            LinkClient(
+                each.name, Costs(each.plan.pages, each.times[phase], PAGE / LINK), PAGE, slo, 10**6, fixed=each.plan
+            )
             for each, phase in zip(running, phases, strict=True)
             if (slo := each.slo(phase))
         ]

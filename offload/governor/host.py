@@ -11,7 +11,7 @@ from .activity import Marks
 from .duplicates import Duplicates
 from .exchange import Exchange
 from .link import Link
-from .pages import Pages
+from .pages import DevicePages
 from .reclaim_list import ReclaimList
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Host(Protocol):
     @property
     def link(self) -> Link: ...
     @property
-    def pages(self) -> Pages: ...
+    def pages(self) -> DevicePages: ...
     @property
     def reclaim(self) -> ReclaimList: ...
     @property

@@ -13,7 +13,7 @@ from ..policy.tuning import FreePages
 from .published import Pool
 
 
-class Pages:
+class DevicePages:
     """`look` is not thread-safe: whoever calls holds the governor's lock; the others are."""
 
     def __init__(self, device: Pool, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:

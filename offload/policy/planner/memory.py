@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..interval import Costs
-from ..ledger import Client, Refusal, share
+from ..ledger import LinkClient, Refusal, share
 from ..plan import Fewest, Plan
 from ..remap import Model, remap
 from ..tuning import DEFAULT, WeightPlans
@@ -148,7 +148,7 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -
         needs.beside + model.plan.device_pages + needs.last.pages for needs, model in zip(models, running, strict=True)
     )
     clients = [
-        Client(each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free))
+        LinkClient(each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free))
         for each in running
     ]
     found = share(clients, budget.page_size / budget.page_seconds)
