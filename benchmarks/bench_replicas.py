@@ -4,7 +4,8 @@
 
 Two fleets. 235B: replicas of eight devices, of whose memory a mixture of experts takes most; answers are long and
 weights are what a step reads. 14B: replicas of one device with prompts of code and short answers: computing prompts is
-what takes time. Costs are made up from the shapes and the devices' data sheets, and calibrated by nothing. Prompts are
+what takes time. Costs are made up from the shapes and the devices' data sheets, and calibrated by nothing; how
+well such costs predict batches is measured (batch_cost.py). Prompts are
 those of the Azure code trace where it is given, else made ones with like lengths.
 """
 
@@ -18,14 +19,16 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import batch_cost
 from common import Figure, Options, Row, options, report
 
 from ballonet.hooks.server.arrivals import Arrival, read
 from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
-from ballonet.offload.policy.replicas.actions import Action, Commit
+from ballonet.offload.policy.replicas.actions import Commit
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
+from ballonet.offload.policy.replicas.decisions import Decision, Entry
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.events import Arrived, Joined, Load, Tick
 from ballonet.offload.policy.replicas.microbatches import Batch, Chunk, by_tokens, equal_cost, fig11
@@ -51,6 +54,7 @@ def main() -> None:
     chosen = options("replicas", __doc__)
     prompts = [each.prompt for path in chosen.files for each in read(path)] or list(made(3000))
     rows: list[Row] = [*bubbles(prompts, chosen), *policies(prompts, chosen), *decisions(chosen)]
+    rows += [row(what, peer, value=error) for what, peer, error in batch_cost.errors(chosen)]
     report(chosen, "replicas", "replicas that drop parameters, simulated", rows)
 
 
@@ -106,7 +110,7 @@ def _judged(batches: list[Batch], cost: ChunkCost) -> tuple[float, float, float]
 
 def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     """P99 of the seconds to the first token, by policy."""
-    short = 0.2 if chosen.tiny else 1.0
+    short = 0.05 if chosen.tiny else 1.0
     moe = Fleet(MOE, 4, 610 * GB, PAGE, 1000 * GB, 200e9, 200e9)
     mostly = wave(8, 40, 60 * short, 180 * short, 1)
     yield from _compared("235B, 4 replicas, a burst", moe, MOE_COST, mostly, at_least=1.3)
@@ -114,9 +118,13 @@ def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     code = coding(prompts[: round(3000 * short)], 20.0)
     yield from _compared("14B, 8 replicas, prompts of code", dense, DENSE_COST, code, at_most=1.02)
     square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS)
-    log: list[tuple[float, Action]] = []
-    found = run(moe, MOE_COST, square, "drop", log=log)
-    commits = [int(at / (PERIOD * short)) for at, action in log if isinstance(action, Commit)]
+    log: list[Entry] = []
+    found = run(moe, MOE_COST, square, "drop", log=log.append)
+    commits = [
+        int(each.event.at / (PERIOD * short))
+        for each in log
+        if isinstance(each, Decision) and any(isinstance(action, Commit) for action in each.actions)
+    ]
     yield row(
         f"235B, square wave of {PERIODS} periods",
         "epochs in a period, at most",

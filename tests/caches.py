@@ -14,6 +14,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.hooks.kv.layer import ElasticLayer
 
+from .models import prompts
 from .pool import bytes_that_exist, take_out, take_out_leftovers
 
 BUDGET: Final = 2**25
@@ -62,6 +63,15 @@ def kv_pages(device: Device) -> int:
 
 def is_elastic(cache: Any) -> bool:
     return all(isinstance(layer, ElasticLayer) and layer.elastic for layer in cache.layers)
+
+
+def filled(model: Any, **more: Any) -> Any:
+    """The cache of a `generate()` of one sequence on that model."""
+    inputs = {name: tensor[:1] for name, tensor in prompts(batch=3, longest=12).items()}
+    out = model.generate(
+        **inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False, return_dict_in_generate=True, **more
+    )
+    return out.past_key_values
 
 
 def tensors(cache: Any) -> list[torch.Tensor]:

@@ -15,26 +15,16 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.hooks.kv.cache import KVCache
 
-from .caches import LARGE, installed, is_elastic, same, tensors
-from .models import build, prompts
+from .caches import LARGE, filled, installed, is_elastic, same, tensors
+from .models import build
 from .pool import in_pool
 from .programs import run
-
-ONE = {name: tensor[:1] for name, tensor in prompts(batch=3, longest=12).items()}
 
 
 @pytest.fixture(scope="module", autouse=True, **LARGE)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param) as size:
         yield size
-
-
-def filled(model: Any, **more: Any) -> Any:
-    """The cache of a `generate()` on that model."""
-    out = model.generate(
-        **ONE, max_new_tokens=20, min_new_tokens=20, do_sample=False, return_dict_in_generate=True, **more
-    )
-    return out.past_key_values
 
 
 LOAD_WITHOUT_BALLONET = """

@@ -20,7 +20,7 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, LARGE, forget, installed, is_elastic, same, tensors
+from .caches import BUDGET, LARGE, filled, forget, installed, is_elastic, same, tensors
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -232,14 +232,6 @@ def test_autocast() -> None:
         return tensors(cache)
 
     as_stock(run, elastic=False)
-
-
-def filled(model: Any, **more: Any) -> Any:
-    """The cache of a `generate()` on that model."""
-    out = model.generate(
-        **ONE, max_new_tokens=20, min_new_tokens=20, do_sample=False, return_dict_in_generate=True, **more
-    )
-    return out.past_key_values
 
 
 def test_a_cache_outlives_its_model_and_serves_an_equal_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
                 assert last.name == "huge" or last.end == ""
             manager.cancel_request("cancelled")
             while manager.batch_processor.scheduler.has_pending_requests():
-                pass
+                time.sleep(0.001)
             (thread,) = {manager._generation_thread.name}
         del manager
     caplog.clear()  # which holds a traceback

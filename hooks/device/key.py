@@ -7,13 +7,14 @@ import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import nn
 
 from ...allocator import runtime
 from ...allocator._native import Device
+from ...allocator.config import Config
 from ...allocator.units import format_size, format_time
 from ...offload.record import link
 from .. import compat
@@ -25,6 +26,11 @@ _CPU: Final = Path("/proc/cpuinfo")
 def key_of(model: nn.Module, device: Device) -> dict[str, str]:
     """Keys: model (a hash of its class, configuration and weights' shapes), size (of its weights), device, driver,
     link, torch, transformers, ballonet (versions)."""
+    return key_for(model, device.kind, device.ordinal, runtime.holding(device).settings)
+
+
+def key_for(model: nn.Module, kind: Literal["cuda", "standin"], ordinal: int, settings: Config) -> dict[str, str]:
+    """As `key_of`, of a device that need not be open, and a model that need not have values."""
     config = getattr(model, "config", None)
     weights = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in weights.values()]
@@ -32,27 +38,30 @@ def key_of(model: nn.Module, device: Device) -> dict[str, str]:
     return {
         "model": hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "size": format_size(sum(tensor.nbytes for _, tensor in weights.values())),
-        **_machine(device),
+        **_machine(kind, ordinal, settings),
         **{name: _version(name) for name in _PACKAGES},
     }
 
 
 def uuid_of(device: Device) -> str:
     """Returns the UUID of a GPU, as NVML writes it."""
-    return f"GPU-{torch.cuda.get_device_properties(device.ordinal).uuid}"
+    return _uuid(device.ordinal)
 
 
-def _machine(device: Device) -> dict[str, str]:
-    if device.kind == "standin":
-        settings = runtime.holding(device).settings
+def _uuid(ordinal: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}"
+
+
+def _machine(kind: Literal["cuda", "standin"], ordinal: int, settings: Config) -> dict[str, str]:
+    if kind == "standin":
         return {
             "device": f"{_processor()}, {torch.get_num_threads()} threads",
             "driver": "host stand-in",
             "link": _standin_link(settings.link_bandwidth, settings.link_latency),
         }
-    uuid = uuid_of(device)
+    uuid = _uuid(ordinal)
     return {
-        "device": torch.cuda.get_device_name(device.ordinal),
+        "device": torch.cuda.get_device_name(ordinal),
         "driver": link.driver(uuid) or f"CUDA {torch.version.cuda}",
         "link": link.described(uuid) or "not known",
     }

@@ -48,29 +48,29 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
     attention kernels can index)}; up to that length also {token_bytes (of one layer, for one token of the whole batch),
     layers_per_range, bytes (of all these layers, in whole pages)}.
     """
-    _quiet()
+    quiet()
     config = load_config(name)
     model_class = generating_class(config)
     facts: Facts = {"model": name, "type": config.model_type, "class": model_class and model_class.__name__}
     if model_class is None:
-        planned = CachePlan(f"transformers has no class that generates text with a {type(config).__name__}")
+        caches = CachePlan(f"transformers has no class that generates text with a {type(config).__name__}")
     else:
-        planned = _planned(name, model_class, config)
-    dtype = _dtype(config)
-    facts |= {"reason": planned.reason, "batch": batch, "tokens": tokens, "page_size": _page_size(settings)}
+        caches = planned(name, model_class, config)
+    dtype = dtype_of(config)
+    facts |= {"reason": caches.reason, "batch": batch, "tokens": tokens, "page_size": page_size_of(settings)}
     facts |= {"dtype": str(dtype).removeprefix("torch."), "widths": "", "weights": None, "smallest": None}
     if model_class is not None:
         with suppress(Exception):  # whatever the model's own code does without values
             facts |= _weights(model_class, config, dtype.itemsize, facts["page_size"])
-    halves = [planned.layers, planned.cross]
+    halves = [caches.layers, caches.cross]
     widths: list[list[Widths | None]] = [[None] * len(half) for half in halves]
-    if planned.elastic and model_class is not None:
+    if caches.elastic and model_class is not None:
         try:
-            widths = [_widths(cache) for cache in run_without_values(model_class, config)]
+            widths = [widths_of(cache) for cache in run_without_values(model_class, config)]
         except Exception as error:  # whatever the model's own code does without values
             facts["widths"] = f"known with the first token: {type(error).__name__}: {_first_line(error)}"
     rows = [
-        {"cross": half is planned.cross, **row}
+        {"cross": half is caches.cross, **row}
         for half, theirs in zip(halves, widths, strict=False)
         for row in _rows(half, theirs, facts, config, dtype.itemsize)
     ]
@@ -118,7 +118,8 @@ def show(facts: Facts) -> None:
         console.print("With more tokens than that a layer is stock: attention kernels would count beyond 32 bits.")
 
 
-def _planned(name: str, model_class: type, config: Any) -> CachePlan:
+def planned(name: str, model_class: type, config: Any) -> CachePlan:
+    """What becomes of the cache of such a model. ConfigError where its configuration is not whole."""
     try:
         return plan(model_class, config)
     except BallonetError:
@@ -187,7 +188,7 @@ def _sizes(sizes: Sizes, count: int, facts: Facts, config: Any) -> Facts:
     }
 
 
-def _widths(cache: DynamicCache) -> list[Widths | None]:
+def widths_of(cache: DynamicCache) -> list[Widths | None]:
     """Returns the widths of every layer, None of those that hold no keys and values."""
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     return [
@@ -221,7 +222,7 @@ def _numbers(row: Facts) -> tuple[str, str, str, str]:
     return token, f"{row['layers_per_range']}", format_size(row["bytes"]), most
 
 
-def _dtype(config: Any) -> torch.dtype:
+def dtype_of(config: Any) -> torch.dtype:
     """Returns the dtype of the weights, which is that of keys and values."""
     found = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
     if isinstance(found, str):
@@ -229,7 +230,8 @@ def _dtype(config: Any) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
 
 
-def _page_size(settings: Config) -> int:
+def page_size_of(settings: Config) -> int:
+    """Returns the bytes of a page on this machine; on a GPU where there is no device."""
     try:
         kind = runtime.choose(settings, torch.cuda.is_available()).kind
     except BallonetError:  # no device is needed to say what would be on one
@@ -241,7 +243,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Neither transformers nor torch comments on a configuration that nothing is built from."""
     warnings.simplefilter("ignore")
     for name in ("transformers", "huggingface_hub"):

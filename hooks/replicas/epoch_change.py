@@ -45,6 +45,12 @@ class EpochChange:
         """The number of the next epoch."""
         return None if self.coming is None else self.coming.epoch
 
+    def has_turned(self, peer: int) -> bool:
+        """Whether a peer that has closed its link of the epoch in force is in the next one: its link of that is well.
+        The supervisor's word that the epoch is committed may come later than what the peer says."""
+        coming = self.coming
+        return coming is not None and peer in coming.links and coming.links[peer].error is None
+
     def prepare(self, wanted: actions.Prepare) -> None:
         """Begins to form the links of an epoch; one that was prepared before is given up."""
         me, stage = self._setup.me, self._place.stage

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
 
-from ...offload.policy.replicas import actions, events, gate, groups, restore_plan
+from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.text import KINDS, kinds, made, plain
 from . import handover, plan, requests
 from .requests import Request
 
@@ -27,6 +27,21 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class End:
     """To a replica: it leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """To a replica: it tells from now on what it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """From a replica, now and then, after `Record`: what it has done (notes.py). `machine`, and the time at which it
+    `sent` this by its own clock: see recording.py, Note [One clock]."""
+
+    machine: str
+    sent: float
+    bars: tuple[tuple[str, str, float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,54 +70,35 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """From a replica, now and then: bytes of KV and layers that it has sent in all, and layers that it holds."""
+    """From a replica, now and then: bytes of KV and layers that it has sent in all, and layers that it holds. `busy`,
+    `open`, `error`: see stage_times.py."""
 
     kv_bytes: int
     layer_bytes: int
     layers: int
+    busy: float = 0.0
+    open: float = 0.0
+    error: float | None = None
 
 
-Message = Hello | Start | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
+Message = Hello | Start | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
 
-_TYPES: Final[dict[str, Any]] = {
-    name: found
-    for module in (actions, events, gate, groups, restore_plan, plan, requests, handover)
-    for name, found in vars(module).items()
-    if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-} | {each.__name__: each for each in (Hello, Start, End, Told, Counted, ChunkCost)}
+_KINDS: Final[Mapping[str, Any]] = {
+    **KINDS,
+    **kinds((plan, requests, handover)),
+    **{each.__name__: each for each in (Hello, Start, End, Told, Counted, Record, Seen)},
+}
 
 
 def encoded(message: Message) -> str:
     """The message as text."""
-    return json.dumps(_plain(message))
+    return json.dumps(plain(message))
 
 
 def decoded(text: str) -> Message:
     """The message that `encoded` was called on. ValueError where it is none."""
     try:
-        found: Message = _made(json.loads(text))
+        found: Message = made(json.loads(text), _KINDS)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{text[:80]!r} is no message of this version: {error}") from None
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return {"": type(value).__name__, "value": value.value}
-    if dataclasses.is_dataclass(value):
-        fields = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return {"": type(value).__name__, **fields}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(f"{value!r} cannot be sent")
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(_made, value))
-    if isinstance(value, dict):
-        kind = _TYPES[value.pop("")]
-        return kind(**{name: _made(each) for name, each in value.items()})
-    return value

@@ -28,6 +28,7 @@ from .allocator.errors import (
     ConfigError,
     ControlError,
     ControlRefused,
+    CoreMissing,
     DriverError,
     DriverUnavailable,
     DropRefused,
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from .hooks.kv.cache import KVCache
     from .hooks.loading import from_pretrained
     from .hooks.managed import Managed, manage
+    from .hooks.memory_snapshot import snapshot
+    from .hooks.plan.planner import plan
     from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
     from .hooks.replicas.errors import (
         ChecksumError,
@@ -79,7 +82,7 @@ if TYPE_CHECKING:
     from .hooks.watch.notebook import watch
     from .offload.timeline.recorder import timeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ReplicaError": "hooks.replicas.errors",
@@ -102,8 +105,10 @@ _HOMES = {
     "install": "allocator.install",
     "load_ipython_extension": "hooks.programs.notebook",
     "manage": "hooks.managed",
+    "plan": "hooks.plan.planner",
     "restore": "allocator.install",
     "set_budget": "allocator.install",
+    "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
     "watch": "hooks.watch.notebook",
@@ -121,6 +126,7 @@ __all__ = [
     "ConfigError",
     "ControlError",
     "ControlRefused",
+    "CoreMissing",
     "DriverError",
     "DriverUnavailable",
     "DropRefused",
@@ -166,8 +172,10 @@ __all__ = [
     "load_ipython_extension",
     "manage",
     "metrics",
+    "plan",
     "restore",
     "set_budget",
+    "snapshot",
     "stats",
     "timeline",
     "unload_ipython_extension",

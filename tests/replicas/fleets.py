@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from ballonet.hooks.server.arrivals import Arrival
@@ -10,7 +10,9 @@ from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.keepers import Recompute
 from ballonet.hooks.whatif.replicas.run import POLICIES
+from ballonet.offload.policy.replicas.actions import Action, Dispatch
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.decisions import Decision, Entry
 
 PAGE = 2**16
 KV = 2**12  # bytes of a token, so a page has 16
@@ -42,9 +44,21 @@ def played(
     arrivals: list[Arrival],
     cost: ChunkCost = COST,
     watch: Callable[[FleetRun], None] | None = None,
+    log: Callable[[Entry], object] = lambda entry: None,
 ) -> tuple[FleetRun, Recompute]:
     """A run to its end. `watch`: is called whenever requests have ended."""
-    run = FleetRun(at, cost, arrivals)
+    run = FleetRun(at, cost, arrivals, log=log)
     keeper = POLICIES[policy](run)
     run.answers(keeper.arrive, lambda done: watch(run) if watch is not None else None)
     return run, keeper
+
+
+def decided(log: Iterable[Entry]) -> list[tuple[float, Action]]:
+    """What a controller decided, and when, but for where requests go."""
+    return [
+        (each.event.at, action)
+        for each in log
+        if isinstance(each, Decision)
+        for action in each.actions
+        if not isinstance(action, Dispatch)
+    ]

@@ -11,10 +11,13 @@ from transformers import LlamaConfig
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
+from ballonet.hooks.replicas.decision_file import read_decisions
 from ballonet.hooks.whatif.machine import Sizes
 from ballonet.hooks.whatif.replicas.costs import of_parts, read_costs
 from ballonet.hooks.whatif.replicas.fleet import Shape
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.decisions import Decision, replayed
+from ballonet.offload.policy.replicas.events import Lost
 from ballonet.offload.policy.step_costs import Parts, Step
 
 KEYS = {
@@ -123,3 +126,81 @@ def test_what_replicas_do_not_take_is_refused(wrong: list[str], files: list[str]
 def test_a_policy_that_is_none_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["whatif", *files, "--replicas", "2", "--policy", "fast"]) != 0
     assert "no policy 'fast' of replicas" in capsys.readouterr().err
+
+
+# Faults, and the log of decisions
+
+
+def faulty(files: list[str], tmp_path: Path, *lines: str) -> list[str]:
+    """A command with a file of faults."""
+    (tmp_path / "faults.jsonl").write_text("\n".join(lines) + "\n")
+    costs = ["--costs", str(tmp_path / "costs.json")]
+    return [*files, *costs, "--replicas", "2", "--faults", str(tmp_path / "faults.jsonl")]
+
+
+def test_faults_are_played_and_decisions_are_logged(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill, join = '{"at": 1.5, "fault": "killed", "member": 0}', '{"at": 2, "fault": "joined", "member": 2}'
+    command = faulty(files, tmp_path, kill, "", join, '{"at": 0.5, "fault": "left", "request": 3}')
+    (found,) = printed(capsys, *command, "--log", str(tmp_path / "log"))
+    assert (found["policy"], found["requests"], found["failed"]) == ("drop", 200, 1)
+    log = read_decisions(tmp_path / "log")
+    lost = [each.event for each in log if isinstance(each, Decision) and isinstance(each.event, Lost)]
+    assert lost == [Lost(pytest.approx(1.6), 0)]
+    assert all(one == other for one, other in replayed(log))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "no fault"),
+        ("3", "no fault"),
+        ('{"at": 1}', "its kind, fault, is one of killed, hung"),
+        ('{"at": 1, "fault": "bored"}', "its kind, fault, is one of killed, hung"),
+        ('{"at": 1, "fault": ["killed"]}', "no fault"),
+        ('{"at": 1, "fault": "killed"}', "missing"),
+        ('{"fault": "supervisor"}', "missing"),
+        ('{"at": 1, "fault": "killed", "member": 0, "how": 1}', "how: it has at, member"),
+        ('{"at": -1, "fault": "killed", "member": 0}', "at is -1: it is 0 or more"),
+        ('{"at": NaN, "fault": "killed", "member": 0}', "at is nan: it is 0 or more"),
+        ('{"at": "1", "fault": "killed", "member": 0}', "at is '1', and no number"),
+        ('{"at": 1, "fault": "killed", "member": 0.5}', "member is 0.5, and no whole number"),
+        ('{"at": 1, "fault": "killed", "member": true}', "member is True, and no whole number"),
+        ('{"at": 1, "fault": "refused", "member": 0, "why": "RAIN"}', "why is one of PAGES, HOST_MEMORY"),
+    ],
+)
+def test_a_line_that_is_no_fault_is_refused(
+    line: str, why: str, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = '{"at": 1, "fault": "shutdown"}'
+    assert main(["whatif", *faulty(files, tmp_path, good, line)]) != 0
+    said = capsys.readouterr().err
+    assert "faults.jsonl:2: " in said
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"at": 1, "fault": "killed", "member": 2}', "there are replicas 0, 1 then"),
+        ('{"at": 1, "fault": "link", "member": 0, "other": 7}', "there are replicas 0, 1 then"),
+        ('{"at": 1, "fault": "link", "member": 0, "other": 0}', "a link is between two replicas"),
+        ('{"at": 1, "fault": "joined", "member": 1}', "that number is in use; the next free one is 2"),
+        ('{"at": 1, "fault": "left", "request": 200}', "there are 200 requests, from 0 on"),
+    ],
+)
+def test_a_fault_of_what_is_not_there_is_refused(
+    line: str, why: str, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["whatif", *faulty(files, tmp_path, line)]) != 0
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["queue", "drop,queue", None])
+def test_faults_and_a_log_are_of_the_policy_that_has_a_controller(policy: str | None, files: list[str]) -> None:
+    wrong = [] if policy is None else ["--replicas", "2", "--policy", policy]
+    for option in ("--faults", "--log"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["whatif", *files, *wrong, option, "file"])
+        assert stopped.value.code == 2

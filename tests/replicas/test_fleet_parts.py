@@ -12,12 +12,13 @@ from ballonet.hooks.whatif.replicas.jobs import Job
 from ballonet.hooks.whatif.replicas.keepers import Migrate, Recompute, Swap
 from ballonet.hooks.whatif.replicas.pipes import Pipe
 from ballonet.hooks.whatif.replicas.wires import Wire
-from ballonet.offload.policy.replicas.actions import StartRestore
+from ballonet.offload.policy.replicas.actions import Action, StartRestore
 from ballonet.offload.policy.replicas.demand import prompt_pages
 from ballonet.offload.policy.replicas.events import Event, Load
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
+from ballonet.offload.policy.replicas.restore_plan import Pull
 
-from .fleets import COST, KV, SLOW, burst, fleet
+from .fleets import COST, KV, SHAPE, SLOW, burst, fleet
 
 MANY = [Arrival(0.0, 100, 50)] * 6
 
@@ -36,6 +37,17 @@ def test_a_message_has_come_once_all_its_parts_have_and_what_is_urgent_overtakes
     to_the_end(agenda)
     assert seen == [("nothing", 0.0), ("activation", pytest.approx(0.6)), ("kv", pytest.approx(1.2))]
     assert wire.moved == 10
+
+
+def test_what_is_taken_back_never_comes_and_takes_no_time() -> None:
+    agenda, seen, owner = Agenda(), list[tuple[str, float]](), object()
+    wire = Wire(agenda, 10.0, 4)
+    wire.send(10, lambda: seen.append(("old", agenda.now)), owner=owner)
+    wire.send(4, lambda: seen.append(("other", agenda.now)))
+    agenda.at(0.1, lambda: wire.take_back(owner))
+    to_the_end(agenda)
+    assert seen == [("other", pytest.approx(0.8))], "behind the part that was under way"
+    assert wire.moved == 8
 
 
 def test_time_does_not_go_back() -> None:
@@ -90,11 +102,11 @@ def test_while_kv_is_exchanged_only_new_requests_begin() -> None:
     keeper.host(pipe).away.append(jobs[0])
     new = Job(6, MANY[0])
     pipe.waiting.append(new)
-    keeper._exchanging.add(pipe)
+    keeper.changes.exchanging.add(pipe)
     keeper.admit(pipe)
     assert keeper.host(pipe).away == [jobs[0]]
     assert new in pipe.prompts
-    keeper._exchanging.clear()
+    keeper.changes.exchanging.clear()
     keeper.admit(pipe)
     assert keeper.host(pipe).away == []
 
@@ -124,14 +136,46 @@ def test_what_a_member_sends_is_what_others_need() -> None:
     job.kv = 100
     whole = 100 * KV
     pair = Group((0, 1), (Span(0, 3), Span(3, 8)))
-    assert keeper._leaves(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
-    assert keeper._leaves(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
+    assert keeper.changes.leaves(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
+    assert keeper.changes.leaves(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
     four = Group((0, 2, 1, 3), (Span(0, 2), Span(2, 3), Span(3, 6), Span(6, 8)))
-    assert keeper._leaves(job, 0, Span(0, 3), [four], {}) == whole // 8
-    assert keeper._leaves(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
+    assert keeper.changes.leaves(job, 0, Span(0, 3), [four], {}) == whole // 8
+    assert keeper.changes.leaves(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
     apart = [alone(0, 8), alone(1, 8)]
-    assert keeper._leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
-    assert keeper._leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
+    assert keeper.changes.leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
+    assert keeper.changes.leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
+
+
+def test_a_layer_that_was_asked_for_again_comes_once() -> None:
+    """Who pulls stands still as a layer comes; meanwhile who sent it ends, and it is asked for elsewhere."""
+    run = FleetRun(fleet(2, 1600), COST, MANY)
+    keeper = Drop(run)
+    to_the_end_of(run.agenda, 0.0)
+    held = keeper.pulls.held
+    held[0] = {0, 1, 2, 3}
+    done: list[float] = []
+    layers = [Pull(0, layer, 1) for layer in (4, 5, 6, 7)]
+    keeper.pulls.begin(0, layers, lambda: done.append(run.agenda.now), lambda why: None)
+    keeper.crew.stop(0, returns=True)
+    to_the_end_of(run.agenda, 1.0)
+    assert held[0] == {0, 1, 2, 3}, "one has come, and is not looked at"
+    keeper.crew.end(1)
+    keeper.pulls.lose(1)
+    began = run.agenda.now
+    keeper.crew.go_on(0)
+    run.agenda.after(2.5 * SHAPE.layers[4] / run.fleet.link, lambda: done.append(-len(held[0])))
+    to_the_end_of(run.agenda, 2.0)
+    assert done[0] == -6, "the first was there, and was read again with the next two behind it"
+    assert done[1] == pytest.approx(began + 4 * SHAPE.layers[4] / run.fleet.link)
+    assert held[0] == {*range(8)}
+
+
+def to_the_end_of(agenda: Agenda, seconds: float) -> None:
+    """What happens up to a time."""
+    passed: list[None] = []
+    agenda.at(seconds, lambda: passed.append(None))
+    while not passed:
+        agenda.step()
 
 
 class Watched(Drop):
@@ -142,18 +186,19 @@ class Watched(Drop):
         self.pulling: list[tuple[int, int]] = []
         super().__init__(run)
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         if isinstance(event, Load):
-            members = next(each for each in self._groups if event.member in each)
+            members = next(each for each in self.groups if event.member in each)
             pipe = self.run.pipes[members]
-            waits = prompt_pages((job.known for job in [*pipe.waiting, *self.host(pipe).away]), self._kv)
+            waits = prompt_pages((job.known for job in [*pipe.waiting, *self.host(pipe).away]), self.kv)
             self.told.append((event, waits if event.member == members[0] else 0))
-        super()._tell(event)
+        super().tell(event)
 
-    def _pull(self, action: StartRestore) -> None:
+    def _do(self, action: Action) -> None:
         before = [pipe.capacity for pipe in self.run.pipes.values()]
-        super()._pull(action)
-        self.pulling += zip(before, [pipe.capacity for pipe in self.run.pipes.values()], strict=True)
+        super()._do(action)
+        if isinstance(action, StartRestore):
+            self.pulling += zip(before, [pipe.capacity for pipe in self.run.pipes.values()], strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +209,7 @@ def watched() -> Watched:
 
 
 def test_a_group_tells_what_waits_in_it_once(watched: Watched) -> None:
-    assert watched.drops == 1
+    assert watched.changes.drops == 1
     assert all(load.pending == waits for load, waits in watched.told)
     assert max(load.pending for load, _ in watched.told) > 0
     assert all(load.used + load.free <= watched.run.fleet.pages for load, _ in watched.told)

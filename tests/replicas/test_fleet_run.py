@@ -15,13 +15,14 @@ from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.jobs import Job
 from ballonet.hooks.whatif.replicas.keepers import Recompute
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
-from ballonet.offload.policy.replicas.actions import Action, Commit, Decline, Prepare, StartRestore
+from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.decisions import Entry
 from ballonet.offload.policy.replicas.events import Reason
 from ballonet.offload.policy.replicas.exchange import waited
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
-from .fleets import COST, KV, PAGE, SHAPE, SLOW, burst, fleet, played
+from .fleets import COST, KV, PAGE, SHAPE, SLOW, burst, decided, fleet, played
 
 ALL = tuple(POLICIES)
 TIGHT = burst(240, 0.008, 60, 150)  # about 45 requests at once, of 160 tokens on average: twice what fits
@@ -77,8 +78,8 @@ def test_all_tokens_are_made_in_order_and_all_memory_is_given_back(policy: str, 
 
 @pytest.mark.parametrize("policy", ALL)
 def test_two_runs_take_the_same_decisions(policy: str) -> None:
-    logs: list[list[tuple[float, Action]]] = [[], []]
-    found = [run(fleet(4, 1600), COST, TIGHT, policy, (0.5, 0.1), log=log) for log in logs]
+    logs: list[list[Entry]] = [[], []]
+    found = [run(fleet(4, 1600), COST, TIGHT, policy, (0.5, 0.1), log=log.append) for log in logs]
     assert found[0] == found[1]
     assert logs[0] == logs[1]
     assert bool(logs[0]) == (policy == "drop")
@@ -181,9 +182,15 @@ BURST = burst(240, 0.1, 60, 150) + burst(8, 6.0, 20, 20, begin=60.0)
 
 
 def dropped(network: float = 1e9) -> tuple[FleetRun, Drop]:
-    found, keeper = played("drop", fleet(2, 1600, network=network), BURST, SLOW, watch=adds_up)
-    assert isinstance(keeper, Drop)
+    found, keeper, _ = dropped_and_noted(network)
     return found, keeper
+
+
+def dropped_and_noted(network: float = 1e9) -> tuple[FleetRun, Drop, list[Entry]]:
+    log: list[Entry] = []
+    found, keeper = played("drop", fleet(2, 1600, network=network), BURST, SLOW, watch=adds_up, log=log.append)
+    assert isinstance(keeper, Drop)
+    return found, keeper, log
 
 
 def test_a_drop_has_requests_begin_sooner() -> None:
@@ -192,11 +199,11 @@ def test_a_drop_has_requests_begin_sooner() -> None:
 
 
 def test_a_burst_has_replicas_drop_and_restore_and_all_get_their_tokens() -> None:
-    found, keeper = dropped()
-    assert (keeper.drops, keeper.restores) == (1, 1)
+    found, keeper, log = dropped_and_noted()
+    assert (keeper.changes.drops, keeper.changes.restores) == (1, 1)
     assert [pipe.members for pipe in found.pipes.values()] == [(0,), (1,)]
     assert all(pipe.capacity == found.fleet.tokens for pipe in found.pipes.values())
-    pulled = [pull for _, action in keeper.log if isinstance(action, StartRestore) for pull in action.pulls]
+    pulled = [pull for _, action in decided(log) if isinstance(action, StartRestore) for pull in action.pulls]
     assert Counter(pull.layer for pull in pulled) == dict.fromkeys(range(8), 1), "each layer was dropped once"
     weights = sum(SHAPE.layers[pull.layer] for pull in pulled)
     assert weights == sum(SHAPE.layers), "M (k - 1)"
@@ -235,11 +242,11 @@ def test_on_a_square_wave_there_is_one_drop_and_one_restore_in_a_period_at_most(
     period, periods = 80.0, 3
     wave = [each for n in range(periods) for each in burst(200, 0.08, 60, 150, seed=n, begin=n * period)]
     wave += burst(10, 6.0, 20, 20, begin=period * (periods - 1) + 22.0)  # or the run ends before the last restore
-    log: list[tuple[float, Action]] = []
-    found = run(fleet(2, 1600), SLOW, wave, "drop", log=log)
+    log: list[Entry] = []
+    found = run(fleet(2, 1600), SLOW, wave, "drop", log=log.append)
     assert found["drops"] == found["restores"] == periods
     for kind in (Prepare, Commit):
-        at = [int(at / period) for at, action in log if isinstance(action, kind)]
+        at = [int(at / period) for at, action in decided(log) if isinstance(action, kind)]
         assert at == [n // 2 for n in range(2 * periods)], "two epochs in each"
 
 
@@ -247,10 +254,10 @@ def test_where_prompts_are_what_takes_time_nothing_is_dropped() -> None:
     prompts = burst(600, 0.045, 200, 12)
     cost = ChunkCost(1e-9, 4e-4, 1e-3, decode=ChunkCost(0.0, 1e-4, 1e-3))
     found = {policy: run(fleet(2, 800), cost, prompts, policy) for policy in ALL}
-    log: list[tuple[float, Action]] = []
-    again = run(fleet(2, 800), cost, prompts, "drop", log=log)
+    log: list[Entry] = []
+    again = run(fleet(2, 800), cost, prompts, "drop", log=log.append)
     assert again == found["drop"]
-    refused = [action for _, action in log if isinstance(action, Decline)]
+    refused = [action for _, action in decided(log) if isinstance(action, Decline)]
     assert refused, "memory is full, so it was asked"
     assert all(each.reason is Reason.NO_GAIN for each in refused)
     assert found["drop"]["drops"] == 0

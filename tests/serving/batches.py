@@ -9,12 +9,20 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+import ballonet
+
 BLOCK = 16  # tokens
+PAGE = 65536
 
 
 class Answer(NamedTuple):
     tokens: list[int]
     error: str | None
+
+
+def install(pages: int) -> None:
+    """A pool of so many pages, and as many on the host."""
+    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
 
 
 def prompts(count: int, longest: int, highest: int = 60) -> list[list[int]]:

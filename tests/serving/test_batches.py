@@ -27,14 +27,12 @@ from ballonet.offload.policy.step_costs import Parts, StepCosts
 from .. import programs
 from ..core import arm, disarm
 from ..models import build
-from ..pool import take_out
 from ..tuned import Tuned
-from .batches import answers, looping, prompts, stock
+from .batches import PAGE, answers, install, looping, prompts, stock
 
 pytestmark = pytest.mark.chaos
 
 
-PAGE = 65536
 SEAMS = (
     lambda: vars(continuous_api)["PagedAttentionCache"],
     lambda: scheduler.SCHEDULER_MAPPING["fifo"],
@@ -43,20 +41,11 @@ SEAMS = (
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _seams(nothing_is_left: None) -> Iterator[None]:
     before = [seam() for seam in SEAMS]
     yield
     gc.collect()
     assert [seam() for seam in SEAMS] == before
-    if (device := runtime.current()) is not None:
-        device.device.reap(wait=True)
-        device.device.check()
-        assert device.device.snapshot()["pages"]["kv"] == 0
-    take_out()
-
-
-def install(pages: int) -> None:
-    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
 
 
 # full attention, a window in all layers, in some; norms of keys; experts; positions of their own
@@ -223,7 +212,7 @@ def test_requests_wait_for_what_others_are_promised(
             schedule.promises.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
             manager.add_request(asked[2], request_id="alone")
             while "alone" not in schedule.waiting_requests:
-                pass
+                time.sleep(0.001)
             schedule.promises.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
             while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
                 pass

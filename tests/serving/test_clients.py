@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from .test_server import ask, saved
 CLIENTS = 1000 if "BALLONET_SOAK" in os.environ else 300
 AT_ONCE = 60
 PAGE = 8192
+MOMENT = 0.005  # seconds between two looks, in which others run
 
 
 class Here:
@@ -53,11 +55,11 @@ class Here:
         those that the kernel has beyond what the core knows of."""
         loops = tuple(self.server.tenants.loops.values())
         while any(sum(loop.queued) for loop in loops):
-            pass
+            time.sleep(MOMENT)
         for loop in loops:
             cache = loop._cb.batch_processor.cache
             while cache._tables():  # the step of those that were cancelled last may run
-                pass
+                time.sleep(MOMENT)
             with loop._cb.pause():
                 cache.evict_oldest(cache.pages.nbytes)
                 cache.pool.try_to_free_sectors()

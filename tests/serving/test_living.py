@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import continuous_api
 
 import ballonet
 from ballonet.allocator import runtime
 
 from ..models import build
-from ..pool import take_out
 from .batches import BLOCK, answers, prompts, stock
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 PAGE = 65536
 NEW = 6  # tokens of a turn's answer, and of what is said next
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    device = runtime.require()
-    device.reap(wait=True)
-    device.check()
-    assert device.snapshot()["pages"]["kv"] == 0
-    take_out()
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that each step computed."""
-    found: list[int] = []
-    processor = continuous_api.ContinuousBatchProcessor
-    step = processor._generation_step
-
-    def watched(self: Any, model: Any) -> None:
-        found.append(sum(each.query_length for each in self.inputs_and_outputs.requests_in_batch))
-        step(self, model)
-
-    monkeypatch.setattr(processor, "_generation_step", watched)
-    return found
 
 
 def conversation(model: Any, turns: int, first: list[list[int]], seen: list[int]) -> tuple[list[Any], list[int]]:

@@ -351,6 +351,7 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
             assert began.acquire(timeout=600), [each.result() for each in asked if each.done()]
             while server.figure("ballonet_requests{") < 12:
                 assert not any(each.done() for each in asked)
+                time.sleep(0.01)
             assert server.end() == 0, server.said()
             found = [each.result() for each in asked]
     finally:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import continuous_api
 
 import ballonet
 from ballonet import testing
@@ -59,21 +58,6 @@ def _purged_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ElasticPagedCache, "_hold", held)
     monkeypatch.setattr(SectorPages, "give", given)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that each step of a loop computed."""
-    found: list[int] = []
-    processor = continuous_api.ContinuousBatchProcessor
-    step = processor._generation_step
-
-    def watched(self: Any, model: Any) -> None:
-        found.append(sum(each.query_length for each in self.inputs_and_outputs.requests_in_batch))
-        step(self, model)
-
-    monkeypatch.setattr(processor, "_generation_step", watched)
-    return found
 
 
 @contextmanager

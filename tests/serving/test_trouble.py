@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,20 +22,9 @@ from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
 from . import asynchronous
-from .batches import answers, looping, prompts, stock
+from .batches import PAGE, answers, install, looping, prompts, stock
 
-PAGE = 65536
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    if (device := runtime.current()) is not None:
-        device.device.reap(wait=True)
-        device.device.check()
-        assert device.device.snapshot()["pages"]["kv"] == 0
-    take_out()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture(params=[False, True], ids=["one in flight", "two in flight"])
@@ -44,10 +33,6 @@ def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     if request.param:
         asynchronous.allow(monkeypatch)
     return bool(request.param)
-
-
-def install(pages: int) -> None:
-    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
 
 
 class Lacking:
@@ -124,11 +109,11 @@ def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool) -> None:
         manager.add_request(asked[0], request_id="cancelled")
         schedule = manager.batch_processor.scheduler
         while "cancelled" not in schedule.active_requests:
-            pass
+            time.sleep(0.001)
         schedule.block_new_requests = True
         manager.add_request(asked[1], request_id="waits", max_new_tokens=6)
         while "waits" not in schedule.waiting_requests:
-            pass
+            time.sleep(0.001)
         manager.cancel_request("cancelled")
         found = manager.get_result(timeout=600)
         manager.cancel_request("waits")

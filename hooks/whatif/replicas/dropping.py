@@ -5,256 +5,291 @@ Note [What is played]
     take. At the commit the groups concerned finish their microbatches; then layers are dropped, and each member sends
     the KV that no longer belongs to its span, behind activations. Requests whose KV is on the way are stalled, others
     begin. For a restore the group gives up the memory that its layers need, and members pull them one after the other
-    from the wires of those that have them; at the commit KV goes home. Where memory is short all the same, requests go
-    to the host (`Swap`); their KV there is exchanged as that of others is, and they come back after that. Nothing is
-    lost or hangs, so actions for that do not come.
+    from the wires of those that have them; at the commit KV goes home (epochs.py). Where memory is short all the same,
+    requests go to the host (`Swap`); their KV there is exchanged as that of others is, and they come back after that.
+    What goes wrong is played as well, where it is given (faults.py): a replica that has lost its group is on its own at
+    once, and reads the layers that it lacks from its backing in each microbatch, which takes as long as the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ....offload.policy.replicas.actions import (
-    Action,
-    Alone,
-    Commit,
-    Decline,
-    Discard,
-    Dispatch,
-    Hold,
-    Prepare,
-    Refuse,
-    StartRestore,
-)
-from ....offload.policy.replicas.controller import Controller
+from ....offload.policy.replicas import actions
+from ....offload.policy.replicas.actions import Action
+from ....offload.policy.replicas.decisions import Setup, decide
 from ....offload.policy.replicas.demand import KVSize, group_tokens, kv_pages, prompt_pages
 from ....offload.policy.replicas.dispatch import Members
-from ....offload.policy.replicas.events import (
-    Arrived,
-    Committed,
-    Event,
-    Exchanged,
-    Finished,
-    Joined,
-    Load,
-    Prepared,
-    Restored,
-    Tick,
-)
-from ....offload.policy.replicas.groups import Group, Span, alone
-from ....offload.policy.replicas.restore_plan import Pull
-from ....offload.policy.tuning import DEFAULT
+from ....offload.policy.replicas.events import Arrived, Committed, Event, Finished, Joined, Left, Load, Lost, Tick
+from ....offload.policy.replicas.groups import Group, alone
+from .crew import Crew
+from .epochs import Epochs
 from .jobs import Job
 from .keepers import Recompute, Swap
 from .pipes import Pipe
+from .pulling import Pulls
 
 if TYPE_CHECKING:
     from .fleet_run import FleetRun
 
 
+NOBODY_LEFT: Final = "no replica is left"
+
+
 class Drop(Swap):
-    """See Note [What is played]. `log`: what the `controller` decided, and when; `drops`, `restores`: epochs of each
-    kind that were committed."""
+    """See Note [What is played]. `groups`: in force, by members; `epochs`: that each replica is in; `early`: requests
+    of groups that are about to be formed; `failed`: why nothing is served, None while something is."""
 
     def __init__(self, run: FleetRun) -> None:
         fleet = run.fleet
-        tuning = replace(DEFAULT.replicas, chunk=fleet.batch)
-        self.log: list[tuple[float, Action]] = []
-        self.drops = self.restores = 0
-        self._kv = KVSize(fleet.shape.kv, fleet.page)
-        self.controller = Controller(fleet.layer_pages, self._kv, run.cost, tuning, fleet.page / fleet.network)
-        self._groups: dict[Members, Group] = {}
-        self._epochs: dict[int, int] = {}  # that each replica is in
-        self._prepared: dict[int, tuple[Group, ...]] = {}
-        self._early: dict[Members, list[Job]] = {}  # of groups that are about to be formed
-        self._pulling: int | None = None
-        self._exchanging: set[Pipe] = set()
+        self.kv = KVSize(fleet.shape.kv, fleet.page)
+        setup = Setup(
+            fleet.layer_pages, self.kv, run.cost, replace(run.tuning, chunk=fleet.batch), fleet.page / fleet.network
+        )
+        run.log(setup)
+        self.controller = setup.controller()
+        self.run = run
+        self.groups: dict[Members, Group] = {}
+        self.epochs: dict[int, int] = {}
+        self.early: dict[Members, list[Job]] = {}
+        self.failed: str | None = None
+        self._is_shut = False
+        self.crew = Crew(run)
+        self.pulls = Pulls(run, self.crew, self._layer_came)
+        self.changes = Epochs(self)
+        self._present: set[int] = set()  # replicas that have joined, until it is known that they have ended
+        self._group_of: dict[int, Members] = {}
+        self._in: dict[Job, Pipe] = {}  # the group that has a request
+        self._asked: dict[str, Job] = {}  # that have not ended
         self._looks = 0
         super().__init__(run)
-        run.every(tuning.period, self._look)
+        run.every(run.tuning.period, self._look)
 
     def _open(self) -> None:
         for member in range(self.run.fleet.replicas):
-            self._tell(Joined(0.0, member, self.run.fleet.pages))
+            self.join(member)
+
+    # Requests
 
     def arrive(self, job: Job) -> None:
         """The controller says where it goes."""
-        self._tell(Arrived(self.run.agenda.now, str(job.number), job.arrival.prompt, max(1, job.arrival.new)))
+        if self.failed is not None:
+            self.run.over(job, self.failed)
+            return
+        self._asked[str(job.number)] = job
+        self.tell(Arrived(self.run.agenda.now, str(job.number), job.arrival.prompt, max(1, job.arrival.new)))
 
     def ended(self, pipe: Pipe, job: Job) -> None:
-        """The controller is told."""
-        self.run.over(job)
-        self._tell(Finished(self.run.agenda.now, str(job.number)))
+        """The controller is told, unless the client was gone."""
+        self._in.pop(job)
+        if not job.over:
+            self._over(job)
+            self.tell(Finished(self.run.agenda.now, str(job.number)))
+
+    def leave(self, job: Job, why: str) -> None:
+        """The client of a request is gone, or was told why nothing comes. Nothing happens where it has ended."""
+        if self._asked.get(str(job.number)) is job:
+            self._over(job, why)
+            self.tell(Left(self.run.agenda.now, str(job.number)))
+
+    def _over(self, job: Job, error: str = "") -> None:
+        del self._asked[str(job.number)]
+        self.run.over(job, error)
 
     def admit(self, pipe: Pipe) -> None:
         """As `Swap`, but while KV is exchanged only new requests begin."""
-        if pipe in self._exchanging:
+        if pipe in self.changes.exchanging:
             Recompute.admit(self, pipe)
         else:
             super().admit(pipe)
 
+    def landed(self, pipe: Pipe, job: Job) -> None:
+        """A request that was cancelled is in no microbatch now."""
+        self._take_out(pipe, job)
+
+    def _give(self, job: Job, members: Members) -> None:
+        if members in self.early:
+            self.early[members].append(job)
+        else:
+            self._in[job] = pipe = self.run.pipes[members]
+            pipe.add(job)
+
+    def _again(self, job: Job, members: Members) -> None:
+        """The request starts anew, from the tokens that its client has."""
+        if (pipe := self._in.get(job)) is not None:
+            self._take_out(pipe, job)
+        job.reset()
+        self._give(job, members)
+
+    def _cancel(self, job: Job) -> None:
+        pipe = self._in.get(job)
+        if pipe is None:
+            for waiting in self.early.values():
+                if job in waiting:
+                    waiting.remove(job)
+        elif job.flying or job in self.host(pipe).copies:
+            job.leaving = True
+        else:
+            self._take_out(pipe, job)
+
+    def _take_out(self, pipe: Pipe, job: Job) -> None:
+        """The request, which is in no microbatch, is in no group any more."""
+        host = self.host(pipe)
+        if job in host.away:
+            host.away.remove(job)
+            host.room += self._bytes(job)
+        else:
+            pipe.remove(job)
+            pipe.release(job)
+        del self._in[job]
+        job.reset()
+        pipe.pump()
+
+    def _went(self, pipe: Pipe, job: Job) -> None:
+        super()._went(pipe, job)
+        self._leaves(pipe, job)
+
+    def _came(self, pipe: Pipe, job: Job) -> None:
+        super()._came(pipe, job)
+        self._leaves(pipe, job)
+
+    def _leaves(self, pipe: Pipe, job: Job) -> None:
+        """A request that was cancelled while it was copied goes."""
+        if job.leaving and not job.flying and job not in self.host(pipe).copies:
+            self._take_out(pipe, job)
+
+    # The controller
+
+    def tell(self, event: Event) -> None:
+        """Tells the controller an event, and does what it answers. Nothing once there is none."""
+        if not self._is_shut:
+            for action in decide(self.controller, event, self.run.log):
+                self._do(action)
+
     def _look(self) -> None:
-        """Loads of all replicas, and then a look of the controller."""
-        now, kv = self.run.agenda.now, self._kv
+        """Loads of all replicas that run, and then a look of the controller."""
+        now, kv = self.run.agenda.now, self.kv
         self._looks += 1
-        for members, group in self._groups.items():
+        for members, group in self.groups.items():
             pipe = self.run.pipes[members]
-            pending = prompt_pages((job.known for job in chain(pipe.waiting, self.host(pipe).away)), kv)
-            for member, span in zip(members, group.spans, strict=True):
+            queued = prompt_pages((job.known for job in chain(pipe.waiting, self.host(pipe).away)), kv)
+            for stage, (member, span) in enumerate(zip(members, group.spans, strict=True)):
+                if member in self.run.silent:
+                    continue
                 part = len(span) / group.layers
                 used, free = (int(each * part * kv.token / kv.page) for each in (pipe.used, max(0, pipe.free)))
-                self._tell(Load(now, member, self._epochs[member], used, free, pending, self._looks))
-                pending = 0  # the first one tells it for all
-        self._tell(Tick(now))
-
-    def _tell(self, event: Event) -> None:
-        for action in self.controller.on(event):
-            if not isinstance(action, Dispatch):
-                self.log.append((self.run.agenda.now, action))
-            self._do(action)
+                if pipe.halted:
+                    used = free = queued = 0  # it has forgotten all
+                pending = 0 if stage else queued  # the first one tells it for all
+                self.tell(Load(now, member, self.epochs[member], used, free, pending, self._looks))
+        self.tell(Tick(now))
 
     def _do(self, action: Action) -> None:
         match action:
-            case Dispatch():
-                job = self.run.jobs[int(action.request)]
-                if action.members in self._early:
-                    self._early[action.members].append(job)
-                else:
-                    self.run.pipes[action.members].add(job)
-            case Refuse():
-                self.run.over(self.run.jobs[int(action.request)], action.reason.value)
-            case Alone():
-                self._form(alone(action.member, len(self.run.fleet.shape.layers)), action.epoch, ())
-            case Prepare():
-                self._prepare(action)
-            case StartRestore():
-                self._pull(action)
-            case Discard():
-                self._discard(action.epoch)
-            case Commit():
-                self._commit(action.epoch, dict(action.homes))
-            case Hold() | Decline():
+            case actions.Dispatch():
+                self._give(self._asked[action.request], action.members)
+            case actions.Recompute():
+                for name in action.requests:
+                    self._again(self._asked[name], action.members)
+            case actions.Refuse():
+                self._over(self._asked[action.request], action.reason.value)
+            case actions.Cancel():
+                self._cancel(self.run.jobs[int(action.request)])
+            case actions.Alone():
+                self._part(action.member)
+                self.form(alone(action.member, len(self.run.fleet.shape.layers)), action.epoch, ())
+            case actions.Prepare():
+                self.changes.prepare(action)
+            case actions.StartRestore():
+                self.changes.start_restore(action)
+            case actions.Discard():
+                self.changes.discard(action.epoch)
+            case actions.Commit():
+                self.changes.commit(action.epoch, dict(action.homes))
+            case actions.Fence():
+                self._fence(action.member)
+            case actions.Rejoin():
+                if action.member in self.crew.fenced:
+                    self.crew.fenced.discard(action.member)
+                    self.run.agenda.after(0.0, lambda: self.join(action.member))
+            case actions.Hold() | actions.Decline():
                 pass  # the controller keeps it, and says when it starts; and `make_room` is what else there is
-            case _:
-                raise AssertionError(f"nothing is lost in a simulation, and the controller says {action}")
 
-    # Two phases
+    # Replicas
 
-    def _prepare(self, action: Prepare) -> None:
-        assert not action.pulls, "all replicas are alike, so new spans lie inside the old ones"
-        self._prepared[action.epoch] = action.groups
-        links = max(len(group.members) for group in action.groups)
-        for member in _members(action.groups):
-            self._later(links * DEFAULT.replicas.linking, Prepared, action.epoch, member)
+    def join(self, member: int) -> None:
+        """A replica that holds all layers, and nothing else, joins."""
+        self._present.add(member)
+        if self.failed == NOBODY_LEFT:
+            self.failed = None
+        self.pulls.held[member] = {*range(len(self.run.fleet.shape.layers))}
+        self.tell(Joined(self.run.agenda.now, member, self.run.fleet.pages))
 
-    def _discard(self, epoch: int) -> None:
-        groups = self._prepared.pop(epoch)
-        if self._pulling == epoch:
-            self._pulling = None
-            for pipe in self._pipes(groups):
-                pipe.capacity = self._capacity(self._groups[pipe.members])
-                pipe.pump()
+    def kill(self, member: int) -> None:
+        """The process of a replica ends. Nothing happens where it has ended."""
+        if member in self._present and member not in self.crew.ended:
+            self.crew.end(member)
+            self.changes.part(member)
+            self.pulls.lose(member)
+            self.run.agenda.after(self.run.tuning.period, lambda: self._lost(member))
 
-    def _pull(self, action: StartRestore) -> None:
-        """The group has as much memory as its members would have on their own, and its members pull."""
-        self._pulling = action.epoch
-        fleet = self.run.fleet
-        groups = self._prepared[action.epoch]
-        room = fleet.pages - sum(fleet.layer_pages)
-        for pipe in self._pipes(groups):
-            pipe.capacity = group_tokens(self._groups[pipe.members], dict.fromkeys(pipe.members, room), self._kv)
-        for member in _members(groups):
-            self._pull_next(action.epoch, member, [pull for pull in action.pulls if pull.member == member], 0)
+    def stop(self, member: int, seconds: float | None) -> None:
+        """A replica stands still for so long, or for good. Nothing happens where it does, or has ended."""
+        if member in self._present and member not in self.run.silent:
+            self.crew.stop(member, returns=seconds is not None)
+            if seconds is not None:
+                self.run.agenda.after(seconds, lambda: self._go_on(member))
 
-    def _pull_next(self, epoch: int, member: int, pulls: Sequence[Pull], done: int) -> None:
-        if self._pulling != epoch:
+    def shut(self, why: str) -> None:
+        """The supervisor ends, and so do all replicas and requests."""
+        for job in [*self._asked.values()]:
+            self._over(job, why)
+        self.failed, self._is_shut = why, True
+        self.changes.end()
+        for member in self._present:
+            self.crew.end(member)
+            self._part(member)
+
+    def _go_on(self, member: int) -> None:
+        if member in self.crew.ended:
             return
-        if done == len(pulls):
-            self._tell(Restored(self.run.agenda.now, epoch, member))
-            return
-        source = pulls[done].source
-        assert source is not None, "the members of a group hold all layers"
-        nbytes = self.run.fleet.shape.layers[pulls[done].layer]
-        self.run.wire(source).send(nbytes, lambda: self._pull_next(epoch, member, pulls, done + 1))
+        self.crew.go_on(member)
+        if (pipe := self.pipe_of(member)) is not None:
+            pipe.wake(member)
+        self.changes.turn()
+        if member in self.crew.fenced:
+            self.tell(Load(self.run.agenda.now, member, self.epochs[member], 0, 0, 0, self._looks))
 
-    def _commit(self, epoch: int, homes: dict[str, int]) -> None:
-        """At the next boundary of all groups concerned, the new ones are formed."""
-        groups = self._prepared.pop(epoch)
-        self._pulling = None
-        if len(groups[0].members) > 1:
-            self.drops += 1
+    def _fence(self, member: int) -> None:
+        """Nobody listens to a replica any more. Its process is ended, unless it stands still out of reach."""
+        self._part(member)
+        if self.crew.returns(member):
+            self.crew.fenced.add(member)
         else:
-            self.restores += 1
-        for group in groups:
-            self._early[group.members] = []
-        if len(groups[0].members) > 1:
-            sets = [(self._pipes([group]), [group]) for group in groups]
-        else:
-            sets = [
-                ([old], [group for group in groups if group.members[0] in old.members]) for old in self._pipes(groups)
-            ]
-        for olds, news in sets:
-            self._at_boundary(olds, news, epoch, homes)
+            self.kill(member)
 
-    def _at_boundary(self, olds: list[Pipe], news: list[Group], epoch: int, homes: dict[str, int]) -> None:
-        left = len(olds)
+    def _lost(self, member: int) -> None:
+        """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
+        self._part(member)
+        self._present.discard(member)
+        self.tell(Lost(self.run.agenda.now, member))
+        if not self._present and self.failed is None:
+            self.failed = NOBODY_LEFT
+            for job in [*self._asked.values()]:
+                self.leave(job, NOBODY_LEFT)
 
-        def paused() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self.run.agenda.after(DEFAULT.replicas.dropping, lambda: self._switch(olds, news, epoch, homes))
+    # Groups
 
-        for old in olds:
-            old.pause(lambda old=old: self.settled(old, paused))  # type: ignore[misc]
-
-    def _switch(self, olds: list[Pipe], news: list[Group], epoch: int, homes: dict[str, int]) -> None:
-        """Old groups end, new ones begin, and KV goes where it belongs."""
-        jobs, sends = list[Job](), dict.fromkeys(_members(news), 0)
-        for old in olds:
-            held = self._groups.pop(old.members)
-            mine = [*old.jobs(), *old.waiting, *self._hosts.pop(old).away]
-            assert not old.stalled, "no group changes before its KV is exchanged"
-            for member, span in zip(held.members, held.spans, strict=True):
-                sends[member] += sum(self._leaves(job, member, span, news, homes) for job in mine)
-            jobs += mine
-            self.run.close(old)
-        jobs.sort(key=lambda job: job.number)
-        for group in news:
-            own = [job for job in jobs if len(news) == 1 or (homes[str(job.number)],) == group.members]
-            self._exchanging.add(self._form(group, epoch, own))
-        left = sum(1 for nbytes in sends.values() if nbytes) or 1
-
-        def sent() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self._exchanged(news, epoch)
-
-        for member, nbytes in sends.items():
-            if nbytes:
-                self.run.wire(member).send(nbytes, sent)
-        if not any(sends.values()):
-            self.run.agenda.after(0.0, sent)
-
-    def _leaves(self, job: Job, member: int, span: Span, news: list[Group], homes: dict[str, int]) -> int:
-        """Bytes of the request's KV that a member has and must send."""
-        here = job.kv * self.run.fleet.shape.kv * len(span) // len(self.run.fleet.shape.layers)
-        if len(news) > 1:
-            return 0 if homes[str(job.number)] == member else here
-        new = news[0].span(member)
-        stays = max(0, min(span.end, new.end) - max(span.begin, new.begin))
-        return here * (len(span) - stays) // len(span)
-
-    def _form(self, group: Group, epoch: int, jobs: Iterable[Job]) -> Pipe:
-        """A new group with requests whose KV is on the way, and others."""
-        pipe = self.run.open(group.members, [*map(len, group.spans)], self._capacity(group), self)
+    def form(self, group: Group, epoch: int, jobs: Iterable[Job]) -> Pipe:
+        """Returns a new group with requests whose KV is on the way, and others."""
+        pipe = self.run.open(group.members, [*map(len, group.spans)], self.capacity(group), self)
         host = self.host(pipe)
-        self._groups[group.members] = group
+        self.groups[group.members] = group
         for job in jobs:
+            self._in[job] = pipe
             pipe.used += job.held
             if job.held and job.kv:
                 job.stalled = True
@@ -266,39 +301,72 @@ class Drop(Swap):
                 host.room -= self._bytes(job)
             else:
                 pipe.waiting.append(job)
-        pipe.waiting.extend(self._early.pop(group.members, ()))
+        for job in self.early.pop(group.members, ()):
+            self._in[job] = pipe
+            pipe.waiting.append(job)
         for member in group.members:
-            self._epochs[member] = epoch
-            self._later(0.0, Committed, epoch, member)
+            self.epochs[member] = epoch
+            self._group_of[member] = group.members
+
+            def says(member: int = member) -> None:
+                self.tell(Committed(self.run.agenda.now, epoch, member))
+
+            self.crew.does(member, says)
+        self._refresh(pipe)
         self.run.agenda.after(0.0, pipe.pump)
         return pipe
 
-    def _exchanged(self, groups: list[Group], epoch: int) -> None:
-        for group in groups:
-            pipe = self.run.pipes[group.members]
-            self._exchanging.discard(pipe)
-            stalled, pipe.stalled = pipe.stalled, []
-            for job in stalled:
-                pipe.resume(job)
-            for member in group.members:
-                self._later(0.0, Exchanged, epoch, member)
-            pipe.pump()
+    def hand_over(self, pipe: Pipe) -> list[Job]:
+        """Returns the requests of a group that ends with nothing under way."""
+        assert not pipe.stalled, "no group changes before its KV is exchanged"
+        return [*pipe.jobs(), *pipe.waiting, *self._hosts.pop(pipe).away]
 
-    def _capacity(self, group: Group) -> int:
+    def abort(self, pipe: Pipe) -> None:
+        """A group is no more, with all that it was computing. Its requests are nowhere until the controller says."""
+        pipe.halt()
+        host = self.host(pipe)
+        for member in pipe.members:
+            for wire in self.run.wires_of(member):
+                wire.take_back(pipe)
+        for job in {*pipe.everybody(), *host.away, *host.copies}:
+            del self._in[job]
+            job.reset()
+        self._settling.pop(pipe, None)
+        self.changes.exchanging.discard(pipe)
+        del self._hosts[pipe], self.groups[pipe.members]
+        self.run.close(pipe)
+
+    def halt(self, member: int) -> None:
+        """The group of a replica computes nothing until the controller says what becomes of it."""
+        if (pipe := self.pipe_of(member)) is not None:
+            pipe.halt()
+
+    def pipe_of(self, member: int) -> Pipe | None:
+        """The group that a replica is in, if it is in one."""
+        return self.run.pipes.get(self._group_of.get(member, ()))
+
+    def capacity(self, group: Group) -> int:
+        """Tokens of KV that a group has room for."""
         fleet = self.run.fleet
         room = kv_pages(group, dict.fromkeys(group.members, fleet.pages), fleet.layer_pages)
-        return group_tokens(group, room, self._kv)
+        return group_tokens(group, room, self.kv)
 
-    def _pipes(self, groups: Iterable[Group]) -> list[Pipe]:
-        """Groups in force of the members of these."""
-        members = {*_members(groups)}
-        return [pipe for pipe in self.run.pipes.values() if members.intersection(pipe.members)]
+    def _part(self, member: int) -> None:
+        """Whatever a replica was part of is no more."""
+        if member not in self.epochs:
+            return
+        self.changes.part(member)
+        self.pulls.cancel(member)
+        for members in [each for each in self.early if member in each]:
+            del self.early[members]
+        if (pipe := self.pipe_of(member)) is not None:
+            self.abort(pipe)
 
-    def _later(self, seconds: float, kind: type[Prepared | Committed | Exchanged], epoch: int, member: int) -> None:
-        """Tells the controller, so many seconds from now."""
-        agenda = self.run.agenda
-        agenda.after(seconds, lambda: self._tell(kind(agenda.now, epoch, member)))
+    def _layer_came(self, member: int) -> None:
+        if (pipe := self.pipe_of(member)) is not None:
+            self._refresh(pipe)
 
-
-def _members(groups: Iterable[Group]) -> list[int]:
-    return [member for group in groups for member in group.members]
+    def _refresh(self, pipe: Pipe) -> None:
+        """A replica on its own reads what it lacks from its backing."""
+        if len(pipe.members) == 1:
+            pipe.streamed = self.pulls.missing(pipe.members[0])

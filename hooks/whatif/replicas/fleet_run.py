@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....offload.policy.replicas.chunk_cost import ChunkCost
+from ....offload.policy.replicas.decisions import Note
 from ....offload.policy.replicas.dispatch import Members
+from ....offload.policy.tuning import DEFAULT, Replicas
 from ...server.arrivals import Arrival
 from ...server.load import Answered
 from .agenda import Agenda
@@ -24,11 +26,23 @@ from .wires import Wire
 
 
 class FleetRun:
-    """One run. `pipes`: the groups that compute, by their members; `wires`: all that bytes were moved over."""
+    """One run. `pipes`: the groups that compute, by their members; `wires`: all that bytes were moved over; `silent`:
+    replicas that compute nothing, as they are gone or stand still."""
 
-    def __init__(self, fleet: Fleet, cost: ChunkCost, arrivals: Sequence[Arrival]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        cost: ChunkCost,
+        arrivals: Sequence[Arrival],
+        tuning: Replicas = DEFAULT.replicas,
+        log: Note = lambda entry: None,
+    ) -> None:
+        """`tuning`: of the controller; `log`: is given each of its decisions."""
         self.fleet = fleet
         self.cost = cost
+        self.tuning = tuning
+        self.log = log
+        self.silent: set[int] = set()
         self.agenda = Agenda()
         self.jobs = [Job(number, each) for number, each in enumerate(arrivals)]
         self.wires: list[Wire] = []
@@ -57,6 +71,10 @@ class FleetRun:
             self.wires.append(self._hosts[member, back])
         return self._hosts[member, back]
 
+    def wires_of(self, member: int) -> list[Wire]:
+        """Returns all that a replica sends by."""
+        return [self.wire(member), self.host_wire(member, back=False), self.host_wire(member, back=True)]
+
     def every(self, period: float, act: Callable[[], None]) -> None:
         """Has `act` called once a period, until all requests have ended."""
 
@@ -70,7 +88,7 @@ class FleetRun:
     def open(self, members: Members, spans: Sequence[int], capacity: int, keeper: Keeper) -> Pipe:
         """Returns a new group whose members have `spans` of so many layers, with room for `capacity` tokens of KV."""
         wires = [self.wire(each) for each in members]
-        pipe = Pipe(self.agenda, self.fleet, self.cost, keeper, members, spans, wires, capacity)
+        pipe = Pipe(self.agenda, self.fleet, self.cost, keeper, members, spans, wires, capacity, self.silent)
         self.pipes[members] = pipe
         return pipe
 
@@ -94,7 +112,9 @@ class FleetRun:
         return sum(wire.moved for wire in self.wires)
 
     def over(self, job: Job, error: str = "") -> None:
-        """The request has ended, well or with an error."""
+        """The request has ended, well or with an error, for the first time."""
+        assert not job.over, f"request {job.number} ends twice"
+        job.over = True
         self._left -= 1
         job.answer.error, job.answer.refused = error, bool(error)
 

@@ -12,7 +12,8 @@ from ...server.load import Answered
 class Job:
     """A request. `made`: tokens of its answer so far; `kv`: tokens whose KV is there or is being computed; `held`:
     tokens of memory that it has; `flying`: microbatches under way that it is in; `stalled`: its KV is on the way, and
-    it is in no microbatch until that has come; `leaving`: it goes to another replica at the next boundary."""
+    it is in no microbatch until that has come; `leaving`: it goes to another replica at the next boundary, or
+    nowhere, as its client is gone; `over`: its client has all tokens, was told an error, or is gone."""
 
     number: int
     arrival: Arrival
@@ -23,6 +24,7 @@ class Job:
     flying: int = 0
     stalled: bool = False
     leaving: bool = False
+    over: bool = False
 
     def __post_init__(self) -> None:
         self.answer = Answered(self.arrival.at)
@@ -51,3 +53,8 @@ class Job:
     def forget(self) -> None:
         """All its KV is lost: it has to be computed anew, from all tokens that are known."""
         self.kv = 0
+
+    def reset(self) -> None:
+        """The group that it was in is no more, with all that it had there."""
+        self.kv = self.held = self.flying = 0
+        self.stalled = self.leaving = False

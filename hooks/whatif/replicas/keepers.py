@@ -101,11 +101,12 @@ class Queue(Recompute):
 
 @dataclass(slots=True)
 class _Host:
-    """Host memory of a group: bytes of `room`, requests that are `away` in it, and `copies` under way."""
+    """Host memory of a group: bytes of `room`, requests that are `away` in it, and those whose `copies` are under
+    way."""
 
     room: int
     away: list[Job] = field(default_factory=list)
-    copies: int = 0
+    copies: list[Job] = field(default_factory=list)
 
 
 class Swap(Recompute):
@@ -162,18 +163,18 @@ class Swap(Recompute):
     def _copy(self, pipe: Pipe, job: Job, then: Callable[[], None], *, back: bool) -> None:
         """Each member copies its part; then `then` is called."""
         host, left = self.host(pipe), len(pipe.members)
-        host.copies += 1
+        host.copies.append(job)
 
         def copied() -> None:
             nonlocal left
             left -= 1
             if not left:
-                host.copies -= 1
+                host.copies.remove(job)
                 then()
                 self._settle(pipe)
 
         for nbytes, member in zip(shares(self._bytes(job), pipe.spans, None), pipe.members, strict=True):
-            self.run.host_wire(member, back=back).send(nbytes, copied)
+            self.run.host_wire(member, back=back).send(nbytes, copied, owner=pipe)
 
     def _went(self, pipe: Pipe, job: Job) -> None:
         pipe.release(job)

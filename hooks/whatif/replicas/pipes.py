@@ -15,7 +15,7 @@ Note [A group computes]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -60,13 +60,15 @@ class _Stage:
     wire: Wire
     queue: deque[_Microbatch] = field(default_factory=deque)
     running: bool = False
+    late: bool = False  # it would have ended its microbatch, and stands still
 
 
 class Pipe:
     """A group. `spans`: layers that each member has; `waiting`: requests without memory; `prompts`: those whose prompt
     is not all under way yet; `places`: those that decode, by microbatch; `stalled`: those whose KV is on the way.
     `capacity`, `used`: tokens of KV. `busy`, `open`: seconds of all stages in which they computed, and in which a
-    microbatch was under way somewhere."""
+    microbatch was under way somewhere. `halted`: it computes nothing any more; `streamed`: bytes of layers that a
+    member has to read from its backing for each microbatch."""
 
     def __init__(
         self,
@@ -78,8 +80,10 @@ class Pipe:
         spans: Sequence[int],
         wires: Sequence[Wire],
         capacity: int,
+        silent: Container[int] = (),
     ) -> None:
-        """`spans`, `wires`: layers that each member has, and what it sends by."""
+        """`spans`, `wires`: layers that each member has, and what it sends by; `silent`: members that compute nothing,
+        which others keep."""
         self.members = members
         self.spans = tuple(spans)
         self.capacity = capacity
@@ -97,6 +101,10 @@ class Pipe:
         self._least = DEFAULT.replicas.least
         self._free = deque(range(len(members)))  # places that are not under way
         self._opened = 0.0
+        self.halted = False
+        self.streamed = 0
+        self._silent = silent
+        self._under_way: list[_Microbatch] = []
         self._paused: Callable[[], None] | None = None
 
     # --- memory
@@ -120,6 +128,11 @@ class Pipe:
     def jobs(self) -> Iterator[Job]:
         """Requests that have memory and are not stalled."""
         return chain(self.prompts, chain.from_iterable(self.places))
+
+    def everybody(self) -> set[Job]:
+        """All requests that are here: with memory, stalled, in a microbatch, or waiting."""
+        flying = (job for each in self._under_way for job in (*each.decodes, *(job for job, _ in each.chunks)))
+        return {*self.jobs(), *self.stalled, *flying, *self.waiting}
 
     # --- requests
 
@@ -162,6 +175,23 @@ class Pipe:
         self._paused = None
         self.pump()
 
+    def halt(self) -> None:
+        """Computes nothing any more, and forgets what is under way."""
+        self.halted = True
+        for each in self._stages:
+            each.wire.take_back(self)
+
+    def wake(self, member: int) -> None:
+        """A member that was silent goes on."""
+        stage = self.members.index(member)
+        if self._stages[stage].late:
+            self._stages[stage].late = False
+            self._ran(stage)
+        else:
+            self._run(stage)
+        if stage == 0:
+            self.pump()
+
     @property
     def flying(self) -> int:
         """Microbatches that are under way."""
@@ -173,7 +203,7 @@ class Pipe:
         """Forms microbatches as long as the first stage is free and there is something to do."""
         first = self._stages[0]
         for _ in range(len(self._free)):
-            if self._paused is not None or first.running or first.queue:
+            if self._paused is not None or first.running or first.queue or not self._computes(0):
                 return
             place = self._free.popleft()
             made = self._form(place)
@@ -182,6 +212,7 @@ class Pipe:
                 continue
             if self.flying == 1:
                 self._opened = self._agenda.now
+            self._under_way.append(made)
             first.queue.append(made)
             self._run(0)
 
@@ -238,20 +269,26 @@ class Pipe:
 
     def _run(self, stage: int) -> None:
         here = self._stages[stage]
-        if here.running or not here.queue:
+        if here.running or not here.queue or not self._computes(stage):
             return
         here.running = True
-        seconds = here.queue[0].seconds * here.part
+        seconds = max(here.queue[0].seconds * here.part, self.streamed / self._fleet.link)
         self.busy += seconds
         self._agenda.after(seconds, lambda: self._ran(stage))
 
+    def _computes(self, stage: int) -> bool:
+        return not self.halted and self.members[stage] not in self._silent
+
     def _ran(self, stage: int) -> None:
         here = self._stages[stage]
+        if not self._computes(stage):
+            here.late = True
+            return
         here.running = False
         done = here.queue.popleft()
         if stage + 1 < len(self._stages):
             nbytes = done.tokens * self._fleet.shape.hidden
-            here.wire.send(nbytes, lambda: self._arrived(stage + 1, done), urgent=True)
+            here.wire.send(nbytes, lambda: self._arrived(stage + 1, done), urgent=True, owner=self)
         else:
             self._finish(done)
         self._run(stage)
@@ -268,6 +305,7 @@ class Pipe:
             self._computed(job, done.place, decodes=True, token=True)
         for job, after in done.chunks:
             self._computed(job, done.place, decodes=False, token=after == job.known)
+        self._under_way.remove(done)
         self._free.append(done.place)  # now: what those calls begin is in another place
         if not self.flying:
             self.open += (now - self._opened) * len(self.members)
@@ -280,7 +318,8 @@ class Pipe:
         """The request was in a microbatch of a place. `token`: its next one follows from that."""
         job.flying -= 1
         if token:
-            job.token(self._agenda.now)
+            if not job.over:  # its client is there
+                job.token(self._agenda.now)
             if job.ended:
                 if decodes:
                     self.places[place].remove(job)

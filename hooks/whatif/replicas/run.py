@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ....allocator.errors import ManageError
-from ....offload.policy.replicas.actions import Action
 from ....offload.policy.replicas.chunk_cost import ChunkCost
+from ....offload.policy.replicas.decisions import Note
+from ....offload.policy.tuning import DEFAULT, Replicas
 from ...server.arrivals import Arrival
 from ...server.load import summary
 from .dropping import Drop
+from .failing import play_faults
+from .faults import Fault
 from .fleet import Fleet
 from .fleet_run import FleetRun
 from .keepers import Migrate, Queue, Recompute, Swap
@@ -38,23 +41,27 @@ def run(
     policy: str,
     slos: tuple[float | None, float | None] = (None, None),
     note: Callable[[int], None] = lambda done: None,
-    log: list[tuple[float, Action]] | None = None,
+    log: Note = lambda entry: None,
+    faults: Sequence[Fault] = (),
+    tuning: Replicas = DEFAULT.replicas,
 ) -> dict[str, Any]:
     """Returns the figures of `load`, and `policy`, `replicas`; `drops`, `restores`: epochs that were committed;
     `bytes_moved`: of KV and weights, between replicas and to the host; `bubble`: part of the time of pipelines' stages.
-    `slos`: seconds to the first token, and of one, for the goodput; `log`: is given what the controller decided, and
-    when. ManageError."""
+    `slos`: seconds to the first token, and of one, for the goodput; of the policy that has a controller: `log` is given
+    its decisions, `faults` happen, and it has this `tuning`. ManageError."""
     checked([policy])
     if not arrivals:
         raise ManageError("there are no requests")
-    simulated = FleetRun(fleet, cost, arrivals)
+    if faults and policy != "drop":
+        raise ManageError(f"faults are played with policy drop: {policy} has no controller that would notice them")
+    simulated = FleetRun(fleet, cost, arrivals, tuning, log)
     keeper = POLICIES[policy](simulated)
+    if isinstance(keeper, Drop):
+        play_faults(keeper, faults)
     answers = simulated.answers(keeper.arrive, note)
     drops = restores = 0
     if isinstance(keeper, Drop):
-        drops, restores = keeper.drops, keeper.restores
-        if log is not None:
-            log += keeper.log
+        drops, restores = keeper.changes.drops, keeper.changes.restores
     return {
         "policy": policy,
         "replicas": fleet.replicas,

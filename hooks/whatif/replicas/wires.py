@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ....offload.policy.replicas.exchange import LinkOrder
 from .agenda import Agenda
+
+
+@dataclass(slots=True)
+class _Message:
+    left: int  # bytes
+    then: Callable[[], None]
+    owner: object
 
 
 class Wire:
@@ -17,32 +25,60 @@ class Wire:
         self.moved = 0
         self._agenda = agenda
         self._bandwidth = bandwidth
-        self._then: dict[str, tuple[int, Callable[[], None]]] = {}  # by tag: bytes left, and what follows
+        self._messages: dict[str, _Message] = {}  # by tag
         self._count = 0
+        self._stopped = False
 
-    def send(self, nbytes: int, then: Callable[[], None], *, urgent: bool = False) -> None:
-        """Sends a message; `then` is called once all of it has come."""
-        if not nbytes:
-            self._agenda.after(0.0, then)
-            return
+    def send(self, nbytes: int, then: Callable[[], None], *, urgent: bool = False, owner: object = None) -> None:
+        """Sends a message; `then` is called once all of it has come, unless `owner` has taken it back."""
         self._count += 1
         tag = str(self._count)
-        self._then[tag] = nbytes, then
+        self._messages[tag] = _Message(nbytes, then, owner)
+        if not nbytes:
+            self._agenda.after(0.0, lambda: self._came(tag))
+            return
         self.order.queue(tag, nbytes, self._agenda.now, urgent=urgent)
         self._begin()
 
+    def take_back(self, owner: object) -> None:
+        """Messages of the owner that have not come never come."""
+        self._forget({tag for tag, each in self._messages.items() if each.owner is owner})
+
+    def stop(self) -> None:
+        """Sends nothing new until `go_on`; who sends stands still."""
+        self._stopped = True
+
+    def go_on(self) -> None:
+        """Ends a stop."""
+        self._stopped = False
+        self._begin()
+
+    def end(self) -> None:
+        """Nothing comes any more of what was sent: who sends is gone."""
+        self._forget({*self._messages})
+
+    def _forget(self, tags: set[str]) -> None:
+        for tag in tags:
+            del self._messages[tag]
+        self.order.forget(tags)
+
+    def _came(self, tag: str) -> None:
+        message = self._messages.pop(tag, None)
+        if message is not None:
+            message.then()
+
     def _begin(self) -> None:
-        nbytes = self.order.begin(self._agenda.now)
+        nbytes = None if self._stopped else self.order.begin(self._agenda.now)
         if nbytes is not None:
             self._agenda.after(nbytes / self._bandwidth, self._end)
 
     def _end(self) -> None:
         sent = self.order.end(self._agenda.now)
-        left, then = self._then.pop(sent.tag)
         if not sent.urgent:
             self.moved += sent.nbytes
-        if left > sent.nbytes:
-            self._then[sent.tag] = left - sent.nbytes, then
+        message = self._messages.get(sent.tag)
+        if message is not None:
+            message.left -= sent.nbytes
         self._begin()
-        if left == sent.nbytes:
-            then()
+        if message is not None and not message.left:
+            self._came(sent.tag)

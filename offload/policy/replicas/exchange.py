@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..tuning import DEFAULT
@@ -62,6 +62,11 @@ class LinkOrder:
     def queue(self, tag: str, nbytes: int, now: float, *, urgent: bool) -> None:
         """Adds a message. `urgent`: it goes whole, before all that is not; else in parts."""
         (self._urgent if urgent else self._others).append(Sent(tag, nbytes, urgent, now, math.inf, math.inf))
+
+    def forget(self, tags: Container[str]) -> None:
+        """Takes out messages that wait: nobody wants them any more. A part that is under way goes on."""
+        self._urgent = deque(each for each in self._urgent if each.tag not in tags)
+        self._others = deque(each for each in self._others if each.tag not in tags)
 
     def begin(self, now: float) -> int | None:
         """Returns the bytes that the link sends from now on; None where something is under way, or nothing waits."""

@@ -30,7 +30,10 @@ def add(commands: Any) -> None:
         policies, by what is done when their KV memory is full: queue, recompute, swap, migrate, drop. Then a line has
         policy, replicas, drops, restores, bytes_moved and bubble (waiting in pipelines), and --costs FILE may also
         have alpha, beta and gamma of chunks, or a list of batches to which they are fitted (chunks: pairs of tokens
-        before and new ones; seconds)."""
+        before and new ones; seconds). --faults FILE has a line for each fault, such as {{"at": 2.5, "fault": "killed",
+        "member": 1}}, at seconds after the first request; faults: killed, hung (seconds: then it goes on), link
+        (other), refused (the next epoch; why: PAGES or HOST_MEMORY), file (of its weights has changed), damaged (KV),
+        left (request), joined, supervisor, shutdown."""
     parser.add_argument(
         "trace", metavar="TRACE", type=Path, nargs="+", help="a file of requests, as for `load`, or one for each model"
     )
@@ -72,22 +75,37 @@ def add(commands: Any) -> None:
     parser.add_argument("--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV")
     parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
     arguments.add_requests(parser)
+    parser.add_argument(
+        "--faults", metavar="FILE", type=Path, help="of --replicas with policy drop: what goes wrong, as JSON lines"
+    )
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, help="of the same: what the controller is told and answers, JSON lines"
+    )
     parser.add_argument("--ask", action="store_true", help="each request asks for the SLOs, too")
 
 
 def _whatif(args: argparse.Namespace) -> None:
+    if args.replicas is None and (args.faults is not None or args.log is not None):
+        args.wrong("--faults and --log are of --replicas")
     (_pages if args.replicas is None else _replicas)(args)
 
 
 def _replicas(args: argparse.Namespace) -> None:
     """Several replicas of one model, by policy."""
+    from ..hooks.replicas.decision_file import DecisionFile
+    from ..hooks.whatif.replicas.faults import read_faults
     from ..hooks.whatif.replicas.fleet import Fleet, Shape
     from ..hooks.whatif.replicas.run import POLICIES, checked, run
 
     if len(args.model) > 1 or len(args.trace) > 1 or args.ask or args.turns is not None or args.shrink > 1:
         args.wrong("--replicas takes one model and one trace, and no --turns, --ask and --shrink")
-    policies = [each.strip() for each in args.policy.split(",")] if args.policy else list(POLICIES)
+    only_drop = args.faults is not None or args.log is not None
+    every = ["drop"] if only_drop else list(POLICIES)
+    policies = [each.strip() for each in args.policy.split(",")] if args.policy else every
     checked(policies)
+    if only_drop and policies != ["drop"]:
+        args.wrong("--faults and --log are of one policy, drop: the others have no controller")
+    faults = () if args.faults is None else read_faults(args.faults)
     (arrivals,) = _arrivals(args, 1)
     given = {"block": args.block_size, "batch": args.batch_tokens}
     fleet = Fleet(
@@ -101,9 +119,18 @@ def _replicas(args: argparse.Namespace) -> None:
         **{name: value for name, value in given.items() if value is not None},
     )
     cost = _chunk_cost(args, arrivals)
+    slos = (args.ttft_slo, args.tpot_slo)
+    file = None if args.log is None else DecisionFile(args.log, _say)
+    log: Callable[[Any], object] = _ignore if file is None else file
     for each in policies:
-        found = run(fleet, cost, arrivals, each, (args.ttft_slo, args.tpot_slo), _noting(len(arrivals)))
+        found = run(fleet, cost, arrivals, each, slos, _noting(len(arrivals)), log, faults)
         print(json.dumps(found), flush=True)
+    if file is not None:
+        file.close()
+
+
+def _ignore(entry: object) -> None:
+    """Without --log."""
 
 
 def _chunk_cost(args: argparse.Namespace, arrivals: Any) -> Any:

@@ -1,0 +1,269 @@
+"""What a forward computes, reads and allocates, found by running it without values.
+
+Note [What is watched]
+    Every operator of a forward on the meta device is seen: the bytes of each storage for as long as it lives, whose
+    largest sum is what the heap needs at once, and the operations of matrix products. Attention is seen as one operator
+    that allocates its result, as fused kernels do. KV of elastic layers lies in ranges, so what a cache returns counts
+    for nothing. What a kernel allocates inside of itself is not seen.
+
+Note [Layers that are alike]
+    Of layers of one class and shape whose cache is elastic the first two are run, and the others pass on a tensor like
+    theirs, and count as the second one did: they allocate nothing that lives longer than a layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ...allocator.errors import ConfigError
+from ...offload.policy.planner.seconds import Work
+from ...offload.policy.tuning import DEFAULT
+from ..compat import cache_name, prepared_caches
+from ..weights.layers import decoder_layers
+from .shape import Shape
+
+_GROUPED: Final = frozenset(
+    each
+    for owner in (torch, functional)
+    for name in ("_grouped_mm", "grouped_mm")
+    if (each := getattr(owner, name, None))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A forward: what it does, and the most bytes that its tensors have at once."""
+
+    work: Work
+    peak: int
+
+
+def seen(shape: Shape, batch: int, prompt: int, context: int) -> tuple[Seen, Seen]:
+    """The prefill of so many tokens, and the decode step with which each sequence has `context` tokens. ConfigError
+    where the model's code asks for values."""
+    logging.disable(logging.WARNING)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            cache = prepared_caches(shape.model, context)[0]
+            lengths = _Lengths(cache, shape)
+            first = _forward(shape, cache, lengths, batch, prompt)
+            lengths.held = context - 1
+            return first, _forward(shape, cache, lengths, batch, 1)
+    except Exception as error:  # whatever the model's own code does without values
+        raise ConfigError(
+            f"{shape.name}: what a forward allocates cannot be told without values: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class _Lengths:
+    """The elastic layers of a cache, which hold `held` tokens each, and none of them in a tensor."""
+
+    def __init__(self, cache: Any, shape: Shape) -> None:
+        self.held = 0
+        self.meter: _Meter | None = None
+        for index in shape.widths:
+            layer = cache.layers[index]
+            layer.update = partial(self._update, shape.widths[index])
+            layer.get_seq_length = lambda *_: self.held
+
+    def _update(
+        self, widths: tuple[int, int, int], keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
+        assert self.meter is not None
+        tokens = self.held + keys.shape[2]
+        with self.meter.paused():
+            return tuple(
+                torch.empty((keys.shape[0], widths[0], tokens, width), dtype=keys.dtype, device=keys.device)
+                for width in widths[1:]
+            )
+
+
+def _forward(shape: Shape, cache: Any, lengths: _Lengths, batch: int, tokens: int) -> Seen:
+    model, meter = shape.model, _Meter(shape.dtype.itemsize)
+    lengths.meter = meter
+    given: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        given["logits_to_keep"] = 1
+    with ExitStack() as stack:
+        stack.enter_context(_alike(shape, meter))
+        stack.enter_context(_experts(model))
+        stack.enter_context(meter)
+        stack.enter_context(_Fused(meter))
+        out = model(input_ids=torch.zeros((batch, tokens), dtype=torch.int64), **given)
+        out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as `generate()` looks at them
+    return Seen(meter.work, meter.peak)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts what operators do. See Note [What is watched]."""
+
+    def __init__(self, itemsize: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops, self.read, self.calls = 0.0, 0.0, 0
+        self.peak = 0
+        self._now = 0
+        self._itemsize = itemsize
+        self._paused = False
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def work(self) -> Work:
+        """What has been done so far."""
+        return Work(self.flops, self.read, self.calls, self._itemsize)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it nothing counts."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def add(self, other: Work) -> None:
+        """Counts what somebody else did."""
+        self.flops += other.flops
+        self.read += other.read
+        self.calls += other.calls
+
+    def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Counts an attention: of several queries each sees half of the keys as a mean."""
+        pairs = query.numel() // query.shape[-1] * key.shape[-2]
+        self.flops += 2 * pairs * (key.shape[-1] + value.shape[-1]) / (2 if query.shape[-2] > 1 else 1)
+        self.read += key.nbytes + value.nbytes
+
+    def multiplied(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
+        """Counts rows with a matrix each, of which at most as many are read as there are rows."""
+        self.flops += 2 * rows.numel() * weights.shape[-1]
+        self.read += rows.nbytes + weights.nbytes * min(1.0, rows.shape[0] / weights.shape[0])
+        self.calls += 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        if function is torch.ops.aten.nonzero.default:
+            return torch.zeros((1, args[0].dim()), dtype=torch.int64, device="meta")
+        out = function(*args, **(kwargs or {}))
+        if not self._paused:
+            self._note(function, args, kwargs or {}, out)
+        return out
+
+    def _note(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+            self._now -= self._live.pop(key)[1]
+        known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
+        fresh = False
+        for each in filter(_is_tensor, tree_leaves(out)):
+            storage = each.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in self._live:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._now += storage.nbytes()
+                fresh = True
+        self.peak = max(self.peak, self._now)
+        self.calls += fresh
+        if (flops := flop_registry.get(function._overloadpacket)) is not None:
+            self.flops += flops(*args, **kwargs, out_val=out)
+            self.read += sum(each.nbytes for each in tree_leaves(args) if _is_tensor(each))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Fused(TorchFunctionMode):
+    """Has fused attention, and experts in groups, allocate their result and nothing else."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if function is functional.scaled_dot_product_attention:
+            return self._attend(*args, **given)
+        if function in _GROUPED:
+            return self._experts(*args, **given)
+        return function(*args, **given)
+
+    def _attend(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        self._meter.attended(query, key, value)
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+    def _experts(self, rows: Any, weights: Any, *_: Any, **__: Any) -> Any:
+        """`rows` of tokens, each with the matrix of its expert: [experts, elements, elements]."""
+        self._meter.multiplied(rows, weights)
+        return rows.new_empty((*rows.shape[:-1], weights.shape[-1]))
+
+
+@contextmanager
+def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
+    """Within it layers that are like two before them are not run. See Note [Layers that are alike]."""
+    runs: dict[Any, list[tuple[Work, Any]]] = {}
+    layers = decoder_layers(shape.model)
+    for index, layer in enumerate(layers):
+        if index in shape.widths or len(shape.widths) == len(layers):
+            sizes = tuple(tuple(each.shape) for each in (*layer.parameters(), *layer.buffers()))
+            kind = getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
+            ran = runs.setdefault((type(layer), sizes, kind), [])
+            vars(layer)["forward"] = partial(_run, layer, type(layer).forward, ran, meter)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _run(
+    layer: nn.Module, forward: Callable[..., Any], ran: list[tuple[Work, Any]], meter: _Meter, *args: Any, **kw: Any
+) -> Any:
+    if len(ran) < DEFAULT.planning.alike:
+        before = meter.work
+        out = forward(layer, *args, **kw)
+        after = meter.work
+        done = Work(after.flops - before.flops, after.read - before.read, after.calls - before.calls, after.itemsize)
+        ran.append((done, tree_map(lambda each: (each.shape, each.dtype) if _is_tensor(each) else each, out)))
+        return out
+    done, like = ran[-1]
+    calls, out = meter.calls, _made(like)
+    meter.calls = calls
+    meter.add(done)
+    return out
+
+
+def _made(like: Any) -> Any:
+    """Tensors of these shapes."""
+    if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], torch.Size):
+        return torch.empty(like[0], dtype=like[1], device="meta")
+    return type(like)(map(_made, like)) if isinstance(like, tuple | list) else like
+
+
+@contextmanager
+def _experts(model: Any) -> Iterator[None]:
+    """Within it experts run by the one way that neither depends on what is computed nor copies their weights."""
+    config = model.config.get_text_config(decoder=True)
+    before = getattr(config, "_experts_implementation", None)
+    if before is not None:
+        config._experts_implementation = "grouped_mm"
+    try:
+        yield
+    finally:
+        if before is not None:
+            config._experts_implementation = before

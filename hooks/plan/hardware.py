@@ -1,0 +1,168 @@
+"""Which device a plan is for, and how fast it is: as measured, by the table, or by a file.
+
+Note [Which figures]
+    What `profile` has measured of this model on this machine comes first. A device of the table (policy/planner/
+    hardware.py), or of a file, is judged by what its data sheet says, and what the forward was seen to do. Of a CPU
+    nobody has a data sheet that says how fast it is, so without a record times are not known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from ...allocator import defaults, ram, runtime
+from ...allocator.config import Config, cache_dir, parse_bandwidth, parse_size
+from ...allocator.errors import BallonetError, ConfigError
+from ...offload.policy.planner.changes import Question
+from ...offload.policy.planner.hardware import DEVICES, Hardware, named
+from ...offload.policy.planner.seconds import Size, by_device, interpolated
+from ...offload.record import record
+from ...offload.record.record import Phase
+from ..device.key import key_for
+from .moments import Sizing
+
+_FIELDS: Final = {
+    "memory": "bytes, '24GiB'",
+    "bandwidth": "of its memory, '3.35TB/s'",
+    "link": "from the host, '55GB/s'",
+}
+_FIELDS_ALL: Final = (*_FIELDS, "flops")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`kind`: whose pages it has; `hardware`: None where no table knows it; `memory`: bytes that a pool may have;
+    `here`: it is this machine's, so that records of it count; `ordinal`: its number then."""
+
+    kind: Literal["cuda", "standin"]
+    hardware: Hardware | None
+    memory: int
+    here: bool = False
+    ordinal: int = 0
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return "this CPU" if self.hardware is None else self.hardware.name
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What iterations of a model take on a device. `source`: who says so; `link`: bytes per second; `measured`: seconds
+    by phase and size, with every layer resident."""
+
+    device: Device
+    source: str
+    link: float | None
+    measured: Mapping[Phase, Mapping[Size, float]] = field(default_factory=dict)
+
+    def seconds(self, sizing: Sizing, asked: Question) -> tuple[float | None, float | None]:
+        """Seconds of the prefill and of the decode step; None where nobody knows."""
+        if self.measured and asked.bits is None:
+            return (
+                interpolated(self.measured.get("prefill", {}), asked.batch, asked.prompt),
+                interpolated(self.measured.get("decode", {}), asked.batch, max(1, asked.context - 1)),
+            )
+        hardware = self.device.hardware
+        if hardware is None:
+            return None, None
+        forwards = sizing.seen(asked.batch, asked.prompt, asked.context)
+        less = sizing.saved(asked.bits)
+        first, last = (by_device(each.work.reading(less), hardware) for each in forwards)
+        return first, last
+
+
+def device_of(gpu: str | None, settings: Config) -> Device:
+    """The device of `--gpu`: a name of the table or a file; None: that of this machine. ConfigError."""
+    if gpu is not None:
+        hardware = DEVICES.get(gpu.lower()) or (None if _is_file(gpu) else named(gpu))
+        found = _of_file(Path(gpu)) if hardware is None else hardware
+        try:
+            here = device_of(None, settings)
+        except BallonetError:
+            here = None
+        if here is not None and here.hardware == found:
+            return here
+        return Device("cuda", found, _without_outside(found.memory))
+    target = runtime.choose(settings, torch.cuda.is_available())
+    if target.kind == "standin":
+        return Device("standin", None, ram.available() // defaults.STANDIN_BUDGET, True, target.ordinal)
+    memory = int(target.facts["total_memory"])
+    return Device("cuda", named(target.facts["name"]), _without_outside(memory), True, target.ordinal)
+
+
+def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:
+    """How fast the model is there. See Note [Which figures]."""
+    known = _recorded(device, sizing, settings) if device.here else None
+    if known is not None:
+        phases: dict[Phase, dict[Size, float]] = {"prefill": {}, "decode": {}}
+        for point, seconds in known.seconds.items():
+            phases[point.phase][point.batch, point.length] = seconds
+        return Speed(device, "measured on this machine", known.bandwidth, phases)
+    if device.hardware is not None:
+        return Speed(device, "by its data sheet", device.hardware.link)
+    return Speed(device, f"not known: python -m ballonet profile {sizing.shape.name}, or --gpu", None)
+
+
+def _recorded(device: Device, sizing: Sizing, settings: Config) -> record.Record | None:
+    key = key_for(sizing.shape.model, device.kind, device.ordinal, settings)
+    try:
+        return record.load(record.path_of(cache_dir(settings), key), key)
+    except record.Unusable:
+        return None
+
+
+def _without_outside(memory: int) -> int:
+    return max(1, memory - max(defaults.OUTSIDE_BYTES, int(defaults.OUTSIDE_SHARE * memory)))
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(".json") or "/" in text or Path(text).is_file()
+
+
+def _of_file(path: Path) -> Hardware:
+    """The device that a file describes. ConfigError."""
+    if not path.is_file():
+        known = ", ".join(sorted(DEVICES))
+        raise ConfigError(
+            f"gpu is {str(path)!r}, which is neither a device of the table ({known}) nor a file: a file of JSON has "
+            f"{', '.join(_FIELDS_ALL)}"
+        )
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no object of JSON with {', '.join(_FIELDS_ALL)}")
+    if missing := [name for name in _FIELDS_ALL if name not in found]:
+        told = [f"{name} ({_FIELDS.get(name, 'operations per second')})" for name in missing]
+        raise ConfigError(f"{path} lacks {', '.join(told)}: add what its data sheet says")
+    sizes = {name: parse_bandwidth(found[name], f"{name} in {path}") for name in ("bandwidth", "link")}
+    return Hardware(
+        str(found.get("name", path.stem)),
+        parse_size(found["memory"], f"memory in {path}"),
+        sizes["bandwidth"],
+        _flops(found["flops"], path),
+        sizes["link"],
+    )
+
+
+def _flops(given: Any, path: Path) -> dict[int, float]:
+    """Operations per second by bytes of an element: a number, or an object such as {"2": 989e12, "4": 67e12}."""
+    numbers = given if isinstance(given, dict) else {"2": given}
+    try:
+        found = {int(size): float(each) for size, each in numbers.items()}
+        if found and all(each > 0 for each in found.values()):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(
+        f"flops in {path} is {given!r}: give operations per second, or those by bytes of an element, such as "
+        '{"2": 989e12, "4": 67e12}'
+    )

@@ -1,0 +1,235 @@
+"""Plans runs: the question, the models' needs, the answer, and what would help, as plain values.
+
+Note [Worst moments]
+    The time to the first token is that of the whole prompt, computed at once as `generate()` does it; the time per
+    token is that of the last one, which reads most. Pages are those at the last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from os import PathLike, fspath
+from typing import Any, Final, SupportsIndex
+
+from ...allocator import runtime
+from ...allocator.config import Config, parse_size, parse_time
+from ...allocator.errors import ConfigError
+from ...allocator.units import format_size, format_time
+from ...offload.policy.planner.answer import Answer, Forecast, answered
+from ...offload.policy.planner.changes import Change, Question, nearest
+from ...offload.policy.planner.memory import Budget
+from ..device import governors
+from ..measure.report import interval_of
+from .hardware import Device, Speed, device_of, speed_of
+from .moments import Sizing
+from .shape import Shape, shape_of
+
+Facts = dict[str, Any]
+_UNITS: Final = {"budget": "bytes", "context": "tokens", "batch": "sequences", "weights": "bits", "slo": "seconds"}
+
+
+def plan(
+    models: str | PathLike[str] | Iterable[str | PathLike[str]],
+    *,
+    context: int,
+    batch: int = 1,
+    prompt: int | None = None,
+    budget: SupportsIndex | str | None = None,
+    page_size: SupportsIndex | str | None = None,
+    gpu: str | PathLike[str] | None = None,
+    slo: float | str | None = None,
+) -> Facts:
+    """What a run of `models` will take, from their configurations: folders, names on the hub, or types such as "llama".
+    No weights are loaded, and no device is opened.
+
+    `context`: tokens that each of `batch` sequences holds at the last token; `prompt`: those that are given, all but
+    one where nothing is said; `budget`: bytes of device pages, or "24GiB"; `gpu`: a name such as "h100", or a JSON file
+    with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms".
+
+    Returns plain values, ready for JSON. fits; least_budget (bytes); budget, page_size, context, prompt, batch, slo,
+    slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators were seen to
+    allocate, at most; exact: those of weights and KV are what a run has, which they are where nothing has to leave
+    while it runs, as what leaves then hangs on the moment; host_pages: {weights, kv}; interval (of every so many layers
+    the last streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None
+    where nobody knows); limit ("memory", "link", "compute", None); hardware: {name, source, link}; changes: the nearest
+    that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
+    layers_streamed}; models: of each {model, class, dtype, layers, streamed, ...}, with the keys above that are its
+    own. Where there are several models all run at once, and times, limit and interval are those of the slowest.
+    ConfigError.
+    """
+    return Planner(models, context, batch, prompt, budget, page_size, gpu, slo).facts()
+
+
+class Planner:
+    """One question, and whatever is asked to answer it."""
+
+    def __init__(
+        self,
+        models: str | PathLike[str] | Iterable[str | PathLike[str]],
+        context: int,
+        batch: int = 1,
+        prompt: int | None = None,
+        budget: SupportsIndex | str | None = None,
+        page_size: SupportsIndex | str | None = None,
+        gpu: str | PathLike[str] | None = None,
+        slo: float | str | None = None,
+    ) -> None:
+        """As `plan`. ConfigError."""
+        names = [fspath(models)] if isinstance(models, str | PathLike) else [fspath(each) for each in models]
+        prompt = max(1, context - 1) if prompt is None else prompt
+        _check(names, context, batch, prompt)
+        settings = Config.from_env()
+        if budget is not None:
+            settings = replace(settings, budget=parse_size(budget, "budget"))
+        if page_size is not None:
+            settings = replace(settings, page_size=parse_size(page_size, "page_size"))
+        self.device: Device = device_of(None if gpu is None else fspath(gpu), settings)
+        self.page = runtime.page_size(settings, self.device.kind)
+        seconds = None if slo is None else parse_time(slo, "slo")
+        if seconds == 0:
+            raise ConfigError("slo is 0, and no token takes no time: give seconds, or a text such as '80ms'")
+        pages = (settings.budget or self.device.memory) // self.page
+        self.asked = Question(pages, context, prompt, batch, None, seconds)
+        shapes = [shape_of(name) for name in names]
+        for each in shapes:
+            _check_positions(each, context)
+        self.sizings: Sequence[Sizing] = [Sizing(each, self.page) for each in shapes]
+        self.speeds: Sequence[Speed] = [speed_of(self.device, each, settings) for each in self.sizings]
+        self.ask = cache(self._ask)
+
+    def facts(self) -> Facts:
+        """See `plan`."""
+        answer = self.ask(self.asked)
+        changes = nearest(self.asked, answer, self.ask, governors.composed_with().tuning.planning)
+        asked, slowest = self.asked, answer.slowest
+        return {
+            "fits": answer.fits,
+            "least_budget": answer.least * self.page,
+            "budget": asked.pages * self.page,
+            "page_size": self.page,
+            "context": asked.context,
+            "prompt": asked.prompt,
+            "batch": asked.batch,
+            "slo": asked.slo,
+            "slo_met": answer.met,
+            "exact": all(each.settled for each in answer.models),
+            "pages": _sum(_pages(each) for each in answer.models),
+            "host_pages": _sum(_host(each) for each in answer.models),
+            **_told(slowest, answer),
+            "hardware": {"name": self.device.name, "source": self.speeds[0].source, "link": self.speeds[0].link},
+            "changes": [self._change(each) for each in changes],
+            "models": [self._model(*each, answer) for each in zip(self.sizings, answer.models, strict=True)],
+        }
+
+    def curve(self, points: int) -> list[tuple[int, float | None]]:
+        """(bytes of budget, seconds per token) from the smallest budget that fits to one that holds everything and the
+        one that was asked about."""
+        answer = self.ask(self.asked)
+        low, high = answer.least, max(answer.all, self.asked.pages if answer.fits else 0, answer.least + 1)
+        budgets = sorted({low + round((high - low) * step / (points - 1)) for step in range(points)})
+        found = [(pages, self.ask(replace(self.asked, pages=pages))) for pages in budgets]
+        return [(pages * self.page, each.slowest.tpot) for pages, each in found if each.fits]
+
+    def _ask(self, asked: Question) -> Answer:
+        speeds = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
+        needs = [
+            sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds)
+            for number, (sizing, seconds) in enumerate(zip(self.sizings, speeds, strict=True))
+        ]
+        link = self.speeds[0].link
+        budget = Budget(asked.pages, self.page, None if link is None else self.page / link, asked.slo)
+        return answered(needs, budget, asked.context - asked.prompt, governors.composed_with().tuning)
+
+    def _change(self, change: Change) -> Facts:
+        to: float = change.to * self.page if change.what == "budget" else change.to
+        return {
+            "what": change.what,
+            "to": to,
+            "unit": _UNITS[change.what],
+            "text": _text(change, to),
+            "fits": change.answer.fits,
+            **_told(change.answer.slowest, change.answer),
+        }
+
+    def _model(self, sizing: Sizing, forecast: Forecast, answer: Answer) -> Facts:
+        shape = sizing.shape
+        return {
+            "model": shape.name,
+            "class": type(shape.model).__name__,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "weights": sum(each.nbytes for each in shape.weights),
+            "layers": shape.layers,
+            "streamed": [] if forecast.plan is None else list(forecast.plan.streamed),
+            "pages": _pages(forecast),
+            "host_pages": _host(forecast),
+            **_told(forecast, answer),
+        }
+
+
+def _told(forecast: Forecast, answer: Answer) -> Facts:
+    plan = forecast.plan
+    return {
+        "interval": None if plan is None else interval_of(plan),
+        "layers_streamed": None if plan is None else len(plan.streamed),
+        "ttft_seconds": forecast.ttft,
+        "tpot_seconds": forecast.tpot,
+        "limit": answer.limit,
+    }
+
+
+def _pages(forecast: Forecast) -> dict[str, int]:
+    return {"weights": forecast.weights, "kv": forecast.kv, "activations": forecast.activations}
+
+
+def _host(forecast: Forecast) -> dict[str, int]:
+    return {"weights": 0 if forecast.plan is None else forecast.plan.host_pages, "kv": forecast.host}
+
+
+def _sum(pages: Iterable[dict[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in pages:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _text(change: Change, to: float) -> str:
+    if change.what == "budget":
+        return f"a budget of {_at_least(int(to))}"
+    if change.what == "context":
+        return f"a context of {int(to):,} tokens"
+    if change.what == "batch":
+        return f"a batch of {int(to)}"
+    if change.what == "weights":
+        return f"weights of {int(to)} bits"
+    return f"an SLO of {format_time(to)}"
+
+
+def _at_least(nbytes: int) -> str:
+    """As `format_size`, and never less than it is."""
+    unit = next((scale for scale in (2**40, 2**30, 2**20, 2**10) if nbytes >= scale), 1)
+    return format_size(math.ceil(nbytes / unit * 100) * unit // 100)
+
+
+def _check(names: Sequence[str], context: int, batch: int, prompt: int) -> None:
+    if not names:
+        raise ConfigError("no model was given: name a folder, a model on the hub, or a type such as llama")
+    for what, number in (("context", context), ("batch", batch), ("prompt", prompt)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"{what} is {number!r}: give a whole number from 1 on")
+    if prompt > context:
+        raise ConfigError(
+            f"a prompt of {prompt} tokens is longer than the context of {context}, which includes it: give a shorter "
+            "prompt, or a longer context"
+        )
+
+
+def _check_positions(shape: Shape, context: int) -> None:
+    if shape.positions and context > shape.positions:
+        raise ConfigError(
+            f"a context of {context} tokens is beyond the {shape.positions} positions that {shape.name} was made for: "
+            f"give at most {shape.positions}, or a configuration whose rope_parameters and positions are longer"
+        )

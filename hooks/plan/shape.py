@@ -1,0 +1,139 @@
+"""A model as its configuration tells it: the sizes of its weights and of its KV, without a value.
+
+Note [The class decides]
+    The model is built on the meta device by the class that would load it, in the dtype of its checkpoint: so tied
+    weights, experts and buffers are as they will be, and no formula for an architecture is needed. The widths of keys
+    and values come from one token through it (compat.run_without_values), as configurations are wrong about some.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...allocator.errors import BallonetError, ConfigError
+from ...offload.policy.layout import Block
+from ..compat import generating_class, load_config, longest_sequence, quantization, run_without_values
+from ..kv.kinds import CachePlan
+from ..programs.model_info import Widths, dtype_of, planned, quiet, widths_of
+from ..weights.layers import decoder_layers
+from ..weights.storages import members
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A block of weights: bytes, the decoder layer that alone uses it, None of none, and how many of the bytes are
+    elements of matrices, which quantization makes smaller."""
+
+    nbytes: int
+    layer: int | None
+    matrix: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """A model without values. `model`: on the meta device; `weights`: in the order in which they are moved;
+    `layers`: how many decoder layers there are; `widths`: of each layer of its cache that is elastic, by its index;
+    `positions`: tokens that it was made for, 0 where nobody says."""
+
+    name: str
+    config: Any
+    model: Any
+    weights: tuple[Weight, ...]
+    layers: int
+    widths: dict[int, Widths]
+    dtype: torch.dtype
+    positions: int
+
+    def blocks(self, bits: int | None = None) -> list[Block]:
+        """The weights as `layout.place` takes them. `bits`: of an element of quantized matrices, None as they are."""
+        wide = 8 * self.dtype.itemsize
+        share = 1.0 if bits is None else min(1.0, bits / wide)
+        return [
+            Block(key, max(1, each.nbytes - int(each.matrix * (1 - share))), each.layer)
+            for key, each in enumerate(self.weights)
+        ]
+
+
+def shape_of(name: str) -> Shape:
+    """The model with this name: a folder, a name on the hub, or a type with its defaults. ConfigError where its
+    configuration cannot be read, says too little, or is of no decoder of text."""
+    quiet()
+    config = load_config(name)
+    model_class: Any = generating_class(config)
+    if model_class is None:
+        raise ConfigError(f"{name}: transformers has no class that generates text with a {type(config).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} has an encoder, whose tokens a plan does not count: give a model that only decodes")
+    if quantization(config, {}):
+        raise ConfigError(
+            f"{name} is quantized, and its configuration does not say how large its weights are: give the model that "
+            "it was made of; what fewer bits would change is among the changes"
+        )
+    caches = planned(name, model_class, config)
+    model, dtype = _built(name, model_class, config)
+    layers = decoder_layers(model)
+    if not layers:
+        raise ConfigError(f"{name}: the configuration does not say how many decoder layers there are")
+    return Shape(
+        name,
+        config,
+        model,
+        tuple(_weights(model, layers)),
+        len(layers),
+        _widths(name, model_class, config, caches),
+        dtype,
+        longest_sequence(config),
+    )
+
+
+def _built(name: str, model_class: Any, config: Any) -> tuple[Any, torch.dtype]:
+    dtype = dtype_of(config)
+    try:
+        with torch.device("meta"):
+            return model_class._from_config(copy.deepcopy(config), dtype=dtype).eval(), dtype
+    except Exception as error:  # whatever a configuration that is not whole has the model's code do
+        raise ConfigError(
+            f"{name}: {model_class.__name__} cannot be built from this configuration, which may lack sizes: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _weights(model: nn.Module, layers: tuple[nn.Module, ...]) -> Iterator[Weight]:
+    """One for the tensors of each storage, as they move (storages.py, Note [What moves together])."""
+    found: dict[int, tuple[list[torch.Tensor], set[int | None]]] = {}
+    for member in members(model, layers):
+        if member.tensor.numel():
+            tensors, users = found.setdefault(member.tensor.untyped_storage()._cdata, ([], set()))
+            tensors.append(member.tensor)
+            users.update(member.layers)
+    for tensors, users in found.values():
+        nbytes = max(each.untyped_storage().nbytes() for each in tensors)
+        matrix = tensors[0].dim() > 1 and tensors[0].is_floating_point()
+        layer = users.pop() if len(users) == 1 else None
+        yield Weight(nbytes, layer, nbytes if matrix and layer is not None else 0)
+
+
+def _widths(name: str, model_class: Any, config: Any, caches: CachePlan) -> dict[int, Widths]:
+    elastic = [index for index, layer in enumerate(caches.layers) if layer.elastic]
+    if not elastic:
+        return {}
+    try:
+        (cache,) = run_without_values(model_class, config)
+    except BallonetError:
+        raise
+    except Exception as error:  # whatever the model's own code does without values
+        raise ConfigError(
+            f"{name}: the widths of its keys and values are known with the first token only, as its code asks for "
+            f"values: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    found = widths_of(cache)
+    known = {index: width for index in elastic if (width := found[index]) is not None}
+    if len(known) < len(elastic):
+        raise ConfigError(f"{name}: its keys and values have other dimensions than sequences, heads, tokens, elements")
+    return known

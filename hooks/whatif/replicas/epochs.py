@@ -1,0 +1,330 @@
+"""Epochs of a simulation: prepared, and committed, when old groups end, new ones begin, and KV goes where it belongs.
+
+Note [Bonds]
+    Replicas of one epoch, or of one that is prepared, have links to each other. Who ends, or is told to go on alone,
+    closes its links, and a link can be lost while both its ends live. Whoever hears that says so of the epoch that the
+    link was of. In one that is prepared it goes on as before; in one that is in force, or committed, it forgets all
+    requests that it has, and computes nothing until it is told what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....offload.policy.replicas.actions import Prepare, StartRestore
+from ....offload.policy.replicas.demand import group_tokens
+from ....offload.policy.replicas.events import (
+    Damaged,
+    Exchanged,
+    Prepared,
+    PrepareFailed,
+    PullFailed,
+    Reason,
+    Restored,
+    Suspected,
+)
+from ....offload.policy.replicas.groups import Group, Span
+from .jobs import Job
+from .pipes import Pipe
+
+if TYPE_CHECKING:
+    from .dropping import Drop
+
+
+@dataclass(eq=False, slots=True)
+class Change:
+    """Groups of a committed epoch that change together: `olds` end and `news` begin, and then their KV is exchanged.
+    `homes`: where requests go if there are several new ones; `left`: what is waited for, groups that compute or members
+    that send; `switched`: the new groups are there; `broken`: a member is gone, and nothing becomes of it."""
+
+    epoch: int
+    olds: list[Pipe]
+    news: list[Group]
+    homes: dict[str, int]
+    left: int
+    switching: bool = False
+    switched: bool = False
+    broken: bool = False
+
+    @property
+    def members(self) -> list[int]:
+        """Replicas that change."""
+        return members_of(self.news)
+
+
+class Epochs:
+    """See Note [Bonds]. `drops`, `restores`: epochs of each kind that were committed; `refusing`: why a replica cannot
+    prepare the next epoch; `damaging`: replicas that get a request's KV damaged; `exchanging`: groups whose KV is on
+    the way."""
+
+    def __init__(self, keeper: Drop) -> None:
+        self.drops = self.restores = 0
+        self.refusing: dict[int, Reason] = {}
+        self.damaging: set[int] = set()
+        self.exchanging: set[Pipe] = set()
+        self._keeper = keeper
+        self._run = keeper.run
+        self._prepared: dict[int, tuple[Group, ...]] = {}
+        self._committed: dict[int, int] = {}  # the last epoch that each replica was to take up
+        self._changes: list[Change] = []
+        self._pulling: int | None = None
+
+    # Preparation
+
+    def prepare(self, action: Prepare) -> None:
+        """Members form links, pull what new spans need, and say so."""
+        self._prepared[action.epoch] = action.groups
+        links = max(len(group.members) for group in action.groups)
+        keeper = self._keeper
+        drops = any(group.is_dropped for group in action.groups)
+        for member in members_of(action.groups):
+
+            def ready(member: int = member) -> None:
+                if action.epoch not in self._prepared:
+                    return
+                why = self.refusing.pop(member, None)
+                if why is None and drops and member in keeper.pulls.changed:
+                    why = Reason.FILE_CHANGED
+                if why is not None:
+                    keeper.tell(PrepareFailed(self._run.agenda.now, action.epoch, member, why))
+                    return
+                mine = [pull for pull in action.pulls if pull.member == member]
+                keeper.pulls.begin(
+                    member,
+                    mine,
+                    lambda: keeper.tell(Prepared(self._run.agenda.now, action.epoch, member)),
+                    lambda why: keeper.tell(PrepareFailed(self._run.agenda.now, action.epoch, member, why)),
+                )
+
+            keeper.crew.does(member, ready, links * self._run.tuning.linking)
+            for other in keeper.crew.ended.intersection(members_of(action.groups)):
+                self._lose(action.epoch, member, other)
+
+    def discard(self, epoch: int) -> None:
+        """Nothing was dropped, and what was given up for layers is there again."""
+        groups = self._prepared.pop(epoch)
+        for member in members_of(groups):
+            self._keeper.pulls.cancel(member)
+        if self._pulling == epoch:
+            self._pulling = None
+            for pipe in self._pipes(groups):
+                pipe.capacity = self._keeper.capacity(self._keeper.groups[pipe.members])
+                pipe.pump()
+
+    def start_restore(self, action: StartRestore) -> None:
+        """Members of a group that ends pull what they dropped, or one that has lost its group does."""
+        groups = self._prepared.get(action.epoch)
+        if groups is not None:
+            self._pulling = action.epoch
+            fleet = self._run.fleet
+            room = fleet.pages - sum(fleet.layer_pages)
+            for pipe in self._pipes(groups):  # which has as much memory as its members would have on their own
+                held = self._keeper.groups[pipe.members]
+                pipe.capacity = group_tokens(held, dict.fromkeys(pipe.members, room), self._keeper.kv)
+        for member in {pull.member for pull in action.pulls}:
+            self._pull(action, member)
+
+    def _pull(self, action: StartRestore, member: int) -> None:
+        keeper, agenda = self._keeper, self._run.agenda
+        keeper.pulls.begin(
+            member,
+            [pull for pull in action.pulls if pull.member == member],
+            lambda: keeper.tell(Restored(agenda.now, action.epoch, member)),
+            lambda why: keeper.tell(PullFailed(agenda.now, action.epoch, member, why)),
+        )
+
+    # Commit
+
+    def commit(self, epoch: int, homes: dict[str, int]) -> None:
+        """At the next boundary of all groups concerned, the new ones are formed."""
+        groups = self._prepared.pop(epoch)
+        self._pulling = None
+        drops = len(groups[0].members) > 1
+        if drops:
+            self.drops += 1
+        else:
+            self.restores += 1
+        for group in groups:
+            self._keeper.early[group.members] = []
+            self._committed.update(dict.fromkeys(group.members, epoch))
+        if drops:
+            sets = [(self._pipes([group]), [group]) for group in groups]
+        else:
+            sets = [
+                ([old], [group for group in groups if group.members[0] in old.members]) for old in self._pipes(groups)
+            ]
+        for olds, news in sets:
+            change = Change(epoch, olds, news, homes, len(olds))
+            self._changes.append(change)
+            for old in olds:
+                old.pause(lambda old=old, change=change: self._keeper.settled(old, lambda: self._one_less(change)))  # type: ignore[misc]
+
+    def turn(self) -> None:
+        """Goes on with changes that waited for a replica that stood still."""
+        for change in [*self._changes]:
+            self._turn(change)
+
+    def _one_less(self, change: Change) -> None:
+        change.left -= 1
+        self._turn(change)
+
+    def _can_turn(self, change: Change) -> bool:
+        ready = not (change.broken or change.switched or change.left or any(old.halted for old in change.olds))
+        return ready and self._run.silent.isdisjoint(change.members)
+
+    def _turn(self, change: Change) -> None:
+        if self._can_turn(change) and not change.switching:
+            change.switching = True
+            self._run.agenda.after(self._run.tuning.dropping, lambda: self._switch(change))
+
+    def _switch(self, change: Change) -> None:
+        """Old groups end, new ones begin, and KV goes where it belongs."""
+        change.switching = False
+        if not self._can_turn(change):
+            return
+        change.switched = True
+        keeper = self._keeper
+        jobs, sends = list[Job](), dict.fromkeys(change.members, 0)
+        for old in change.olds:
+            held = keeper.groups.pop(old.members)
+            mine = keeper.hand_over(old)
+            for member, span in zip(held.members, held.spans, strict=True):
+                sends[member] += sum(self.leaves(job, member, span, change.news, change.homes) for job in mine)
+            jobs += mine
+            self._run.close(old)
+        jobs.sort(key=lambda job: job.number)
+        for group in change.news:
+            own = [job for job in jobs if len(change.news) == 1 or (change.homes[str(job.number)],) == group.members]
+            if group.is_dropped:
+                for member, span in zip(group.members, group.spans, strict=True):
+                    keeper.pulls.held[member] = {*span.layers}
+            self.exchanging.add(keeper.form(group, change.epoch, own))
+        self._send(change, sends)
+
+    def _send(self, change: Change, sends: dict[int, int]) -> None:
+        change.left = sum(1 for nbytes in sends.values() if nbytes) or 1
+
+        def sent() -> None:
+            change.left -= 1
+            if not change.left and not change.broken:
+                self._exchanged(change)
+
+        for member, nbytes in sends.items():
+            if nbytes:
+                self._run.wire(member).send(nbytes, sent, owner=change)
+        if not any(sends.values()):
+            self._run.agenda.after(0.0, sent)
+
+    def leaves(self, job: Job, member: int, span: Span, news: list[Group], homes: dict[str, int]) -> int:
+        """Returns the bytes of the request's KV that a member has and must send."""
+        here = job.kv * self._run.fleet.shape.kv * len(span) // len(self._run.fleet.shape.layers)
+        if len(news) > 1:
+            return 0 if homes[str(job.number)] == member else here
+        new = news[0].span(member)
+        stays = max(0, min(span.end, new.end) - max(span.begin, new.begin))
+        return here * (len(span) - stays) // len(span)
+
+    def _exchanged(self, change: Change) -> None:
+        self._changes.remove(change)
+        agenda, keeper = self._run.agenda, self._keeper
+        for group in change.news:
+            pipe = self._run.pipes[group.members]
+            self.exchanging.discard(pipe)
+            damaged = self._damaged(pipe, change.epoch)
+            stalled, pipe.stalled = pipe.stalled, [damaged] if damaged is not None else []
+            for job in stalled:
+                if job is not damaged:
+                    pipe.resume(job)
+            for member in group.members:
+
+                def says(member: int = member) -> None:
+                    keeper.tell(Exchanged(agenda.now, change.epoch, member))
+
+                keeper.crew.does(member, says)
+            pipe.pump()
+
+    def _damaged(self, pipe: Pipe, epoch: int) -> Job | None:
+        """The request whose KV has come with a wrong checksum, if one has; its member says so."""
+        member = next((each for each in pipe.members if each in self.damaging), None)
+        if member is None or not pipe.stalled:
+            return None
+        self.damaging.discard(member)
+        job, agenda = pipe.stalled[0], self._run.agenda
+        self._keeper.crew.does(member, lambda: self._keeper.tell(Damaged(agenda.now, epoch, member, str(job.number))))
+        return job
+
+    # What goes wrong: Note [Bonds]
+
+    def part(self, member: int) -> None:
+        """A replica closes its links: what it was part of ends, and others hear of it."""
+        bonds = self._bonds(member)
+        for change in [each for each in self._changes if member in each.members]:
+            self._break(change)
+        for epoch, other in sorted(bonds):
+            self._lose(epoch, other, member)
+
+    def lose_link(self, one: int, other: int) -> None:
+        """Two replicas that live have no link any more, if they had one."""
+        for epoch, each in sorted(self._bonds(one)):
+            if each != other:
+                continue
+            for change in [change for change in self._changes if one in change.members and change.switched]:
+                self._break(change)  # what was on the way is lost
+            if epoch == self._keeper.epochs[one]:
+                self._keeper.halt(one)
+            self._lose(epoch, one, other)
+            self._lose(epoch, other, one)
+
+    def end(self) -> None:
+        """Nothing becomes of any epoch any more."""
+        for change in [*self._changes]:
+            self._break(change)
+        self._prepared.clear()
+
+    def _break(self, change: Change) -> None:
+        self._changes.remove(change)
+        change.broken = True
+        for member in change.members:
+            self._run.wire(member).take_back(change)
+        if not change.switched:
+            for old in change.olds:
+                self._keeper.abort(old)
+
+    def _bonds(self, member: int) -> set[tuple[int, int]]:
+        """Epochs and members of the links that a replica has."""
+        keeper = self._keeper
+        pipe = keeper.pipe_of(member)
+        group = () if pipe is None else pipe.members
+        found = {(keeper.epochs[member], other) for other in group}
+        for change in self._changes:
+            if member in change.members:
+                found |= {(change.epoch, other) for other in change.members}
+        for epoch, groups in self._prepared.items():
+            new = next((each.members for each in groups if member in each.members), ())
+            if new:
+                found |= {(epoch, other) for other in (*new, *group)}
+        return {(epoch, other) for epoch, other in found if other != member}
+
+    def _lose(self, epoch: int, by: int, of: int) -> None:
+        """The main loop of a replica finds that its link to another is lost."""
+
+        def finds() -> None:
+            if epoch not in self._prepared:
+                if epoch != max(self._keeper.epochs.get(by, 0), self._committed.get(by, 0)):
+                    return  # it is in another epoch
+                self._keeper.halt(by)
+            self._keeper.tell(Suspected(self._run.agenda.now, epoch, by, of))
+
+        self._keeper.crew.does(by, finds, self._run.tuning.noticing)
+
+    def _pipes(self, groups: Iterable[Group]) -> list[Pipe]:
+        """Groups in force of the members of these."""
+        members = {*members_of(groups)}
+        return [pipe for pipe in self._run.pipes.values() if members.intersection(pipe.members)]
+
+
+def members_of(groups: Iterable[Group]) -> list[int]:
+    """Members of groups, in order."""
+    return [member for group in groups for member in group.members]

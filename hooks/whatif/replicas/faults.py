@@ -1,0 +1,178 @@
+"""Faults that a simulation plays: what happens to replicas, links and clients, and when.
+
+A file of faults has one a line, as JSON, in any order: "at", in seconds after the first request, "fault", its kind, and
+what the kind has. Kinds, each a class below:
+
+    {"at": 2.5, "fault": "killed", "member": 1}
+    {"at": 2.5, "fault": "hung", "member": 1, "seconds": 4}       without seconds: for good
+    {"at": 2.5, "fault": "link", "member": 0, "other": 1}
+    {"at": 2.5, "fault": "refused", "member": 1, "why": "PAGES"}  or HOST_MEMORY
+    {"at": 2.5, "fault": "file", "member": 1}
+    {"at": 2.5, "fault": "damaged", "member": 1}
+    {"at": 2.5, "fault": "left", "request": 17}
+    {"at": 2.5, "fault": "joined", "member": 4}
+    {"at": 2.5, "fault": "supervisor"}
+    {"at": 2.5, "fault": "shutdown"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ....allocator.errors import ManageError, TraceError
+from ....offload.policy.replicas.events import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Base of all. `at`: seconds after the first request."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Killed(Fault):
+    """The process of a replica ends without a word."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hung(Fault):
+    """A replica stands still for so many `seconds`, out of reach, so that it cannot be ended; None: for good, and its
+    process is ended when that is noticed."""
+
+    member: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost(Fault):
+    """The links between two replicas are lost, and both live. Nothing happens where they have none."""
+
+    member: int
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Fault):
+    """A replica cannot prepare the next epoch that it is to be in: no pages, or no host memory."""
+
+    member: int
+    why: Reason = Reason.PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class FileChanged(Fault):
+    """The file of a replica's weights is another one from now on: no layer can be read from it."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedKV(Fault):
+    """KV of a request arrives at a replica with a wrong checksum, in the next exchange that it is part of."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft(Fault):
+    """The client of a `request`, by its place in the trace from 0 on, goes away. Nothing where it is not there."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewReplica(Fault):
+    """A replica with a number that was never used joins."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorLost(Fault):
+    """The supervisor ends, and with it all replicas and requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown(Fault):
+    """Ctrl-C: requests are told, and everything ends."""
+
+
+KINDS: Final[Mapping[str, type[Fault]]] = {
+    "killed": Killed,
+    "hung": Hung,
+    "link": LinkLost,
+    "refused": Refused,
+    "file": FileChanged,
+    "damaged": DamagedKV,
+    "left": ClientLeft,
+    "joined": NewReplica,
+    "supervisor": SupervisorLost,
+    "shutdown": Shutdown,
+}
+_REASONS: Final = {each.name: each for each in (Reason.PAGES, Reason.HOST_MEMORY)}
+
+
+def read_faults(path: Path) -> list[Fault]:
+    """Returns the faults of a file. TraceError where a line is none; OSError."""
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            found.append(_made(json.loads(text)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise TraceError(str(path), number, f"no fault: {error}") from None
+    return found
+
+
+def check_faults(faults: Iterable[Fault], replicas: int, requests: int) -> None:
+    """ManageError where one is of a replica or a request that there is not at that time, or of one that is there
+    already."""
+    known = {*range(replicas)}
+    for fault in sorted(faults, key=lambda each: each.at):
+        if isinstance(fault, NewReplica):
+            if fault.member in known:
+                raise ManageError(f"{fault}: that number is in use; the next free one is {max(known) + 1}")
+            known.add(fault.member)
+            continue
+        for name in ("member", "other"):
+            if getattr(fault, name, 0) not in known:
+                raise ManageError(f"{fault}: there are replicas {', '.join(map(str, sorted(known)))} then")
+        if isinstance(fault, LinkLost) and fault.member == fault.other:
+            raise ManageError(f"{fault}: a link is between two replicas")
+        if isinstance(fault, ClientLeft) and fault.request >= requests:
+            raise ManageError(f"{fault}: there are {requests} requests, from 0 on")
+
+
+def _made(given: dict[str, Any]) -> Fault:
+    """The fault of an object. ValueError, TypeError, AttributeError."""
+    kind = KINDS.get(given.pop("fault", None))
+    if kind is None:
+        raise ValueError(f"its kind, fault, is one of {', '.join(KINDS)}")
+    fields = {each.name for each in dataclasses.fields(kind)}
+    if unknown := sorted({*given} - fields):
+        raise ValueError(f"{', '.join(unknown)}: it has {', '.join(sorted(fields))}")
+    values = {name: _value(name, value) for name, value in given.items()}
+    return kind(**values)
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "why":
+        if value not in _REASONS:
+            raise ValueError(f"why is one of {', '.join(_REASONS)}")
+        return _REASONS[value]
+    whole = name not in ("at", "seconds")
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ValueError(f"{name} is {value!r}, and no {'whole ' if whole else ''}number")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}: it is 0 or more")
+    return value

@@ -1,0 +1,141 @@
+"""The answer to a question about a run: what fits, how fast, and what binds.
+
+Note [What binds]
+    `memory`: it does not fit, whatever streams. `link`: tokens wait for copies, of layers or of KV, by more than copies
+    may add and count as hidden. `compute`: all else, the device's own memory included: with every page resident it
+    would be no faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..interval import Costs
+from ..layer_stream import Layer, Way, choose
+from ..plan import Plan
+from ..tuning import DEFAULT, Tuning
+from .memory import Budget, Placed, everything, least, placed
+from .needs import Moment, Needs
+
+Limit = Literal["memory", "link", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One model at the last token. `plan`: what streams, None where it does not fit; device pages by owner; `host`:
+    pages of KV on the host; seconds, None where nobody knows; `waits`: the part of `tpot` that waits for copies;
+    `settled`: see `Placed`."""
+
+    needs: Needs
+    plan: Plan | None
+    weights: int
+    kv: int
+    activations: int
+    host: int = 0
+    ttft: float | None = None
+    tpot: float | None = None
+    waits: float = 0.0
+    settled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`models`: in the order of the question; `least`: pages of the smallest budget that fits; `all`: pages with which
+    nothing streams; `limit`: see Note [What binds], None where nobody knows how long anything takes."""
+
+    fits: bool
+    models: Sequence[Forecast]
+    least: int
+    all: int
+    limit: Limit | None
+    slo: float | None = None
+    met: bool | None = field(default=None)
+
+    @property
+    def slowest(self) -> Forecast:
+        """The model whose tokens take longest: by it the limit is told."""
+        return max(self.models, key=lambda each: each.tpot or 0.0)
+
+
+def answered(models: Sequence[Needs], budget: Budget, tokens: int = 0, tuning: Tuning = DEFAULT) -> Answer:
+    """What becomes of these models under the budget, when they have generated so many `tokens`."""
+    found = placed(models, budget, tuning.weights)
+    fewest, whole = least(models, budget, tuning.weights), everything(models)
+    if found is None:
+        lacking = [Forecast(each, None, each.weights, sum(each.last.kv), each.last.activations) for each in models]
+        return Answer(False, lacking, fewest, whole, "memory", budget.slo, None if budget.slo is None else False)
+    forecasts = _forecasts(models, found, budget, tuning)
+    if tokens * max((each.tpot or 0.0 for each in forecasts), default=0.0) > tuning.pages.dwell:
+        rested = placed(models, budget, tuning.weights, rested=True)
+        forecasts = forecasts if rested is None else _forecasts(models, rested, budget, tuning)
+    slowest = max(forecasts, key=lambda each: each.tpot or 0.0)
+    limit: Limit | None = None
+    if slowest.tpot is not None:
+        waits = slowest.waits > (tuning.records.hidden - 1) * (slowest.tpot - slowest.waits)
+        limit = "link" if waits else "compute"
+    met = None if budget.slo is None or slowest.tpot is None else slowest.tpot <= budget.slo
+    return Answer(True, forecasts, fewest, whole, limit, budget.slo, met)
+
+
+def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: Budget, tuning: Tuning) -> list[Forecast]:
+    """`budget.page_seconds`: with the link to itself."""
+    streaming = sum(bool(each.plan.copied) for each in found)
+    shared = None if budget.page_seconds is None else budget.page_seconds * max(1, streaming)
+    beside = replace(budget, page_seconds=shared)
+    forecasts = [_forecast(needs, at, beside, tuning) for needs, at in zip(models, found, strict=True)]
+    idle = budget.pages - sum(each.weights + each.kv + each.activations for each in forecasts)
+    return [_with_idle(each, max(0, idle) // len(forecasts)) for each in forecasts]
+
+
+def _with_idle(forecast: Forecast, idle: int) -> Forecast:
+    """With the pages that the heap keeps, of those that were needed for the prompt, as nobody else needs them."""
+    more = max(0, forecast.needs.prompt.activations - forecast.activations)
+    return replace(forecast, activations=forecast.activations + min(more, idle))
+
+
+def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forecast:
+    """`budget.page_seconds`: beside the other models that copy."""
+    host, slots, waits = _read(needs.last, at.away, needs.decode, budget, tuning)
+    ttft, tpot = (_seconds(needs, at.plan, seconds, budget) for seconds in (needs.prefill, needs.decode))
+    if ttft is not None and at.early:
+        _, _, more = _read(needs.prompt, at.early, needs.prefill, budget, tuning, needs.rows)
+        ttft += more
+    stall = 0.0 if tpot is None or needs.decode is None else tpot - needs.decode + waits
+    return Forecast(
+        needs,
+        at.plan,
+        at.weights,
+        sum(needs.last.kv) - host + slots,
+        needs.last.activations,
+        host,
+        ttft,
+        None if tpot is None else tpot + waits,
+        stall,
+        at.settled,
+    )
+
+
+def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: Budget) -> float | None:
+    if seconds is None or (plan.copied and budget.page_seconds is None):
+        return None
+    return Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
+
+
+def _read(
+    moment: Moment, away: int, seconds: float | None, budget: Budget, tuning: Tuning, rows: int = 1
+) -> tuple[int, int, float]:
+    """How KV of which so many pages are away is read by `rows` of each sequence: (pages on the host, pages of slots,
+    seconds that an iteration waits for it)."""
+    if not away:
+        return 0, 0, 0.0
+    link = tuning.kv_reads.link if budget.page_seconds is None else budget.page_size / budget.page_seconds
+    total = sum(moment.kv)
+    computes = total * budget.page_size / link if seconds is None else seconds
+    left = max(0, total - away - budget.pages // tuning.kv_reads.left)
+    layers = [Layer(pages, 0.0, computes / len(moment.kv)) for pages in moment.kv]
+    found = choose(layers, page=budget.page_size, link=link, free=left, rows=rows, tuning=tuning.kv_reads)
+    if found.way is not Way.STREAMED:
+        return away, 0, found.exposed
+    return sum(min(pages, found.streamed) for pages in moment.kv), found.slots * found.streamed, found.exposed

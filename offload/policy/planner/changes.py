@@ -1,0 +1,142 @@
+"""What would help: the nearest changes of a question with which the limit no longer binds, each found by asking again.
+
+Note [Nearest]
+    A change is as far as the factor by which it changes what is asked: a budget of 30 GiB instead of 24 is nearer than
+    half of the context. Whether it lifts the limit is not worked out in another way but answered by the same planner.
+    Where nothing is wrong, as no copy is waited for and no SLO is missed, a change counts that has a token take a part
+    less (`Planning.saved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..tuning import DEFAULT, Planning
+from .answer import Answer
+
+What = Literal["budget", "context", "batch", "weights", "slo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of a run: device `pages`; `context`: tokens that each of `batch` sequences holds at the last token,
+    of which the first `prompt` are given; `bits`: of an element of quantized weights, None as they are; `slo`: seconds
+    that a decode step may take."""
+
+    pages: int
+    context: int
+    prompt: int
+    batch: int
+    bits: int | None = None
+    slo: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`what` to change and the value to change it `to`: device pages, tokens, sequences, bits, seconds; `factor`: see
+    Note [Nearest]; and the answer then."""
+
+    what: What
+    to: float
+    factor: float
+    answer: Answer
+
+
+def nearest(
+    asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning = DEFAULT.planning
+) -> list[Change]:
+    """The nearest changes, the nearest first, at most `tuning.changes`."""
+    found = [*_budget(asked, answer, ask, tuning), *_shorter(asked, answer, ask, tuning)]
+    found += [*_smaller(asked, answer, ask, tuning), *_quantized(asked, answer, ask, tuning), *_looser(asked, answer)]
+    return sorted(found, key=lambda each: (each.factor, each.what))[: tuning.changes]
+
+
+def lifts(before: Answer, after: Answer, tuning: Planning = DEFAULT.planning) -> bool:
+    """Does the limit no longer bind?"""
+    if not after.fits:
+        return False
+    if not before.fits:
+        return True
+    if before.met is False:
+        return after.met is True
+    if before.limit == "link":
+        return after.limit == "compute"
+    old, new = before.slowest.tpot, after.slowest.tpot
+    return old is not None and new is not None and new <= old * (1 - tuning.saved)
+
+
+def _budget(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:
+    """A larger budget: no more than holds everything."""
+
+    def at(pages: int) -> Answer:
+        return ask(replace(asked, pages=pages))
+
+    high = max(answer.all, answer.least)
+    if high > asked.pages and lifts(answer, at(high), tuning):
+        pages = _first(asked.pages, high, lambda pages: lifts(answer, at(pages), tuning))
+        yield Change("budget", pages, pages / max(1, asked.pages), at(pages))
+
+
+def _shorter(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:
+    """A shorter context, a multiple of `tuning.rounded` tokens."""
+    unit = min(tuning.rounded, max(1, asked.context // 2))
+
+    def at(units: int) -> Answer:
+        context = units * unit
+        return ask(replace(asked, context=context, prompt=min(asked.prompt, context)))
+
+    units = _last((asked.context - 1) // unit, lambda units: lifts(answer, at(units), tuning))
+    if units:
+        yield Change("context", units * unit, asked.context / (units * unit), at(units))
+
+
+def _smaller(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:
+    """A smaller batch."""
+
+    def at(batch: int) -> Answer:
+        return ask(replace(asked, batch=batch))
+
+    batch = _last(asked.batch - 1, lambda batch: lifts(answer, at(batch), tuning))
+    if batch:
+        yield Change("batch", batch, asked.batch / batch, at(batch))
+
+
+def _quantized(
+    asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning
+) -> Iterator[Change]:
+    """Weights of fewer bits: they are loaded on the device, where all of them have to fit."""
+    for bits in tuning.bits:
+        if asked.bits is None or bits < asked.bits:
+            after = ask(replace(asked, bits=bits))
+            resident = not any(each.plan is None or each.plan.streamed for each in after.models)
+            if resident and lifts(answer, after, tuning):
+                yield Change("weights", bits, 16 / bits, after)
+                return
+
+
+def _looser(asked: Question, answer: Answer) -> Iterator[Change]:
+    """The SLO that is kept as it is."""
+    tpot = answer.slowest.tpot
+    if asked.slo is not None and answer.met is False and tpot is not None:
+        yield Change("slo", tpot, tpot / asked.slo, replace(answer, slo=tpot, met=True))
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The smallest number above `low` for which it holds, as it does for `high`."""
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _last(high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `high` for which it holds; 0 where it holds for none."""
+    if high < 1 or not holds(1):
+        return 0
+    low, high = 1, high + 1
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

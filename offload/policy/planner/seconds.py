@@ -1,0 +1,100 @@
+"""What an iteration takes: between points that were measured, or by what the device can do.
+
+Note [Between the points]
+    A record says what was measured at powers of two of batch and length, and judges SLOs by the next larger point. A
+    prediction may be wrong to both sides, so it is interpolated: times are nearly powers of batch and length over a
+    factor of two, that is, straight lines in logarithms. Beyond what was measured the parts of an iteration that grow
+    in different ways count: seconds = fixed + rows + tokens + pairs, fitted to all points, and brought to the nearest
+    point that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .. import nonnegative
+from ..tuning import DEFAULT, Planning
+from .hardware import Hardware
+
+Size = tuple[int, int]  # sequences, tokens of each
+
+
+def interpolated(measured: Mapping[Size, float], batch: int, length: int) -> float | None:
+    """Seconds of an iteration with so many sequences and tokens, by those that were `measured`; None of none. See Note
+    [Between the points]."""
+    if not measured:
+        return None
+    batches, lengths = (sorted({size[axis] for size in measured}) for axis in (0, 1))
+    inside = [_around(batches, batch), _around(lengths, length)]
+    corners = [(b, n) for b in inside[0] for n in inside[1]]
+    if all(corners) and all(corner in measured for corner in corners) and _within(batches, batch, lengths, length):
+        return math.exp(_bilinear(measured, inside, (batch, length)))
+    return _beyond(measured, batch, length)
+
+
+def _within(batches: Sequence[int], batch: int, lengths: Sequence[int], length: int) -> bool:
+    return batches[0] <= batch <= batches[-1] and lengths[0] <= length <= lengths[-1]
+
+
+def _around(points: Sequence[int], value: int) -> tuple[int, int]:
+    """The points on either side of a value, twice the same where it is one or lies outside."""
+    at = min(bisect_left(points, value), len(points) - 1)
+    return (points[at], points[at]) if points[at] <= value or not at else (points[at - 1], points[at])
+
+
+def _bilinear(measured: Mapping[Size, float], inside: Sequence[tuple[int, int]], size: Size) -> float:
+    parts = [
+        0.0 if low == high else math.log(value / low) / math.log(high / low)
+        for (low, high), value in zip(inside, size, strict=True)
+    ]
+    (b0, b1), (n0, n1) = inside
+    rows = [math.log(measured[b, n0]) * (1 - parts[1]) + math.log(measured[b, n1]) * parts[1] for b in (b0, b1)]
+    return rows[0] * (1 - parts[0]) + rows[1] * parts[0]
+
+
+def _beyond(measured: Mapping[Size, float], batch: int, length: int) -> float:
+    nearest = min(sorted(measured), key=lambda at: abs(math.log(at[0] / batch)) + abs(math.log(at[1] / length)))
+    rows = np.array([_parts(*size) for size in measured], dtype=float)
+    found = nonnegative.fitted(rows, np.array(list(measured.values())))
+    if found is None:
+        return measured[nearest]
+
+    def fit(size: Size) -> float:
+        return math.fsum(part * each for part, each in zip(found, _parts(*size), strict=True))
+
+    return measured[nearest] * fit((batch, length)) / fit(nearest)
+
+
+def _parts(batch: int, length: int) -> tuple[int, int, int, int]:
+    """How much an iteration has of each part: one, sequences, tokens, pairs of tokens."""
+    return 1, batch, batch * length, batch * length * length
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a forward does. `flops`: floating point operations; `read`: bytes of weights and KV that it reads; `calls`:
+    operators that it submits; `itemsize`: bytes of an element."""
+
+    flops: float
+    read: float
+    calls: int
+    itemsize: int
+
+    def reading(self, less: int) -> Work:
+        """The same with so many bytes less to read, as far as they are read."""
+        return replace(self, read=max(0.0, self.read - less))
+
+
+def by_device(work: Work, device: Hardware, tuning: Planning = DEFAULT.planning) -> float:
+    """Seconds of a forward on a device that nobody has measured: the longest of computing, reading its memory and
+    submitting operators one by one (the roofline of Williams et al., 2009, with a floor)."""
+    return max(
+        work.flops / (device.flops_of(work.itemsize) * tuning.compute),
+        work.read / (device.bandwidth * tuning.memory),
+        work.calls * tuning.call,
+    )

@@ -1,0 +1,321 @@
+"""What a run will take, worked out before it: memory, seconds, what binds and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Plan
+from ballonet.offload.policy.planner.answer import Answer, answered
+from ballonet.offload.policy.planner.changes import Question, lifts, nearest
+from ballonet.offload.policy.planner.hardware import DEVICES, named
+from ballonet.offload.policy.planner.memory import Budget, everything, least, placed
+from ballonet.offload.policy.planner.needs import Moment, Needs
+from ballonet.offload.policy.planner.seconds import Work, by_device, interpolated
+
+PAGE, SECONDS = 2**21, 1e-4  # bytes, seconds to copy a page
+
+
+def needs(
+    layers: int = 8,
+    pages: int = 10,
+    *,
+    kv: int = 2,
+    beside: int = 5,
+    activations: int = 3,
+    decode: float | None = 0.02,
+    crowd: int = 0,
+    name: str = "it",
+) -> Needs:
+    """A model of equal layers, each with a range of `kv` pages of which the last is not full. `crowd`: pages that the
+    prompt needs beyond what the last token does."""
+    at = Moment((kv,) * layers, layers * max(0, kv - 1), activations)
+    prefill = None if decode is None else 10 * decode
+    first = replace(at, activations=activations + crowd)
+    return Needs(name, (pages,) * layers, beside, 4, first, at, 100, prefill, decode)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> list[Needs]:
+    return [
+        needs(
+            draw(st.integers(1, 8)),
+            draw(st.integers(1, 12)),
+            kv=draw(st.integers(1, 9)),
+            beside=draw(st.integers(0, 9)),
+            activations=draw(st.integers(5, 20)),
+            crowd=draw(st.integers(-5, 30)),
+            decode=draw(st.sampled_from([None, 1e-4, 0.02, 1.0])),
+            name=name,
+        )
+        for name in "abc"[: draw(st.integers(1, 3))]
+    ]
+
+
+@given(drawn(), st.integers(0, 400))
+def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int) -> None:
+    found = placed(models, Budget(pages, PAGE, SECONDS))
+    if found is None:
+        return
+    used = sum(at.weights + each.last.pages - at.away for each, at in zip(models, found, strict=True))
+    assert used <= pages
+    for each, at in zip(models, found, strict=True):
+        assert at.plan.pages == each.layers
+        assert at.weights == each.beside + at.plan.device_pages
+        assert 0 <= at.early <= at.away <= each.last.movable
+        assert not at.settled or at.away == 0
+
+
+def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
+    """Two pages of each range may leave; all that may has left when the last token lacks some."""
+    model = needs(kv=3, decode=1e-4, crowd=-2)
+    movable = model.last.movable
+    pages = model.weights + model.last.pages - movable - 4
+    (found,) = placed([model], Budget(pages, PAGE, SECONDS)) or [None]
+    assert found is not None
+    assert found.early == found.away == movable
+    assert found.plan.streamed
+
+
+@given(drawn())
+def test_the_least_budget_fits_and_one_page_less_does_not(models: list[Needs]) -> None:
+    budget = Budget(0, PAGE, SECONDS)
+    pages = least(models, budget)
+    assert placed(models, replace(budget, pages=pages)) is not None
+    assert placed(models, replace(budget, pages=pages - 1)) is None
+
+
+@given(drawn())
+def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs]) -> None:
+    found = placed(models, Budget(everything(models), PAGE, SECONDS))
+    assert found is not None
+    assert all(at.settled and not at.plan.streamed and not at.away for at in found)
+
+
+@given(drawn())
+def test_models_that_come_later_find_room_in_those_that_are_idle(models: list[Needs]) -> None:
+    """One after the other they need no more than the smallest of all but what the last keeps free."""
+    assume(len(models) > 1)
+    assert least(models, Budget(0, PAGE, SECONDS)) < sum(least([each], Budget(0, PAGE, SECONDS)) for each in models) + 8
+
+
+def test_weights_that_hide_leave_before_kv_and_others_after_it() -> None:
+    """A layer takes 1 ms to copy and 2.5 ms to compute in a decode step: all but one hide."""
+    model = needs(kv=10, decode=0.02)
+    whole = everything([model])
+    (a_little,) = placed([model], Budget(whole - 20, PAGE, SECONDS)) or [None]
+    assert a_little is not None
+    assert (a_little.away, a_little.settled) == (0, False)
+    assert len(a_little.plan.streamed) >= 3
+    slow = replace(model, decode=1e-4, prefill=1e-4)  # nothing hides
+    (kv,) = placed([slow], Budget(whole - 20, PAGE, SECONDS)) or [None]
+    assert kv is not None
+    assert (kv.away, kv.plan.streamed) == (20, ())
+    most = model.last.movable
+    (both,) = placed([slow], Budget(whole - most - 10, PAGE, SECONDS)) or [None]
+    assert both is not None
+    assert both.away == most
+    assert both.plan.streamed
+
+
+def test_as_many_layers_stream_as_an_slo_allows() -> None:
+    model = needs(decode=0.02)  # a layer is copied in 1 ms
+    roomy = Budget(everything([model]) + 50, PAGE, 0.004 / 10)  # in 4 ms: two of eight fit 20 ms, as one waits for none
+    tight, loose = (placed([model], replace(roomy, slo=slo)) for slo in (0.02, 0.0325))
+    assert tight is not None
+    assert loose is not None
+    costs = Costs(model.layers, 0.02, 0.0004)
+    assert 0 < len(tight[0].plan.streamed) < len(loose[0].plan.streamed) == 8
+    assert costs.of(tight[0].plan) <= 0.02
+    assert costs.of(loose[0].plan) <= 0.0325
+
+
+# -- seconds
+
+
+@given(st.integers(1, 8), st.integers(64, 2048))
+def test_powers_are_interpolated_exactly(batch: int, length: int) -> None:
+    def law(batch: int, length: int) -> float:
+        return float(1e-3 * batch**0.7 * length**1.2)
+
+    measured = {(b, n): law(b, n) for b in (1, 2, 4, 8) for n in (64, 128, 256, 512, 1024, 2048)}
+    assert interpolated(measured, batch, length) == pytest.approx(law(batch, length))
+
+
+def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> None:
+    def law(batch: int, length: int) -> float:
+        return 0.01 + 2e-5 * batch * length + 1e-8 * batch * length * length
+
+    measured = {(b, n): law(b, n) for b in (1, 2, 4) for n in (64, 128, 256, 512)}
+    for (batch, length), seconds in measured.items():
+        assert interpolated(measured, batch, length) == pytest.approx(seconds)
+    assert interpolated(measured, 8, 8192) == pytest.approx(law(8, 8192), rel=1e-3)
+    assert interpolated(measured, 1, 8) == pytest.approx(law(1, 8), rel=1e-3)
+    del measured[4, 512]  # it did not fit in memory
+    assert interpolated(measured, 3, 400) == pytest.approx(law(3, 400), rel=1e-3)
+    assert interpolated({}, 1, 1) is None
+    assert interpolated({(2, 64): 0.5}, 2, 64) == pytest.approx(0.5)
+
+
+def test_a_device_takes_the_longest_of_three() -> None:
+    device = DEVICES["h100"]
+    compute, memory, calls = (
+        by_device(work, device) for work in (Work(1e15, 1, 1, 2), Work(1, 1e12, 1, 2), Work(1, 1, 10**6, 2))
+    )
+    assert compute == pytest.approx(1e15 / (989e12 * 0.6))
+    assert memory == pytest.approx(1e12 / (3.35e12 * 0.8))
+    assert calls == pytest.approx(8.0)
+    assert by_device(Work(1e15, 1, 1, 4), device) > 10 * compute  # float32
+    assert by_device(Work(1e15, 1, 1, 1), device) == compute  # no figure for bytes: the next wider one
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("a100_40", "a100-40"),
+        ("Radeon", None),
+    ],
+)
+def test_devices_are_known_by_what_their_driver_calls_them(said: str, key: str | None) -> None:
+    assert named(said) == (None if key is None else DEVICES[key])
+
+
+# -- what binds
+
+
+def test_the_limit_is_what_binds() -> None:
+    model = needs(kv=3, decode=0.02)
+    whole = everything([model])
+    assert answered([model], Budget(whole, PAGE, SECONDS)).limit == "compute"
+    hidden = answered([model], Budget(whole - 20, PAGE, SECONDS))
+    assert (hidden.limit, bool(hidden.slowest.plan and hidden.slowest.plan.streamed)) == ("compute", True)
+    slow = answered([model], Budget(whole - 20, PAGE, 100 * SECONDS))
+    assert slow.limit == "link"
+    assert slow.slowest.waits > 0
+    none = answered([model], Budget(10, PAGE, SECONDS))
+    assert (none.fits, none.limit) == (False, "memory")
+    assert none.least == least([model], Budget(0, PAGE, SECONDS))
+    unknown = answered([replace(model, decode=None, prefill=None)], Budget(whole, PAGE, None))
+    assert (unknown.fits, unknown.limit, unknown.slowest.tpot) == (True, None, None)
+
+
+def test_models_that_stream_share_the_link() -> None:
+    one, other = (replace(needs(decode=0.02, kv=1), name=name) for name in "ab")
+    alone = answered([one], Budget(60, PAGE, 10 * SECONDS))
+    both = answered([one, other], Budget(115, PAGE, 10 * SECONDS))
+    assert alone.models[0].plan is not None
+    assert both.models[0].plan is not None
+    assert all(each.plan is not None and each.plan.copied for each in both.models)
+    assert (both.slowest.tpot or 0) > 1.5 * (alone.slowest.tpot or 0)
+
+
+def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
+    model = needs(kv=10, decode=1e-3)
+    crowded = replace(model, prompt=replace(model.prompt, activations=60))
+    budget = Budget(everything([model]), PAGE, SECONDS)
+    short, long = (answered([crowded], budget, tokens) for tokens in (10, 10**6))
+    assert short.slowest.host > 0
+    assert long.slowest.host == 0
+
+
+# -- what would help
+
+
+def ask(asked: Question) -> Answer:
+    """A model whose KV grows with context and batch, and whose weights shrink with bits."""
+    tokens = asked.context * asked.batch
+    kv = max(1, -(-tokens // 1024))
+    pages = 10 if asked.bits is None else max(1, 10 * asked.bits // 16)
+    at = Moment((kv,) * 8, 8 * (kv - 1), 4)
+    model = Needs("it", (pages,) * 8, 5, 4, at, at, asked.prompt, 0.2, 0.01 + 2e-6 * tokens * pages / 10)
+    return answered([model], Budget(asked.pages, PAGE, 0.002, asked.slo))
+
+
+def test_each_change_lifts_the_limit_and_a_nearer_one_of_its_kind_does_not() -> None:
+    asked = Question(150, 4096, 2048, 4)
+    before = ask(asked)
+    assert before.limit == "link"
+    changes = nearest(asked, before, ask)
+    assert [each.what for each in changes] == sorted(
+        {"budget", "context", "batch"}, key=lambda what: next(each.factor for each in changes if each.what == what)
+    )
+    for each in changes:
+        assert lifts(before, each.answer)
+        assert each.answer.limit == "compute"
+    found = {each.what: int(each.to) for each in changes}
+    assert not lifts(before, ask(replace(asked, pages=found["budget"] - 1)))
+    assert not lifts(before, ask(replace(asked, batch=found["batch"] + 1)))
+    assert found["context"] % 256 == 0
+    longer = found["context"] + 256
+    assert not lifts(before, ask(replace(asked, context=longer, prompt=min(2048, longer))))
+
+
+@pytest.mark.parametrize(("pages", "bits"), [(70, 8), (45, 4)])
+def test_weights_of_fewer_bits_help_where_all_lie_on_the_device(pages: int, bits: int) -> None:
+    asked = Question(pages, 512, 256, 1)
+    before = ask(asked)
+    assert before.limit == "link"
+    (quantized,) = (each for each in nearest(asked, before, ask) if each.what == "weights")
+    assert quantized.to == bits
+    assert not any(each.plan is None or each.plan.streamed for each in quantized.answer.models)
+
+
+def test_weights_that_would_stream_when_quantized_are_no_change() -> None:
+    """They are loaded on the device, where all of them have to fit."""
+    asked = Question(70, 512, 256, 1)
+
+    def streaming(question: Question) -> Answer:
+        if question.bits is None:
+            return ask(question)
+        found = ask(replace(question, pages=1000))
+        plan = Plan((10,) * 8, (0, 4), (0, 0))
+        return replace(found, models=[replace(each, plan=plan) for each in found.models])
+
+    before = ask(asked)
+    assert lifts(before, streaming(replace(asked, bits=8)))
+    assert "weights" not in {each.what for each in nearest(asked, before, streaming)}
+
+
+def test_where_nothing_is_wrong_a_change_has_to_save_time() -> None:
+    asked = Question(1000, 4096, 2048, 4)
+    before = ask(asked)
+    assert (before.limit, before.slowest.waits) == ("compute", 0)
+    changes = nearest(asked, before, ask)
+    assert changes
+    assert "budget" not in {each.what for each in changes}
+    for each in changes:
+        assert (each.answer.slowest.tpot or 1) <= 0.9 * (before.slowest.tpot or 0)
+    assert not lifts(before, before)
+
+
+def test_a_missed_slo_has_the_one_that_is_kept() -> None:
+    asked = Question(400, 4096, 2048, 4, None, 0.03)
+    before = ask(asked)
+    assert before.met is False
+    changes = {each.what: each for each in nearest(asked, before, ask)}
+    assert changes["slo"].to == before.slowest.tpot
+    assert "budget" not in changes  # all is resident
+    assert all(each.answer.met for each in changes.values())
+
+
+def test_what_does_not_fit_has_changes_with_which_it_does() -> None:
+    asked = Question(20, 8192, 4096, 2)
+    before = ask(asked)
+    assert not before.fits
+    changes = nearest(asked, before, ask)
+    assert changes
+    assert all(each.answer.fits for each in changes)
+    assert {each.what: each.to for each in changes}["budget"] == before.least
