@@ -87,11 +87,11 @@ class SectorPages:
 
     def pieces(self, sector: int) -> Sequence[int]:
         """The pieces that the sector lies on, each once."""
-        found: list[int] = []
-        for offset, stride, nbytes in self._parts:
-            first = self._front + offset + sector * stride
-            found.extend(range(first // self._page, -(-(first + nbytes) // self._page)))
-        return found if len(self._parts) == 1 else sorted(set(found))
+        found = [
+            range((first := self._front + offset + sector * stride) // self._page, -(-(first + nbytes) // self._page))
+            for offset, stride, nbytes in self._parts
+        ]
+        return found[0] if len(found) == 1 else sorted({piece for each in found for piece in each})
 
     def of_piece(self, piece: int) -> slice:
         """The bytes of `window` that lie on this piece."""

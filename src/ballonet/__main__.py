@@ -10,7 +10,21 @@ import sys
 
 from . import __version__
 from .allocator.errors import BallonetError, ConfigError, PoolExhausted, TraceError
-from .cli import budget, info, load, plan, prefix_sim, preflight, profile, replay, run, serve, simulate, top, whatif
+from .cli import (
+    budget,
+    info,
+    load,
+    plan,
+    prefix_sim,
+    preflight,
+    profile,
+    replay,
+    run,
+    serve,
+    simulate,
+    top,
+    whatif,
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -170,7 +170,7 @@ def test_a_burst_is_answered_through_drop_and_restore(tmp_path: Path) -> None:
     arguments = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     fleet = ReplicaFleet(2, [*arguments, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
     timeline = tmp_path / "timeline.json"
-    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER, str(timeline))
+    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER, timeline=str(timeline))
     listening = uvicorn.Server(uvicorn.Config(server.app, port=server.address.port, log_level="warning"))
     thread = threading.Thread(target=listening.run)
     thread.start()
