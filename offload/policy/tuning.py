@@ -425,6 +425,14 @@ class Replicas:
     # Times that a request is computed anew because replicas were lost, until it is refused: it may be what kills them.
     # Chosen.
     lives: int = 5
+    # Starts in a row of one replica that may fail, where replicas have served before. Chosen: memory that another has
+    # not given back yet comes free meanwhile.
+    starts: int = 5
+    # A replica that was lost within so many seconds since it joined is replaced later than at once: the wait, in
+    # seconds, is doubled each time, up to the longest. Chosen: a start takes some 10 s of a CPU.
+    steady: float = 60.0
+    start_wait: float = 0.5
+    longest_wait: float = 60.0
     # Bytes per second between two replicas, until it is measured. Measured: gloo on one machine, 0.5 to 1.5 GB/s.
     link: float = 1e9
     # Blocks of KV in one transfer: 64 KiB a layer of a small model, some MiB of a large one. Chosen: well below what a
