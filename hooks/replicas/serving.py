@@ -98,14 +98,14 @@ class ReplicaServer:
             self._note,
             self._recording,
         )
+        self._figures = ReplicaFigures(self.supervisor.state)
         self._front = Front(self.supervisor)
         loop = FrontLoop(self._front, self.supervisor, address.waiting)
         state = FrontState(loop, self._front)
         try:
             models = ShapeOnly(device="cpu", continuous_batching=True, model_timeout=-1)
             models.load_model_and_processor(models.process_model_name(name))
-            figures = ReplicaFigures(self.supervisor.state)
-            self._application = Application([name], models, state, figures.text, address, say)
+            self._application = Application([name], models, state, address, say)
             self.app = self._application.app
             say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
             self.supervisor.start()
@@ -127,6 +127,7 @@ class ReplicaServer:
 
     def close(self) -> None:
         """Tells all who wait, and ends supervisor and replicas. Idempotent."""
+        self._figures.close()
         self.supervisor.close()
         self._children.close(self._tuning.joining)
         self._write()
