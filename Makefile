@@ -35,7 +35,7 @@ test-vllm: build  ## the vLLM connector under vLLM's CPU build, in an environmen
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
 
 test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
-	@$(call extra,build,release)
+	@$(call extra,auditwheel,release)
 	@BALLONET_RELEASE=1 $(PY) -m pytest -q -n 0 tests/test_release.py
 
 mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU

@@ -32,6 +32,7 @@ from . import runtime
 from .config import control_dirs
 from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
 from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
+from .looks import KEYS
 from .looks import look as look_here
 
 LONGEST: Final = 4096  # bytes of a request
@@ -173,8 +174,12 @@ def look(
     patience: float = CONTROL_PATIENCE,
     device: int | None = None,
 ) -> dict[str, Any]:
-    """What `looks.look` says in another process of this user. Raises as `ask`."""
-    return _asked(pid, {"look": since, "device": device}, patience, folders, patience)
+    """What `looks.look` says in another process of this user. Raises as `ask`; NotReachable where that runs another
+    version of ballonet, which says something else."""
+    found = _asked(pid, {"look": since, "device": device}, patience, folders, patience)
+    if not found.keys() >= {*KEYS}:
+        raise NotReachable(pid, "runs another version of ballonet: watch it with the `ballonet top` of that one")
+    return found
 
 
 def listening(folders: Sequence[Path] | None = None) -> list[int]:

@@ -24,6 +24,9 @@ READ: Final = (
     *("peer", "peer_budget", "peer_pages", "peer_free", "reclaimed", "driver_ns"),
 )
 
+# what every look has, beside what others publish
+KEYS: Final = ("pid", "when", "device", "devices", *READ, "counts", "events", "cursor")
+
 _sources: dict[str, Source] = {}
 
 

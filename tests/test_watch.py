@@ -292,6 +292,16 @@ def test_others_publish_what_they_know(folder: Path, monkeypatch: pytest.MonkeyP
         control.look(ME, None, [folder])
 
 
+def test_an_answer_of_another_version_is_not_taken_for_a_look(
+    listening: Control, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {*looks.KEYS} <= looks.look().keys()
+    answer = {key: value for key, value in looks.look().items() if key != "devices"}
+    monkeypatch.setattr(listening, "_answer", lambda line: {"ok": True, **answer})
+    with pytest.raises(NotReachable, match=f"process {ME} runs another version of ballonet: watch it with"):
+        control.look(ME, None, [folder])
+
+
 @pytest.mark.parametrize("line", [b'{"look": "x"}\n', b'{"look": []}\n', b'"look"\n', b'["look"]\n'])
 def test_a_look_that_is_not_understood(listening: Control, line: bytes) -> None:
     assert listening._answer(line) == {"ok": False, "kind": "ValueError", "message": "the request is not understood"}
