@@ -176,6 +176,7 @@ def test_layers_are_named_by_their_numbers_in_the_model() -> None:
         for number in range(2):
             own.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), number)
         twin = copy.deepcopy(own)
+        twin.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 2)
         found, _ = settled()
     named = [
         tuple(frame["name"] for frame in block["frames"])
@@ -186,9 +187,10 @@ def test_layers_are_named_by_their_numbers_in_the_model() -> None:
     assert sorted({name for name, _ in named}) == [
         "keys and values of layer 0",
         "keys and values of layer 1",
+        "keys and values of layer 2",
         "keys and values of layers 1, 2, 4",
     ]
-    assert len(named) == 5, "two layers of a cache without a model, and as many of its copy"
+    assert len(named) == 6, "two layers of a cache without a model, and three of its copy"
     assert f":0:kv;KV cache of {type(model).__name__}:0:keys and values of layers 1, 2, 4 " in flames(found)
     assert ":0:kv;KV cache:0:keys and values of layer 1 " in flames(found)
     del answer, own, twin
