@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -81,8 +82,12 @@ def run(
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
             replica = Member(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
-            me = join(store, secret, fingerprint_of(model, device), tuning.joining)
-            _live(me, store, secret, replica, handle, place, hello, notes, say, tuning)
+            fingerprint = fingerprint_of(model, device)
+            while True:
+                me = join(store, secret, fingerprint, tuning.joining)
+                if not _live(me, store, secret, replica, handle, place, hello, notes, say, tuning):
+                    return
+                say(f"replica {me} was taken for lost, and joins anew")
     finally:
         handle.release()
 
@@ -98,8 +103,8 @@ def _live(
     notes: Notes,
     say: Callable[[str], object],
     tuning: Replicas,
-) -> None:
-    """The life of a member, until the supervisor ends it or is gone."""
+) -> bool:
+    """The life of a member, until the supervisor ends it or is gone. Is it to join anew?"""
     bell = Bell()
     box = Mailbox(store, me, secret or "", bell)
     supervisor: Speaks = ToSupervisor(box)
@@ -124,13 +129,14 @@ def _live(
     setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning, notes)
     loop = Replica(setup, bell)
     try:
-        loop.run()
+        return loop.run()
     except SupervisorLost:
         say(f"replica {me} ends: its supervisor has gone")
     finally:
         del loop, setup
         gc.collect()
         box.close()
+    return False
 
 
 def _measured(member: Member, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
@@ -158,4 +164,4 @@ def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, ra
     cache.user = lambda: None
     own = device.snapshot()["pages"]["weights"] - sum(layers)  # of what is no layer
     free = device.budget // device.page_size - own - now.reserve // device.page_size
-    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost, rank)
+    return Hello(os.getpid(), platform.node(), max(0, free), layers, token, device.page_size, cost, rank)

@@ -70,7 +70,7 @@ class ReplicaServer:
         self._say = say
         self.address = address
         self._tuning = tuning
-        self._log = None if log is None else DecisionFile(log, say)
+        self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._bell = Bell()
         secret = fleet.secret or secrets.token_hex(16)
         store = open_store(fleet.where, tuning.store)

@@ -467,6 +467,9 @@ class Replicas:
     store: float = 60.0
     # Rows that a link remembers of what it sent. Chosen: the chunks of an exchange of some GiB.
     log: int = 4096
+    # Bytes of a file of the log of decisions, of which two are kept. Measured: a replica adds 2 kB a second, so five
+    # have half a day in each.
+    log_bytes: int = 2**29
     # -- the pipeline
     # KV is exchanged in parts that take 1/4 of a stage's time: an activation that waits for one delays its stage by no
     # more. Chosen; the link has at least as much to send in each stage as before.

@@ -28,10 +28,10 @@ import uvicorn
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from ballonet.hooks.replicas.fleet_state import State
 from ballonet.hooks.replicas.placement import Placement
 from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
 from ballonet.hooks.replicas.serving import ReplicaServer
-from ballonet.hooks.replicas.supervisor import State
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.tuning import DEFAULT
 
