@@ -55,8 +55,8 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
 
 
 def made(tuning: Replicas, most: int) -> Iterator[Request]:
-    """Requests with prompts of up to a batch of `most` tokens, of which most are short."""
+    """Requests with prompts of some batches of `most` tokens, but most are short."""
     random = Random(0)
     for number in range(tuning.requests_measured):
-        prompt = max(2, round(most * random.random() ** 2))
+        prompt = max(2, round(most * tuning.batches_measured * random.random() ** 4))
         yield Request(f"measured {number}", (0,) * prompt, 2 + random.randrange(tuning.answer_measured))

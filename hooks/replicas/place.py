@@ -46,7 +46,7 @@ class Place:
         beat, urgent = setup.tuning.beat, setup.supervisor.urgent
         over = {peer: Over(link, beat, self._beat, urgent) for peer, link in links.items()}
         self.stage = Stage(setup.replica, group, setup.me, epoch, over, self._requests.told, setup.form)
-        moves.release(group)
+        moves.go_home(group, epoch)
         self._requests.start_early(epoch, self.leader)
         setup.supervisor.post(events.Committed(0.0, epoch, setup.me))
 

@@ -18,7 +18,7 @@ from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..managed import Managed, elastic_of, managed
+from ..managed import Managed, elastic_of, managed, weights_of
 from ..options import ManageOptions
 from ..sectors.room import memory_of
 from ..server.loading import loaded
@@ -162,6 +162,6 @@ def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, ra
     token = round(cache.token_bytes)
     now = memory_of(device, cache.pages.client, cache.pages.client.governor.tuning.serving)
     cache.user = lambda: None
-    own = device.snapshot()["pages"]["weights"] - sum(layers)  # of what is no layer
+    own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of what is no layer
     free = device.budget // device.page_size - own - now.reserve // device.page_size
     return Hello(os.getpid(), platform.node(), max(0, free), layers, token, device.page_size, cost, rank)

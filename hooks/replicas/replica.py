@@ -59,6 +59,7 @@ class Replica:
                 self._counts.tell(at_once=True)
             self._place.close()
             self._setup.holds.end_offer()
+            self._setup.holds.give_back()
         return self._rejoins
 
     def step(self) -> None:

@@ -326,7 +326,7 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
 def test_who_goes_on_alone_has_all_its_layers_at_once(
     loops: Loops, asked: list[Request], right: list[list[int]]
 ) -> None:
-    """A link is lost: that is told once, requests are given anew, layers that were dropped stream."""
+    """A link is lost: that is told once, requests are given anew; layers that were dropped stream, and come home."""
     loops.drop(3)
     loops.ask(0, 3, *asked)
     loops.step(4)
@@ -335,15 +335,17 @@ def test_who_goes_on_alone_has_all_its_layers_at_once(
     before = len(loops.heard(Told))
     loops.step(3)
     assert len(loops.heard(Told)) == before
+    assert loops.holds[0].dropped == (2, 3)
     loops.tell(0, Alone(4, 0))
     loops.until(Committed(0.0, 4, 0))
-    assert loops.holds[0].dropped == ()
     delivered = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
     again = [
         Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: delivered.get(each.name, 0)]))
         for each, tokens in zip(asked, right, strict=True)
     ]
     loops.ask(0, 4, *again, assignment=2)
+    loops.until(Restored(0.0, 4, 0))
+    assert loops.holds[0].dropped == ()
     assert loops.answers(asked) == right
     assert len(loops.heard(Suspected)) == 1
 
@@ -386,6 +388,33 @@ def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
     loops.tell_all(StartRestore(5, PULLS))
     loops.until(PullFailed(0.0, 5, 0, reason), Restored(0.0, 5, 1))
     assert loops.holds[0].dropped == (2, 3)
+
+
+def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
+    loops: Loops, asked: list[Request], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as of a link that failed: the supervisor ends the group and has the requests."""
+    loops.ask(0, 1, *asked)
+    loops.step(3)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(Prepared, 3)
+
+    def changed(span: Span) -> int:
+        raise WeightsFileChanged("a file", "planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(loops.holds[0], "drop", changed)
+        loops.tell_all(Commit(3))
+        loops.until(Suspected(0.0, 3, 0, 1))
+    assert loops.holds[0].dropped == ()
+    done = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
+    loops.tell_all(Alone(4, 0), Alone(4, 1))
+    again = [
+        Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: done.get(each.name, 0)]))
+        for each, tokens in zip(asked, right, strict=True)
+    ]
+    loops.ask(0, 4, *again, assignment=2)
+    assert loops.answers(asked) == right
 
 
 def test_a_request_is_cancelled_wherever_it_is(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
