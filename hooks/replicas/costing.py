@@ -5,6 +5,9 @@ Note [Measured as served]
     requests are computed together, and others decode beside them. A cost that was fitted to such forwards was wrong by
     56 % of what batches took, one that is fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a
     group of one replica serves made-up requests, which come one after the other, as its stages will.
+
+    On a CPU batches with prompts beside many decoding requests take a third longer than predicted: attention is
+    computed there between all new tokens and all keys of the batch, which no sum over chunks says.
 """
 
 from __future__ import annotations
