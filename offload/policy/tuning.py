@@ -452,6 +452,8 @@ class Replicas:
     batches_measured: float = 4.0
     answer_measured: int = 32
     rounds_measured: int = 4
+    # So often all of that is done where its times say nothing. Chosen: seen once, at a load of 20 on two cores.
+    tries_measured: int = 3
     # -- links and membership
     # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
     beat: float = 0.2

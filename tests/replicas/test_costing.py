@@ -69,3 +69,30 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
     install(pages=64)
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         assert measured(member, LAYERS, HostMarks(lambda: now[0]), FEW).cost.seconds(8, 8) > 0
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("rounds", [4, 6])
+def test_what_was_disturbed_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as all batches take the same nothing is known; after three tries that is an error."""
+    now, stock, begun, tuning = [0.0], costing._batches, [0], replace(FEW, tries_measured=3)
+    run = SpanRunner._run
+
+    def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
+        now[0] += 100.0 if begun[0] <= rounds else COST.batch([(each.before, len(each.ids)) for each in chunks])
+        return run(self, chunks, *rest)
+
+    def batches(*given: Any) -> Any:
+        begun[0] += 1
+        return stock(*given)
+
+    monkeypatch.setattr(SpanRunner, "_run", computed)
+    monkeypatch.setattr(costing, "_batches", batches)
+    install()
+    with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
+        if rounds == 6:
+            with pytest.raises(ValueError, match="do not say"):
+                measured(member, LAYERS, HostMarks(lambda: now[0]), tuning)
+        else:
+            assert measured(member, LAYERS, HostMarks(lambda: now[0]), tuning).error < 1e-2
+    assert begun[0] == 6
