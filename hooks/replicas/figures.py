@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..watch.registry import Addition
-from .supervisor import State
+from .fleet_state import State
 
 
 class ReplicaFigures(Addition):

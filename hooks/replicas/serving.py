@@ -71,7 +71,7 @@ class ReplicaServer:
         self.address = address
         self.cost = fleet.cost  # then what the first replica has measured
         self._tuning = tuning
-        self._log = None if log is None else DecisionFile(log, say)
+        self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._bell = Bell()
         secret = fleet.secret or secrets.token_hex(16)
         store = open_store(fleet.where, tuning.store)
