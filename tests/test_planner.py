@@ -19,6 +19,7 @@ from ballonet.hooks.device.key import key_of
 from ballonet.hooks.plan.forward import seen
 from ballonet.hooks.plan.planner import Planner
 from ballonet.hooks.plan.planner import _at_least as at_least
+from ballonet.hooks.plan.shape import _weights as weights_of
 from ballonet.hooks.plan.shape import shape_of
 from ballonet.hooks.programs import model_info
 from ballonet.hooks.weights.layers import decoder_layers
@@ -150,6 +151,16 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     assert sum(halves) < sum(storages.values())
     facts = model_info.gather(str(tmp_path), Config(device="cpu", page_size=4096), 2, 40)
     assert [index for row in facts["layers"] if row["elastic"] for index in row["indices"]] == sorted(shape.widths)
+
+
+def test_what_layers_share_belongs_to_none_of_them() -> None:
+    model = models.build("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    layers = decoder_layers(model)
+    found = survey(members(model, layers), torch.device("cpu")).spans
+    assert [(each.nbytes, each.layer) for each in weights_of(model, layers)] == [
+        (each.nbytes, each.layer) for each in found
+    ]
 
 
 def test_layers_that_are_alike_count_as_if_each_were_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
     """Two pages of each range may leave; all that may has left when the last token lacks some."""
     model = needs(kv=3, decode=1e-4, crowd=-2)
     movable = model.last.movable
-    pages = model.weights + model.last.pages - movable - 4
+    pages = model.weights + model.last.pages - movable - 2
     (found,) = placed([model], Budget(pages, PAGE, SECONDS)) or [None]
     assert found is not None
     assert found.early == found.away == movable
