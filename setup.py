@@ -1,17 +1,26 @@
 """Builds the two native pieces of ballonet: the core and the host stand-in. Neither needs torch or a CUDA toolkit.
 
 Only what pyproject.toml cannot say lives here: where the packages are and how the extensions are compiled.
+
+Note [Without a compiler]
+    Where a small C++ program cannot be built the package is built without the two, so that what needs no pages can
+    still be used. Why is written into the package (allocator/_native.py reads it), to stderr, and to the terminal if
+    there is one: pip shows what a build says only where it fails. An error in the core itself ends the build as ever,
+    and so does a build in place, which is there for the core alone.
 """
 
+import contextlib
 import os
 import shutil
 import sys
+import tempfile
 from glob import glob
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 # Compiled at the first use, against the torch found there, by allocator/companion.py.
@@ -43,6 +52,17 @@ def needs_compile(obj: str, source: str) -> bool:
     return outdated(obj, [source, *HEADERS, __file__])
 
 
+WITHOUT = "ballonet/allocator/without_core.txt"
+PROBE = "#include <Python.h>\n#include <optional>\nint main() { return std::optional<int>(0).value(); }\n"
+
+
+def tell(text: str) -> None:
+    """Says it on stderr and on the terminal."""
+    print(text, file=sys.stderr)
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        terminal.write(f"\n{text}\n")
+
+
 class BuildExt(build_ext):
     """An editable install takes what was built in place before, where nothing of it has changed since."""
 
@@ -50,8 +70,45 @@ class BuildExt(build_ext):
         asked = os.environ.get("CXX", "").split()[:1]
         if not any(map(shutil.which, asked or ("c++", "g++", "clang++"))):
             looked = asked[0] if asked else "c++, g++ or clang++"
-            sys.exit(f"ballonet needs a C++17 compiler and finds no {looked}: install one (Debian: apt install g++)")
-        super().run()
+            self.do_without(f"it needs a C++17 compiler and finds no {looked}")
+        else:
+            super().run()
+
+    def build_extensions(self) -> None:
+        if problem := self.problem():
+            self.do_without(problem)
+        else:
+            Path(self.build_lib, WITHOUT).unlink(missing_ok=True)  # of an earlier build
+            super().build_extensions()
+
+    def problem(self) -> str | None:
+        """Why the compiler cannot build a small program of C++17 that includes Python's headers; None if it can."""
+        asked = os.environ.get("CXX") or "the C++ compiler"
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.cpp")
+            source.write_text(PROBE)
+            try:
+                made = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=["-std=c++17", "-fPIC"])
+                self.compiler.link_shared_object(made, str(Path(folder, "probe.so")), target_lang="c++")
+            except (CCompilerError, ExecError, PlatformError) as error:
+                print(error, file=sys.stderr)
+                return f"{asked} cannot build a small program of C++17 that includes Python's headers"
+        return None
+
+    def do_without(self, problem: str) -> None:
+        """See Note [Without a compiler]."""
+        remedy = "install a compiler (Debian: apt install g++ python3-dev)"
+        if self.inplace or self.editable_mode:
+            sys.exit(f"ballonet's native core cannot be built: {problem}. To go on: {remedy}")
+        note = Path(self.build_lib, WITHOUT)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(problem)
+        tell(
+            f"ballonet is installed WITHOUT ITS NATIVE CORE: {problem}. So install(), manage(), run and serve raise "
+            "CoreMissing, and only what needs no pages works (info, simulate, prefix-sim, load). To have it: "
+            f"{remedy}, then pip install --force-reinstall --no-cache-dir ballonet"
+        )
+        self.extensions = []
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))

@@ -23,6 +23,11 @@ Part = tuple[Range, int, int, Range | None, int, list[Source]]
 Entry = tuple[int, Group, list[Part]]
 """(key, group of the homes, parts)"""
 
+Block = tuple[int, int, int, str]
+"""(address, nbytes, requested, "allocated" | "pending" | "free")"""
+Segment = tuple[int, int, tuple[int, int], bool, list[Block], str, int]
+"""(address, nbytes, pool, small, blocks, owner, stream); owner: as in `Stats.pages`, or "spilled" (host pages)"""
+
 def probe(library: str, ordinal: int) -> dict[str, Any]:
     """What the driver in `library` says of device `ordinal`; creates no context.
 
@@ -120,9 +125,10 @@ class Device:
         nothing away: what exists above it goes back to the driver as it is freed."""
     @fraction.setter
     def fraction(self, value: float) -> None: ...
-    def segments(self) -> list[tuple[int, int, tuple[int, int], bool, list[tuple[int, int, int, str]]]]:
-        """(address, nbytes, pool, small, [(address, nbytes, requested, "allocated" | "pending" | "free")]) of every
-        stretch of addresses with pages of the heap or of ranges behind it, and at address 0 the free pages."""
+    def segments(self) -> list[Segment]:
+        """Every stretch of addresses with pages of the heap or of ranges behind it, and from address 0 on the pages
+        that are free and those that retire. All at one moment: but for what is spilled, they are the pages that exist.
+        """
     def checkpoint(self, pool: tuple[int, int]) -> Checkpoint:
         """Which blocks of the pool live. BallonetError where there is no such pool."""
     def restore_checkpoint(self, state: Checkpoint) -> tuple[list[int], list[int]]:

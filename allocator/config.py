@@ -258,3 +258,12 @@ def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 def environment() -> dict[str, str]:
     """A copy of this process's environment, for what is handed on to other processes, and what torchrun says in it."""
     return dict(os.environ)
+
+
+def change_environment(values: Mapping[str, str | None]) -> None:
+    """Sets variables of this process, for itself and what it starts; None: unsets one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

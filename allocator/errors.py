@@ -82,6 +82,10 @@ class DriverUnavailable(BallonetError):
     """No usable driver: the library cannot be loaded, has no device, or lacks virtual memory."""
 
 
+class CoreMissing(BallonetError):
+    """The native core is not there: the package was installed, or is used, without having built it."""
+
+
 class InvariantBroken(BallonetError):
     """An integrity check found the core's structures contradicting each other: a bug in ballonet."""
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from . import _native, cuda_headers, findings, ram, runtime
 from .config import Config, cache_dir
-from .errors import BallonetError, DriverUnavailable
+from .errors import BallonetError, CoreMissing, DriverUnavailable
 from .units import format_size
 
 PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "nvidia-ml-py")
@@ -168,6 +168,8 @@ def _cuda(config: Config) -> tuple[bool, str]:
     library = config.libcuda or runtime.LIBCUDA
     try:
         facts = _native.probe(library, 0)
+    except CoreMissing:
+        return False, "the native core asks the driver, and is missing"
     except DriverUnavailable as error:
         return False, str(error)
     if facts["kind"] == "standin":

@@ -214,6 +214,16 @@ def reclaim() -> bool:
     return installed is not None and installed.route is not None and installed.route.renew()
 
 
+def history() -> dict[str, Any] | None:
+    """What torch recorded of its allocations (`torch.cuda.memory._snapshot`), where the compiled allocator answers for
+    it; else None: there are no stacks and no traces."""
+    installed = _installed
+    if installed is None or installed.cuda is None or not installed.cuda.whole:
+        return None
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found
+
+
 def stock() -> AbstractContextManager[None]:
     """Inside, what this thread allocates on the CPU comes from torch's own allocator (backings, staging)."""
     installed = _installed

@@ -65,6 +65,11 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
         return self._allocator
 
     @property
+    def whole(self) -> bool:
+        """Whether it is the compiled one, and torch's now."""
+        return self._whole is not None and self.in_place
+
+    @property
     def in_place(self) -> bool:
         """Whether it is torch's allocator now."""
         return self._allocator is not None and torch._C._cuda_getAllocator() is self._allocator

@@ -4,7 +4,8 @@
 
 Two fleets. 235B: replicas of eight devices, of whose memory a mixture of experts takes most; answers are long and
 weights are what a step reads. 14B: replicas of one device with prompts of code and short answers: computing prompts is
-what takes time. Costs are made up from the shapes and the devices' data sheets, and calibrated by nothing. Prompts are
+what takes time. Costs are made up from the shapes and the devices' data sheets, and calibrated by nothing; how
+well such costs predict batches is measured (batch_cost.py). Prompts are
 those of the Azure code trace where it is given, else made ones with like lengths.
 """
 
@@ -18,6 +19,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import batch_cost
 from common import Figure, Options, Row, options, report
 
 from ballonet.hooks.server.arrivals import Arrival, read
@@ -52,6 +54,7 @@ def main() -> None:
     chosen = options("replicas", __doc__)
     prompts = [each.prompt for path in chosen.files for each in read(path)] or list(made(3000))
     rows: list[Row] = [*bubbles(prompts, chosen), *policies(prompts, chosen), *decisions(chosen)]
+    rows += [row(what, peer, value=error) for what, peer, error in batch_cost.errors(chosen)]
     report(chosen, "replicas", "replicas that drop parameters, simulated", rows)
 
 

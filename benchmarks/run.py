@@ -73,7 +73,7 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-serving": Part(
-        benchmarks=("serve", "serve_plain", "tenants", "replicas"), gpu=False, seconds=3600, step_seconds=3000
+        benchmarks=("serve", "serve_plain", "tenants", "replicas", "links"), gpu=False, seconds=3600, step_seconds=3000
     ),
     "core": Part(
         tests=(
@@ -118,9 +118,16 @@ PARTS: Mapping[str, Part] = {
         test_seconds=130,
     ),
     "serve": Part(
-        tests=(("tests/gpu/test_serve_*.py", "tests/replicas/test_staging.py"),),
+        tests=(("tests/gpu/test_serve_*.py",),),
         benchmarks=("serve", "serve_plain"),
         test_seconds=130,
+    ),
+    "replicas": Part(
+        tests=(
+            ("tests/gpu/test_replicas_*.py", "tests/replicas/test_staging.py", "tests/replicas/test_stage_times.py"),
+        ),
+        benchmarks=("links", "replicas"),
+        test_seconds=250,
     ),
     "prefix": Part(
         tests=(("tests/gpu/test_prefix*.py",),),

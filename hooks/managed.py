@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
+import torch
 from torch import nn
 
 from ..allocator import install, runtime
@@ -28,7 +30,7 @@ from ..offload.governor.situation import Lending
 from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.policy.request_slo import RequestSLO
 from ..offload.policy.step_costs import StepCosts
-from ..offload.record.record import Record
+from ..offload.record.record import Point, Record
 from ..offload.timeline.recorder import mark
 from .device import governors, streams
 from .device.marks import marks_of
@@ -36,6 +38,7 @@ from .forward.forwards import Forwards
 from .forward.gate import Gate
 from .forward.here import here_of
 from .forward.lease import ForwardLease
+from .forward.out_of_memory import explain
 from .forward.turns import Turns
 from .measure.pace import Pace
 from .measure.point import point_of
@@ -56,6 +59,13 @@ _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDiction
 _lock = threading.RLock()
 
 NO_KEYWORDS: Final[Mapping[str, object]] = {}
+ADVICE: Final = "ballonet.hooks.plan.advice"  # named and not imported: it comes after this, and costs nothing till then
+
+
+class _Working(threading.local):
+    """What the forward works on that this thread began last; None where nobody knows."""
+
+    of: Point | None = None
 
 
 def manage(
@@ -258,6 +268,7 @@ class Managed:
             plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
             chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
+            self._point = _Working()
             self._behind = False  # was a look at the model broken off?
             streaming = self._elastic.streaming
             self._forwards = Forwards(
@@ -272,6 +283,7 @@ class Managed:
                 levers(governor, device, spill=governor.spill),
                 partial(_in_graphs, self._model),
                 here_of(model),
+                self._explain,
             )
             undo.callback(self._forwards.unhook)
             inner = runners(model)
@@ -450,7 +462,23 @@ class Managed:
                     self._behind = True
                     self._elastic.change(partial(self._catch_up, model))
                     self._behind = False
-        self._elastic.before(point_of(args, kwargs))
+        self._point.of = point = point_of(args, kwargs)
+        self._elastic.before(point)
+
+    def _explain(self, error: torch.OutOfMemoryError) -> None:
+        """A forward on this thread found no memory: its error says what would have helped."""
+        point, config = self._point.of, getattr(self._model(), "config", None)
+        if point is None or config is None:
+            return
+        device = self._weights.device
+        others = device.snapshot()["pages"]["weights"] - self._weights.pages
+        sizes = {
+            "batch": point.batch,
+            "context": point.length + (point.phase == "decode"),
+            "budget": device.budget - max(0, others) * device.page_size,
+            "page_size": device.page_size,
+        }
+        explain(error, lambda: import_module(ADVICE).changes(config, **sizes))
 
     def _catch_up(self, model: nn.Module) -> None:
         self._follower.catch_up(model)
@@ -506,6 +534,12 @@ def _rule(model: nn.Module, options: ManageOptions) -> Rule:
             f'of decoder layers of {type(model).__name__}, or "auto", or None'
         )
     return Interval(options.interval)
+
+
+def all_managed() -> list[tuple[nn.Module, Weights]]:
+    """The models that are managed now, and their weights."""
+    with _lock:
+        return [(model, managed._weights) for model, managed in _managed.items()]
 
 
 def _check_not_managed(model: nn.Module) -> None:

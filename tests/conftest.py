@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
+        if item.get_closest_marker("release") and not os.environ.get("BALLONET_RELEASE"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make test-release"))
         if item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.cpu)
         elif reason := no_gpu():

@@ -394,7 +394,7 @@ class Core:
         for one in self._ranges:
             one.close()
         self._ranges.clear()
-        for *_, blocks in self.device.segments():
+        for *_, blocks, _, _ in self.device.segments():
             for address, *_ in blocks:
                 self.device.deallocate(address)  # what is no block is ignored
 

@@ -71,7 +71,7 @@ def segments_add_up(core: Core) -> None:
     """What the snapshot lists is what the statistics count."""
     sizes = dict.fromkeys(("size", "allocated", "pending"), 0)
     in_heap = 0
-    for address, nbytes, _, _, blocks in core.device.segments():
+    for address, nbytes, _, _, blocks, _, _ in core.device.segments():
         sizes["size"] += nbytes
         at = address
         for begin, size, requested, state in blocks:
@@ -150,7 +150,7 @@ def test_a_checkpoint_brings_back_the_same_blocks() -> None:
         assert sorted(freed) == sorted([first[1], *later])
         assert sorted(created) == sorted(first)
         kept = {row[0]: row for row in core.device.segments()}
-        for address, _, pool, _, blocks in before:
+        for address, _, pool, _, blocks, _, _ in before:
             if pool == POOL:
                 assert [b for b in kept[address][4] if b[3] == "allocated"] == [
                     b for b in blocks if b[3] == "allocated"

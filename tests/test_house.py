@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -39,6 +41,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/kv",
     "hooks/prefix",
     "hooks/sectors",
+    "hooks/vllm",
     "hooks/batching",
     "hooks/splice",
     "hooks",
@@ -168,12 +171,14 @@ FACTS = {
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/policy/prefix_sim.py": {"_SIZES"},
     "offload/record/record.py": {"FORMAT"},
+    "offload/timeline/fleet.py": {"_ROW", "_WIDTH"},  # pixels
     "offload/residency/kv_slots.py": {"_TAKEN"},
     "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/safetensors.py": {"LONGEST_HEADER"},
     "offload/residency/weights_file.py": {"TICK"},
     "hooks/device/marks.py": {"_RELAXED"},
     "hooks/kv/prefill.py": {"_ALIGNMENT"},
+    "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/plan/moments.py": {"_INDEX"},
@@ -181,6 +186,7 @@ FACTS = {
     "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/replicas/listener.py": {"_FOREVER"},
     "hooks/replicas/mailbox.py": {"SUPERVISOR"},
+    "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size
     "hooks/replicas/wire.py": {
         *("MAGIC", "WORDS", "LONGEST_TAG", "MOST_DIMENSIONS", "MESSAGE", "BYE", "_UNCHECKED", "_SHAPE", "_TAG"),
     },
@@ -383,5 +389,60 @@ def test_a_build_without_a_compiler_says_so_in_a_sentence(sdist: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == (
-        "ballonet needs a C++17 compiler and finds no c++, g++ or clang++: install one (Debian: apt install g++)\n"
+        "ballonet's native core cannot be built: it needs a C++17 compiler and finds no c++, g++ or clang++. "
+        "To go on: install a compiler (Debian: apt install g++ python3-dev)\n"
     )
+
+
+WITHOUT_CORE = """
+import json, sys
+import ballonet
+from ballonet.__main__ import main
+
+assert ballonet.__file__.startswith(sys.argv[1]), ballonet.__file__
+for use in (lambda: ballonet.install(), lambda: ballonet.snapshot(), lambda: ballonet.manage):
+    try:
+        use()
+    except ballonet.CoreMissing as error:
+        assert isinstance(error, ballonet.BallonetError)
+        assert "when ballonet was installed, false cannot build" in str(error), error
+        assert "apt install g++" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+assert main(["simulate", "--layers", "4", "--ratio", "2", "--streamed", "1", "--json"]) == 0
+assert main(["info", "--json"]) == 0
+assert main(["run", "-c", "print(1)"]) == 1
+import ballonet.hooks.server.load, ballonet.offload.policy.replicas.controller
+"""
+
+
+def test_without_a_compiler_what_needs_no_pages_works(sdist: Path, tmp_path: Path) -> None:
+    """Installed with a compiler that compiles nothing: said then, and by a typed error when the core is used."""
+    built = tmp_path / "lib"
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", f"--build-base={tmp_path}", f"--build-lib={built}"],
+        cwd=sdist,
+        env={"PATH": os.environ["PATH"], "CXX": "false"},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # what is said is not said on the terminal of whoever runs the tests
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WITHOUT ITS NATIVE CORE: false cannot build a small program" in done.stderr
+    assert [name for name in files(built) if name.endswith(".so")] == []
+    used = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CORE, str(built)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(built)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert used.returncode == 0, used.stderr
+    simulated, info = map(json.loads, used.stdout.splitlines())
+    assert simulated["time_in_layers"] == 4
+    checks = {check["name"]: check for check in info["checks"]}
+    assert not checks["pages on a device"]["works"]
+    assert "native core is missing" in checks["pages on a device"]["detail"]
+    assert "native core is missing" in used.stderr  # of `run`

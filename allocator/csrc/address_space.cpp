@@ -126,20 +126,20 @@ void AddressSpace::prepare(Section& in, Place place, std::size_t pages) {
   from.end_creating(creation);
 }
 
-std::vector<std::pair<CUdeviceptr, std::size_t>> AddressSpace::device_pages() const {
+AddressSpace::DevicePages AddressSpace::device_pages() const {
   const std::lock_guard lock(mutex);
-  std::vector<std::pair<CUdeviceptr, std::size_t>> runs;
-  for (const Range* range : ranges) {
-    if (range->closed || range->owner == Owner::kActivations) continue;
+  std::vector<Owned> runs;
+  for (const Range* range : ranges) {  // closed ones, too: tensors may still lie over their pages
+    if (range->owner == Owner::kActivations) continue;
     bool open = false;
     for (std::size_t i = 0; i < range->held.size() && i < range->pieces; ++i) {
       const bool ours = range->held[i].backing == Backing::kDevice;
-      if (ours && !open) runs.emplace_back(address(range->held, i), 0);
-      if (ours) runs.back().second += page_size;
+      if (ours && !open) runs.push_back({address(range->held, i), 0, range->owner});
+      if (ours) runs.back().size += page_size;
       open = ours;
     }
   }
-  return runs;
+  return {runs, device.book.counts()};
 }
 
 const Range* AddressSpace::range_at(CUdeviceptr at) const {

@@ -18,6 +18,7 @@
 // interpreter's lock may wait for: what is waited for may need that one to go on.
 #pragma once
 
+#include <array>
 #include <set>
 #include <string>
 #include <utility>
@@ -86,8 +87,18 @@ class AddressSpace {
   // nothing of the driver's: whoever needs them asks again.
   void prepare(Section& in, Place place, std::size_t pages);
 
-  // Stretches of addresses of weights and KV that have device pages of their own, and their bytes. Takes the lock.
-  std::vector<std::pair<CUdeviceptr, std::size_t>> device_pages() const;
+  // A stretch of addresses that has device pages of its own.
+  struct Owned {
+    CUdeviceptr address;
+    std::size_t size;  // bytes
+    Owner owner;
+  };
+  struct DevicePages {
+    std::vector<Owned> runs;                  // of weights and KV
+    std::array<std::size_t, kOwners> counts;  // pages by owner
+  };
+  // Both at one moment. Takes the lock.
+  DevicePages device_pages() const;
   // Whose addresses these are, nullptr where they are no range's.
   const Range* range_at(CUdeviceptr address) const;
   // `others`: stretches that are no range's. Throws InvariantBroken.

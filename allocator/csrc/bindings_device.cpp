@@ -177,8 +177,9 @@ py::list segments(Device& device) {
       const char* state = block.allocated ? "allocated" : block.active ? "pending" : "free";
       blocks.append(py::make_tuple(block.address, block.size, block.requested, state));
     }
-    rows.append(
-        py::make_tuple(segment.facts.address, segment.facts.size, segment.facts.pool, segment.facts.small, blocks));
+    const char* const owner = segment.place == Place::kHost ? "spilled" : name_of(segment.owner);
+    rows.append(py::make_tuple(segment.facts.address, segment.facts.size, segment.facts.pool, segment.facts.small,
+                               blocks, owner, reinterpret_cast<std::uint64_t>(segment.facts.stream)));
   }
   return rows;
 }

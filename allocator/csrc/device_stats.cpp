@@ -91,19 +91,23 @@ std::pair<std::size_t, std::size_t> Device::memory_info() {
 }
 
 std::vector<Segment> Device::segments() {
-  std::vector<Segment> result = heap.snapshot.segments();
-  const auto add = [&](std::uint64_t address, std::uint64_t size, bool used) {
+  std::unique_lock<std::mutex> lock(heap.mutex);
+  std::vector<Segment> result = heap.snapshot.segments_locked();
+  const AddressSpace::DevicePages pages = mapper->space.device_pages();
+  lock.unlock();
+  const auto add = [&](std::uint64_t address, std::uint64_t size, Owner owner) {
+    const bool used = owner == Owner::kWeights || owner == Owner::kKv;
     const BallonetBlock block{address, size, used ? size : 0, nullptr, {}, used, used, false};
-    result.push_back({{address, size, nullptr, {}, false, nullptr, 0}, {block}});
+    result.push_back({{address, size, nullptr, {}, false, nullptr, 0}, {block}, owner, Place::kDevice});
   };
-  std::uint64_t behind = 0;
-  for (const Segment& segment : result) behind += segment.facts.size;
-  for (const auto& [address, size] : mapper->space.device_pages()) {
-    add(address, size, true);
-    behind += size;
+  for (const AddressSpace::Owned& run : pages.runs) add(run.address, run.size, run.owner);
+  // What no address leads to for good lies where no pointer does: from 0 on, the free pages first.
+  std::uint64_t address = 0;
+  for (const Owner owner : {Owner::kFree, Owner::kRetiring}) {
+    const std::uint64_t size = pages.counts[static_cast<std::size_t>(owner)] * mapper->space.page_size;
+    if (size > 0) add(address, size, owner);
+    address += size;
   }
-  const std::uint64_t exists = mapper->numbers().created * mapper->space.page_size;
-  if (exists > behind) add(0, exists - behind, false);
   return result;
 }
 

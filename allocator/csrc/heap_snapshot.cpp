@@ -6,6 +6,10 @@ namespace ballonet {
 
 std::vector<Segment> HeapSnapshot::segments() const {
   std::lock_guard<std::mutex> lock(mutex_);
+  return segments_locked();
+}
+
+std::vector<Segment> HeapSnapshot::segments_locked() const {
   std::vector<Segment> result;
   for (const Arena* arena : arenas_.all()) {
     const ArenaKey& key = arena->key;
@@ -13,7 +17,9 @@ std::vector<Segment> HeapSnapshot::segments() const {
     for (const Blocks::Block* block = arena->blocks.first(); block != nullptr; block = block->after) {
       const std::uint64_t address = arena->address(block);
       const bool hole = block->state == Blocks::State::kHole, active = block->state == Blocks::State::kLive;
-      if (!hole && !open) result.push_back({{address, 0, key.stream, key.pool, key.small, nullptr, 0}, {}});
+      if (!hole && !open)
+        result.push_back(
+            {{address, 0, key.stream, key.pool, key.small, nullptr, 0}, {}, Owner::kActivations, key.place});
       open = !hole;
       if (hole) continue;
       const bool allocated = active && live_.at(address) == block;

@@ -12,10 +12,12 @@
 
 namespace ballonet {
 
-// A stretch of blocks with no hole between them.
+// A stretch of blocks with no hole between them, whose pages they are, and where.
 struct Segment {
   BallonetSegment facts;
   std::vector<BallonetBlock> blocks;
+  Owner owner = Owner::kActivations;
+  Place place = Place::kDevice;
 };
 
 class HeapSnapshot {
@@ -25,6 +27,7 @@ class HeapSnapshot {
 
   // Every segment and its blocks, in the order of their addresses, without those of ranges.
   std::vector<Segment> segments() const;
+  std::vector<Segment> segments_locked() const;  // Pre: the caller holds the lock.
   // The block that is handed out at an address. False where none is.
   bool find(const void* address, BallonetBlock& out) const;
   std::uint64_t largest_free() const;

@@ -57,11 +57,12 @@ class Forwards:
         levers: Sequence[Lever],
         in_graphs: Callable[[], bool],
         here: Here,
+        exhausted: Callable[[torch.OutOfMemoryError], None],
     ) -> None:
         """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
         each outermost one, under it, and `after()` at its end, `yield_pages()` between two layers when others request
         pages; `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
-        autograd hold weights? `here`: which decoder layers run here."""
+        autograd hold weights? `here`: which decoder layers run here. `exhausted` is told where one found no memory."""
         self.chaos = chaos
         self.count = 0  # decoder layers that are hooked
         self.weights = weights
@@ -72,6 +73,7 @@ class Forwards:
         self._levers = levers
         self._in_graphs = in_graphs
         self.here = here
+        self.exhausted = exhausted
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
         self._learning: set[int] = set()  # threads that have run it with gradients
         self._turns = turns
@@ -285,7 +287,7 @@ class _Leave(Hook):
     def __init__(self, forwards: Forwards) -> None:
         self._forwards = forwards
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: object, args: object, result: object = None) -> None:
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             return
         if call := self._forwards.outermost.call:
@@ -294,6 +296,10 @@ class _Leave(Hook):
                 frame = frame.f_back
             if id(frame) == call:
                 self._forwards.leave()
+                if result is None:  # where it raised, torch calls this while it handles that
+                    error = sys.exc_info()[1]
+                    if isinstance(error, torch.OutOfMemoryError):
+                        self._forwards.exhausted(error)
 
 
 class _EnterLayer(Hook):

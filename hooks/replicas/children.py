@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ...allocator.config import environment
+from .placement import as_replica
 
 SECRET = "BALLONET_REPLICA_SECRET"  # the variable that replicas read the supervisor's secret from
 
@@ -55,14 +56,11 @@ class Children:
 
 
 def placed(number: int, devices: int) -> dict[str, str]:
-    """The environment of replica `number` of a machine with so many GPUs: each has one of its own, in turns; without
-    any it is this process's."""
+    """The environment of replica `number` of a machine with so many GPUs; see placement.as_replica."""
     environ = environment()
-    if devices:
-        seen = environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = [each for each in seen.split(",") if each] or [str(each) for each in range(devices)]
-        environ["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
-    return environ
+    changes = as_replica(environ, number, devices)
+    kept = {name: value for name, value in environ.items() if name not in changes}
+    return kept | {name: value for name, value in changes.items() if value is not None}
 
 
 def _how(code: int) -> str:

@@ -1,44 +1,62 @@
-"""What chunks take on this machine, measured on the model as it is loaded."""
+"""What microbatches take on this machine, measured on the model as it is served.
+
+Note [Measured as served]
+    A forward of the whole model with one prompt says little of a batch: there KV lies in blocks, chunks of several
+    requests are computed together, and others decode beside them. A cost that was fitted to such forwards was wrong by
+    56 % of what batches took, one that is fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a
+    group of one replica serves made-up requests, which come one after the other, as its stages will.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
 
-import torch
-
+from ...allocator.errors import RequestTooLarge
 from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
+from ...offload.policy.replicas.groups import alone
 from ...offload.policy.tuning import DEFAULT, Replicas
+from .member import Member
+from .requests import Request
+from .stage import Stage
+from .stage_times import Mark, Ran, StageTimes
 
 
-def measured(model: Any, most: int, tuning: Replicas = DEFAULT.replicas) -> Fit:
-    """Times prompts of up to `most` tokens, each in two chunks, and a token behind them, and fits a cost to the least
-    that each took: what disturbs a chunk makes it longer. ValueError where that says nothing."""
-    least: dict[tuple[int, int], float] = {}
-    for chunk, seconds in _timed(model, most, tuning.rounds_measured):
-        least[chunk] = min(seconds, least.get(chunk, seconds))
-    return fit([Sample((chunk,), seconds) for chunk, seconds in least.items()], tuning)
+def measured(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas) -> Fit:
+    """Serves the same requests several times, and fits a cost to the least that each batch took: what disturbs a batch,
+    or loads kernels, makes it longer. `layers`: of the model. ValueError where that says nothing;
+    torch.OutOfMemoryError."""
+    least: dict[tuple[tuple[int, int], ...], float] = {}
+    for _ in range(tuning.rounds_measured):
+        for each in _batches(member, layers, mark, tuning):
+            least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+    return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
 
 
-@torch.no_grad()
-def _timed(model: Any, most: int, rounds: int) -> Iterator[tuple[tuple[int, int], float]]:
-    """((tokens before, new tokens), seconds) of chunks; the first round, which loads kernels, is left out."""
-    lengths = sorted({max(2, most * part // 12) for part in range(1, 13)})
-    for number in range(1 + rounds):
-        for length in lengths:
-            for found in _prompt(model, length):
-                if number:
-                    yield found
+def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
+    """The batches of one round."""
+    ran: list[Ran] = []
+    times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
+    stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
+    leader = stage.leader
+    assert leader is not None
+    for request in made(tuning, int(member.settings.batching.max_batch_tokens)):
+        try:
+            leader.add(request)
+        except RequestTooLarge:
+            continue
+        stage.step()
+    while not leader.idle:
+        stage.step()
+    while not times.told_all:
+        times.look()
+    yield from ran
 
 
-def _prompt(model: Any, length: int) -> Iterator[tuple[tuple[int, int], float]]:
-    ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
-    cache: Any = None
-    before = 0
-    for new in (length // 2, length - length // 2, 1):
-        began = time.perf_counter()
-        output = model(input_ids=ids[:, :new], past_key_values=cache, use_cache=True)
-        _ = output.logits[0, -1, 0].item()  # waits for the device
-        yield (before, new), time.perf_counter() - began
-        cache, before = output.past_key_values, before + new
+def made(tuning: Replicas, most: int) -> Iterator[Request]:
+    """Requests with prompts of up to a batch of `most` tokens, of which most are short."""
+    random = Random(0)
+    for number in range(tuning.requests_measured):
+        prompt = max(2, round(most * random.random() ** 2))
+        yield Request(f"measured {number}", (0,) * prompt, 2 + random.randrange(tuning.answer_measured))

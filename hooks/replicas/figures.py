@@ -33,6 +33,31 @@ class ReplicaFigures:
             spans.add_metric([str(member), "begin"], begin)
             spans.add_metric([str(member), "end"], end)
         yield spans
+        layers = GaugeMetricFamily(
+            "ballonet_replica_resident_layers", "Layers that a replica has on its device.", labels=["replica"]
+        )
+        for member, count in sorted(now.layers.items()):
+            layers.add_metric([str(member)], count)
+        yield layers
+        errors = GaugeMetricFamily(
+            "ballonet_replica_cost_error",
+            "Mean relative error of what a replica's latest microbatches were predicted to take.",
+            labels=["replica"],
+        )
+        for member, error in sorted(now.errors.items()):
+            errors.add_metric([str(member)], error)
+        yield errors
+        yield GaugeMetricFamily(
+            "ballonet_pipeline_bubble", "Part of the time of pipelines' stages that is idle with work.", now.bubble
+        )
+        seconds = CounterMetricFamily(
+            "ballonet_pipeline_stage_seconds",
+            "Seconds of pipelines' stages: busy, and open, while their group has work.",
+            labels=["state"],
+        )
+        seconds.add_metric(["busy"], now.busy)
+        seconds.add_metric(["open"], now.open)
+        yield seconds
         changes = CounterMetricFamily("ballonet_replica_epochs", "Epochs, by what became of them.", labels=["kind"])
         for kind, count in (("drop", now.drops), ("restore", now.restores), ("discarded", now.discarded)):
             changes.add_metric([kind], count)

@@ -16,11 +16,12 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from ...allocator.errors import ManageError
-from ..server.tenants import asked_seed
+from ...allocator.errors import ManageError, SLOError
+from ..server.tenants import asked_seed, asked_slo
 from .plan import Sampling
 from .requests import Request
 
+_SLO = SLOError.__name__  # how an error begins that a replica tells, of an SLO that cannot be kept
 _options: ContextVar[Any] = ContextVar("options")  # the GenerationConfig of the request that is handled
 
 
@@ -72,7 +73,9 @@ class Front:
         """As ContinuousBatchingManager's. HTTPException where the supervisor refuses the request."""
         name = request_id or f"request-{secrets.token_hex(8)}"
         ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
-        request = Request(name, tuple(input_ids), max_new_tokens or 1, sampling_of(_options.get()), tuple(ends))
+        ttft, tpot = asked_slo.get() or (None, None)
+        sampling, prompt = sampling_of(_options.get()), tuple(input_ids)
+        request = Request(name, prompt, max_new_tokens or 1, sampling, tuple(ends), ttft=ttft, tpot=tpot)
         with self._lock:
             if name not in self._handlers:
                 self._early[name] = None
@@ -142,7 +145,7 @@ def sampling_of(options: Any) -> Sampling:
 
 class FrontLoop(CBGenerateManager):
     """The generation of a model that replicas hold. 429 where too many requests wait, 400 where one has no tokens, 413
-    where it can never run."""
+    where it can never run, 422 where a replica cannot keep its SLO, with the nearest that it can."""
 
     def __init__(self, front: Front, supervisor: Takes, most_waiting: int) -> None:
         super().__init__()
@@ -171,7 +174,7 @@ class FrontLoop(CBGenerateManager):
                 model, processor, inputs, gen_config, request_id
             )
         except RuntimeError as error:
-            raise HTTPException(503, str(error)) from None
+            raise HTTPException(422 if str(error).startswith(_SLO) else 503, str(error)) from None
         except BaseException:
             self._cb.cancel_request(request_id)
             raise

@@ -95,8 +95,15 @@ class HeldLayers:
         """`wanted(pages)` is told when the ladder has come to rung 7 for lack of pages, until `close`: see
         offload/governor/duplicates.py. It returns at once; what it leads to is a `drop` later, or nothing."""
         with self._lock:
-            self._end_offer()
+            self.end_offer()
             self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)
+
+    def end_offer(self) -> None:
+        """Nobody is told any more. Idempotent."""
+        with self._lock:
+            if self._withdraw is not None:
+                self._withdraw()
+                self._withdraw = None
 
     def prepare(self, layers: Iterable[int]) -> Iterator[Prepared]:
         """Makes layers ready to be dropped, one in each step, while forwards run. Layers that are ready, or on the
@@ -153,7 +160,7 @@ class HeldLayers:
     def close(self) -> None:
         """As `release`; nothing is ready or offered any more."""
         with self._lock:
-            self._end_offer()
+            self.end_offer()
             self.release()
             for layer in list(self._weights.ranges):
                 if layer is not None:
@@ -304,11 +311,6 @@ class HeldLayers:
 
     def _module(self, layer: int) -> nn.Module:
         return decoder_layers(self._model)[layer]
-
-    def _end_offer(self) -> None:
-        if self._withdraw is not None:
-            self._withdraw()
-            self._withdraw = None
 
 
 def _in_files(each: Streamed) -> bool:

@@ -66,8 +66,12 @@ class LayerMoves:
 
     def hold(self, group: Group) -> None:
         """Drops the layers that are not of this replica's span."""
-        if group.is_dropped:
-            self._setup.holds.drop(group.span(self._setup.me))
+        if not group.is_dropped:
+            return
+        span, notes = group.span(self._setup.me), self._setup.notes
+        notes.now("layers", f"drop to layers {span.begin} to {span.end - 1}")
+        self._setup.holds.drop(span)
+        notes.now("layers", None)
 
     def release(self, group: Group) -> None:
         """Layers are a usual plan's again, where the group drops none and none is on its way."""

@@ -13,12 +13,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
+from ...offload.policy.request_slo import NOTHING
 from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
@@ -48,10 +50,12 @@ class Leader:
         last: StageLink | None = None,
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
+        reads: float = float("inf"),
         form: Form = by_tokens,
     ) -> None:
         """`after`, `last`: links to the next stage and to the last one, where there are others. `rooms`: tokens that
-        each follower has memory for; `most`: that each could have if no request ran."""
+        each follower has memory for; `most`: that each could have if no request ran; `reads`: that each can read in a
+        microbatch."""
         self.epoch = epoch
         self.cache = cache
         self.requests: dict[str, Request] = {}
@@ -63,6 +67,7 @@ class Leader:
         self._form = form
         self._stages = 1 + len(rooms)
         self._rooms = left = Rooms(rooms)
+        self._reads = int(min(reads, cache.max_tokens_read))
         self._scheduler = GroupScheduler(cache, settings, self._stages, lambda: left.least, lambda: most)
         self._preemption = GroupPreemption(cache, self._scheduler, settings)
         self._queue: deque[Microbatch] = deque()  # planned
@@ -80,11 +85,13 @@ class Leader:
     def add(self, request: Request) -> None:
         """Takes a request that has no KV, which may have delivered tokens before. RequestTooLarge, SLOError,
         ManageError."""
+        self._promise(request)
         self._scheduler.add_waiting_request(state_of(request))
         self.requests[request.name] = request
 
     def adopt(self, request: Request, held: int) -> None:
         """Takes a request `held` tokens of which have KV in the caches of all stages."""
+        self._promise(request)
         self._scheduler.active_requests[request.name] = state_of(request, held)
         self.requests[request.name] = request
         self._known.add(request.name)
@@ -113,7 +120,13 @@ class Leader:
         scheduler.active_requests.pop(request, None)
         if scheduler.waiting_requests.pop(request, None) is not None:
             scheduler.waiting_requests_order.remove(request)
-        return self.requests.pop(request)
+        slo, found = scheduler.promises.asked(request), self.requests.pop(request)
+        scheduler.promises.note(request, NOTHING)
+        return found if slo == NOTHING else replace(found, waited=scheduler.clock() - slo.arrived)
+
+    def _promise(self, request: Request) -> None:
+        scheduler = self._scheduler
+        scheduler.promises.note(request.name, request.slo(scheduler.clock()))
 
     @property
     def waiting(self) -> list[int]:
@@ -207,7 +220,7 @@ class Leader:
         """The requests of the next iteration; empty where none can run now."""
         scheduler, preemption = self._scheduler, self._preemption
         while True:
-            found, *_ = scheduler.schedule_batch(self.cache.max_batch_tokens, self.cache.max_tokens_read)
+            found, *_ = scheduler.schedule_batch(self.cache.max_batch_tokens, self._reads)
             if found is not None:
                 if scheduler.starved_requests:
                     preemption.offload_requests()

@@ -17,9 +17,10 @@ from .requests import Request
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `assignment`: counts how often it was given to a group."""
+    """One request, which `came` at this time. `assignment`: counts how often it was given to a group."""
 
     request: Request
+    came: float
     assignment: int = 0
 
 
@@ -39,11 +40,11 @@ class Ledger:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def accept(self, request: Request) -> None:
-        """Takes a request. ValueError where one of this name has not ended."""
+    def accept(self, request: Request, now: float) -> None:
+        """Takes a request at this time. ValueError where one of this name has not ended."""
         if request.name in self._entries:
             raise ValueError(f"a request {request.name!r} has not ended yet: give each a name of its own")
-        self._entries[request.name] = Entry(request)
+        self._entries[request.name] = Entry(request, now)
 
     def assign(self, name: str) -> Entry:
         """Gives a request to a group, to be computed from what was delivered on. KeyError."""

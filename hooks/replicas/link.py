@@ -57,6 +57,8 @@ class Link:
         self._connect = connect
         self._bell = bell
         self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._direct = False  # does device memory go from device to device? Not before the link is formed
         self._linger = tuning.linger
         self._pair: TwoRanks | None = None
         self._state = State.FORMING
@@ -77,6 +79,16 @@ class Link:
         return self._state
 
     @property
+    def device(self) -> torch.device:
+        """Where received tensors are put."""
+        return self._device
+
+    @property
+    def direct(self) -> bool:
+        """Do tensors of the device go to the other one's without the host? Not before it is formed."""
+        return self._direct
+
+    @property
     def finished(self) -> bool:
         """Have its threads ended?"""
         return not (self._sender.is_alive() or self._receiver.is_alive())
@@ -95,9 +107,10 @@ class Link:
         """Sends a copy of a tensor, which is made before this returns (staging.py): behind what is waiting if it is
         bulk, before all bulk that has not begun if it is `urgent`. `check`: the receiver compares a checksum. Waits for
         nothing, not even for the link to be formed. LinkError; ValueError: such a tensor or tag cannot be sent."""
-        copy = staged(tensor)
+        copy = staged(tensor, self._direct and tensor.device == self._device)
         nbytes = copy.data.numel()
         header = Header(MESSAGE, self.epoch, tag, copy.dtype, copy.shape, nbytes, urgent, 0 if check else None)
+        header = replace(header, direct=copy.direct)
         header.encode()  # which may raise, and not in the thread
         sending = Sending(header, copy)
         if not self._outbox.put(sending, tag, nbytes, urgent):
@@ -120,7 +133,11 @@ class Link:
             raise found
         if found is None and self._error is not None:
             raise self._ended()
-        return None if found is None else found.to(self._device, non_blocking=True)
+        if found is None:
+            return None
+        if self._on_gpu and found.is_cuda:  # its memory is the receiving thread's stream's, and is used on this one
+            found.record_stream(torch.cuda.current_stream(self._device))
+        return found.to(self._device, non_blocking=True)
 
     def recv(self, tag: str, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Waits for the next tensor of this tag; as `take`. Interrupted as soon as `unless` says so, which is asked at
@@ -169,6 +186,7 @@ class Link:
             self._pair = pair
             if self._state is State.FORMING:
                 self._state = State.OPEN
+            self._direct = pair.direct
             self._receiver.start()
         self._bell.ring()
         while (waiting := self._outbox.next()) is not None:
@@ -193,7 +211,7 @@ class Link:
             header = replace(header, checksum=checksum(data))
         pair.send(_words(header))
         if header.nbytes:
-            pair.send(data)
+            pair.send(data, header.direct)
 
     def _receive(self) -> None:
         pair = self._pair
@@ -209,9 +227,11 @@ class Link:
                 if header.kind == BYE:
                     self._end(State.CLOSED, LinkClosed(self.epoch, self.peer, "the other end has closed it"), bye=True)
                     return
-                data = room(header.nbytes, pinned=self._device.type == "cuda")
+                direct = header.direct
+                size = header.nbytes
+                data = pair.room(size) if direct else room(size, pinned=self._on_gpu)
                 if header.nbytes:
-                    pair.recv(data)
+                    pair.recv(data, direct)
                 self._deliver(header, data)
         except (RuntimeError, ValueError) as error:
             self._lose(_said(error))

@@ -1,6 +1,14 @@
-"""What a replica tells the supervisor of itself while it runs: that its main loop goes on, and how full it is."""
+"""What a replica tells the supervisor of itself while it runs: that its main loop goes on, and how full it is.
+
+Note [Wished pages]
+    Who goes down the ladder of this device and lacks pages up to rung 7 wishes for a drop (duplicates.py of the
+    governor). That is demand like that of prompts which wait, so it is told as such for a while, and the controller,
+    which sees all replicas and predicts what a drop would gain, decides as it does for them.
+"""
 
 from __future__ import annotations
+
+import threading
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.demand import KVSize, prompt_pages
@@ -15,6 +23,14 @@ class LoadReport:
         self._setup = setup
         self._progress = 0
         self._told_at = -1.0
+        self._lock = threading.Lock()
+        self._wished: list[tuple[float, int]] = []  # until when, and how many pages
+
+    def wish(self, pages: int) -> None:
+        """Counts pages that were lacking on this device as demand. See Note [Wished pages]. Any thread."""
+        until = self._setup.clock() + self._setup.tuning.wished
+        with self._lock:
+            self._wished.append((until, pages))
 
     def beat(self, epoch: int, stage: Stage | None) -> None:
         """Counts one more. SupervisorLost."""
@@ -25,7 +41,14 @@ class LoadReport:
             return
         self._told_at = now
         used, free, pending = (0, 0, 0) if stage is None else pages_of(stage, self._setup.layers)
+        pending += self._wishes(now)
         self._setup.supervisor.post(events.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress))
+
+    def _wishes(self, now: float) -> int:
+        """Pages that are wished for."""
+        with self._lock:
+            self._wished = [(until, pages) for until, pages in self._wished if until > now]
+            return sum(pages for _, pages in self._wished)
 
 
 def pages_of(stage: Stage, layers: int) -> tuple[int, int, int]:

@@ -10,17 +10,19 @@ from ..batching.seams import batched
 from ..sectors.room import memory_of, most_of
 from .settings import GroupSettings
 from .span_cache import SpanCache
-from .span_runner import RunsLayers
+from .span_runner import RunsLayers, SpanRunner
+from .stage_times import StageTimes
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A managed model, and what runs a part of it."""
+    """A managed model, and what runs a part of it. `times`: takes in what microbatches take; None: nobody does."""
 
     name: str
     model: Any
     runs: RunsLayers
     settings: GroupSettings
+    times: StageTimes | None = None
 
 
 def cache_of(member: Member, layers: range) -> SpanCache:
@@ -40,3 +42,8 @@ def most_tokens(cache: SpanCache) -> int:
     """Tokens that the cache could have if no request ran."""
     most = most_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving)
     return int(most.usable / cache.token_bytes)
+
+
+def runner_of(member: Member, cache: SpanCache) -> SpanRunner:
+    """What computes microbatches of the layers of a cache."""
+    return SpanRunner(member.model, member.runs, cache, member.settings, member.times)

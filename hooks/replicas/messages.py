@@ -30,6 +30,21 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """To a replica: it tells from now on what it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """From a replica, now and then, after `Record`: what it has done (notes.py). `machine`, and the time at which it
+    `sent` this by its own clock: see recording.py, Note [One clock]."""
+
+    machine: str
+    sent: float
+    bars: tuple[tuple[str, str, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """From a replica that has joined. `process`: its id, on its machine; `pages`: for layers and KV together; `layers`:
     pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there."""
@@ -55,19 +70,23 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """From a replica, now and then: bytes of KV and layers that it has sent in all, and layers that it holds."""
+    """From a replica, now and then: bytes of KV and layers that it has sent in all, and layers that it holds. `busy`,
+    `open`, `error`: see stage_times.py."""
 
     kv_bytes: int
     layer_bytes: int
     layers: int
+    busy: float = 0.0
+    open: float = 0.0
+    error: float | None = None
 
 
-Message = Hello | Start | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
+Message = Hello | Start | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
 
 _KINDS: Final[Mapping[str, Any]] = {
     **KINDS,
     **kinds((plan, requests, handover)),
-    **{each.__name__: each for each in (Hello, Start, End, Told, Counted)},
+    **{each.__name__: each for each in (Hello, Start, End, Told, Counted, Record, Seen)},
 }
 
 

@@ -30,14 +30,21 @@ _Gloo: Any = ProcessGroupGloo  # most of which torch does not annotate
 
 
 class TwoRanks(Protocol):
-    """Carries tensors of the host between two processes, each way in order. One thread sends and another receives.
-    Both raise RuntimeError once the other end is gone, or `close` was called."""
+    """Carries tensors between two processes, each way in order. One thread sends and another receives. Both raise
+    RuntimeError once the other end is gone, or `close` was called. `direct`: tensors of the devices can be carried;
+    those of the host always can."""
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Returns when a tensor, which is contiguous, is sent."""
+    direct: bool
 
-    def recv(self, into: torch.Tensor) -> None:
-        """Returns when a tensor is filled."""
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
+        """Returns when a tensor, which is contiguous, is sent. `direct`: it lies on the device, and all that was
+        written to it is there."""
+
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
+        """Returns when a tensor is filled. `direct`: it lies on the device, and nothing else uses it."""
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] on the device, for `recv`."""
 
     def close(self) -> None:
         """Ends it, and whatever waits in it. Any thread, idempotent."""
@@ -59,6 +66,8 @@ class Connect(Protocol):
 class GlooPair:
     """Two ranks over gloo."""
 
+    direct = False
+
     def __init__(self, group: Any, other: int) -> None:
         """`other`: the rank at the other end."""
         self._group: Any = group
@@ -66,13 +75,19 @@ class GlooPair:
         self._works: list[Any] = []  # that are waited for
         self._lock = threading.Lock()
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
         """See TwoRanks."""
+        assert not direct, "gloo carries tensors of the host"
         self._run(lambda group: group.send([tensor], self._other, 0))
 
-    def recv(self, into: torch.Tensor) -> None:
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
         """See TwoRanks."""
+        assert not direct, "gloo carries tensors of the host"
         self._run(lambda group: group.recv([into], self._other, 0))
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """See TwoRanks; RuntimeError, as nothing comes to the device."""
+        raise RuntimeError(f"the other end sends {nbytes} bytes over NCCL, which this end does not use")
 
     def close(self) -> None:
         """See TwoRanks, and Note [Ending a wait]."""
@@ -109,6 +124,7 @@ class GlooConnect:
         self._peer = peer
         self._timeout = timeout
         self._cancelled = False
+        self.first = False  # once it is called: is this the first of the two ranks?
 
     def __call__(self) -> GlooPair:
         """See Connect."""
@@ -122,6 +138,7 @@ class GlooConnect:
         options._timeout = timedelta(seconds=self._timeout)
         options._devices = [_device(local_address(store.host_name, store.port))]
         rank = int(self._me > self._peer)
+        self.first = rank == 0
         return GlooPair(_Gloo(store.below(self._below), rank, 2, options), 1 - rank)
 
     def cancel(self) -> None:

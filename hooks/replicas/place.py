@@ -54,6 +54,8 @@ class Place:
         """Takes up its place in the new epoch. What it had is kept until it has gone over."""
         setup = self._setup
         self._old = self.stage
+        if setup.replica.times is not None:
+            setup.replica.times.works(0)
         before, self.links = self.links, coming.links
         self.release(before.values())
         self.take(coming.mine, coming.epoch, coming.links, moves)
@@ -80,6 +82,8 @@ class Place:
     def leave(self) -> None:
         """Ends its part in its group, with all KV and requests."""
         self.release(self.links.values())
+        if (times := self._setup.replica.times) is not None:
+            times.works(0)
         self.links, self.handover = {}, None
         self._requests.forget()
         self._old = self.stage = None

@@ -1,4 +1,12 @@
-"""Where the supervisor is, and whether this process has to start it: from `--join`, or from what torchrun says."""
+"""Where the supervisor is, and whether this process has to start it: from `--join`, or from what torchrun says.
+
+Note [Ranks of torchrun]
+    Each rank is one replica; rank 0 is the supervisor, which starts its replica as a process of its own. Nobody here
+    uses torch's default process group, and what reads the variables of a rank expects one (transformers shards a model
+    over WORLD_SIZE ranks). So they are forgotten once the place is known, as is the GPU of all ranks but the own one.
+    torchrun sends SIGTERM to all ranks at once: only the supervisor heeds it, as the others compute requests until it
+    ends.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,10 @@ from .errors import PlacementError
 from .store import LOCAL
 
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL: Final = "LOCAL_RANK"
+_OTHERS: Final = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
+_ELASTIC: Final = "TORCHELASTIC_"
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _AGENT: Final = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun itself listens on the port that it tells
 _PORTS: Final = range(2**16)
 
@@ -17,8 +29,8 @@ _PORTS: Final = range(2**16)
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`hosts`: this process starts the supervisor, which listens on `host` and `port` (0: any that is free), else it
-    joins the one that does. `rank`, `size`: of torchrun. `agent`: `host` and `port` are of torchrun's own store, in
-    which the supervisor's address is found."""
+    joins the one that does. `rank`, `size`: of torchrun, `local`: the rank on this machine. `agent`: `host` and `port`
+    are of torchrun's own store, in which the supervisor's address is found."""
 
     host: str
     port: int
@@ -26,6 +38,7 @@ class Placement:
     rank: int | None = None
     size: int | None = None
     agent: bool = False
+    local: int | None = None
 
 
 def placement(environ: Mapping[str, str], join: str | None) -> Placement:
@@ -47,7 +60,20 @@ def placement(environ: Mapping[str, str], join: str | None) -> Placement:
     if not (0 <= rank < size and port in _PORTS):
         raise PlacementError(f"RANK={rank}, WORLD_SIZE={size}, MASTER_PORT={port}: no rank or no port is like this")
     agent = environ.get(_AGENT) == "True"
-    return Placement(environ["MASTER_ADDR"], port, rank == 0, rank, size, agent)
+    local = _number(environ, _LOCAL) if environ.get(_LOCAL) else None
+    return Placement(environ["MASTER_ADDR"], port, rank == 0, rank, size, agent, local)
+
+
+def as_replica(environ: Mapping[str, str], number: int, devices: int) -> dict[str, str | None]:
+    """What replica `number` of a machine with so many GPUs has to change in this environment, None: to unset. Each has
+    a GPU of its own, in turns, and no rank of torchrun; see Note [Ranks of torchrun]."""
+    known = (*_TORCHRUN, _LOCAL, *_OTHERS)
+    changes: dict[str, str | None] = {name: None for name in environ if name in known or name.startswith(_ELASTIC)}
+    if devices:
+        seen = environ.get(_DEVICES, "")
+        names = [each for each in seen.split(",") if each] or [str(each) for each in range(devices)]
+        changes[_DEVICES] = names[number % len(names)]
+    return changes
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -31,6 +31,8 @@ from .mailbox import Mailbox
 from .member import Member, cache_of
 from .membership import join
 from .messages import Hello
+from .nccl import NcclConnect, available, stream_of
+from .notes import Notes
 from .pair import GlooConnect
 from .placement import Placement
 from .rendezvous import open_store
@@ -38,6 +40,7 @@ from .replica import Replica
 from .settings import GroupSettings
 from .setup import Setup
 from .spliced import SplicedLayers
+from .stage_times import Ran, StageTimes, marks_of
 
 
 def run(
@@ -57,30 +60,38 @@ def run(
     model = loaded(name, device, say)
     handle = managed(model, options)
     try:
-        try:
-            cost = measured(model, max_batch_tokens or tuning.chunk, tuning)
-        except ValueError as error:
-            raise ManageError(f"what chunks of {name} take cannot be measured: {error}") from error
-        say(f"{name}: {handle!r}; what a chunk takes is predicted to {cost.error:.1%}")
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
             settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
-            replica = Member(name, model, runs, settings)
+            place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+            layers, marks = len(splice.layers), marks_of(place)
+            try:
+                cost = measured(Member(name, model, runs, settings), layers, marks, tuning)
+            except ValueError as error:
+                raise ManageError(f"what batches of {name} take cannot be measured: {error}") from error
+            say(f"{name}: {handle!r}; what a batch takes is predicted within {cost.error:.1%} on average")
+            notes = Notes(time.monotonic)
+            times = StageTimes(layers, cost.cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
+            replica = Member(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost.cost)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
             bell = Bell()
             box = Mailbox(store, me, secret or "", bell)
             supervisor = ToSupervisor(box)
             supervisor.post(hello)
-            place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+            gpu = available(place)
+            stream = stream_of(place) if gpu else None
 
             def connect(epoch: int, peer: int) -> Link:
                 connects = GlooConnect(store, epoch, me, peer, tuning.forming)
+                if stream is not None:
+                    ways: dict[str, Any] = {"gpu": gpu, "device": place, "stream": stream, "bulk": tuning.bulk}
+                    connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
                 return Link(connects, epoch, peer, bell, device=place, tuning=tuning)
 
             form = by_cost(cost.cost)
             setup = Setup(
-                me, replica, len(splice.layers), HeldLayers(handle), supervisor, connect, time.monotonic, form, tuning
+                me, replica, layers, HeldLayers(handle), supervisor, connect, time.monotonic, form, tuning, notes
             )
             loop = Replica(setup, bell)
             try:
@@ -93,6 +104,12 @@ def run(
                 box.close()
     finally:
         handle.release()
+
+
+def _note(notes: Notes, ran: Ran) -> None:
+    """A microbatch, for the timeline."""
+    tokens = sum(new for _, new in ran.sizes)
+    notes.bar("microbatches", f"{len(ran.sizes)} requests, {tokens} tokens", ran.begin, ran.end)
 
 
 def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost) -> Hello:

@@ -8,17 +8,20 @@ Note [One thread]
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.groups import alone
 from .bell import Bell
+from .count_report import CountReport
 from .epoch_change import EpochChange
-from .errors import Interrupted, LinkClosed, LinkError
+from .errors import Interrupted, LinkClosed, LinkError, SupervisorLost
 from .follower import OutOfStep
 from .layer_moves import LayerMoves
 from .led_requests import LedRequests
 from .link import Link
 from .load_report import LoadReport
-from .messages import Counted, End, Message, Start
+from .messages import End, Message, Record, Start
 from .place import Place
 from .setup import Setup
 
@@ -38,7 +41,9 @@ class Replica:
         self._place = Place(setup, self._requests, self._beat)
         self._moves = LayerMoves(setup, self._beat, self._links)
         self._change = EpochChange(setup, self._place, self._moves, self._requests)
+        self._counts = CountReport(setup, self._place, self._moves)
         self._ended = False
+        setup.holds.offer(self._load.wish)
 
     # -- the loop
 
@@ -49,11 +54,17 @@ class Replica:
                 self.step()
         finally:
             self._forget_all()
+            self._setup.notes.close()
+            with suppress(SupervisorLost):
+                self._counts.tell(at_once=True)
             self._place.close()
+            self._setup.holds.end_offer()
 
     def step(self) -> None:
         """One turn of the loop, which waits a little where there is nothing to do."""
         self._beat()
+        self._note()
+        self._counts.tell()
         while not self._ended and (message := self._supervisor.take()) is not None:
             self._hear(message)
         try:
@@ -73,7 +84,7 @@ class Replica:
         if (handover := place.handover) is not None:
             happened = place.exchange() or happened
             if handover.complete:
-                self._count()
+                self._counts.tell(at_once=True)
         if place.leader is not None:
             self._requests.start_early(place.epoch, place.leader)
         happened = self._pull() or happened
@@ -103,14 +114,25 @@ class Replica:
     def _links(self) -> list[Link]:
         return [*self._place.links.values(), *self._change.links.values()]
 
+    def _note(self) -> None:
+        """Notes what goes on."""
+        notes, place = self._setup.notes, self._place
+        if not notes.on:
+            return
+        me, group = self._setup.me, None if place.stage is None else place.stage.group
+        where = None
+        if group is not None:
+            span = group.span(me)
+            stage = f"stage {group.members.index(me)} of {group.size}"
+            where = f"epoch {place.epoch}: {stage}, layers {span.begin} to {span.end - 1}"
+        notes.now("epoch", where)
+        coming = self._change.epoch
+        notes.now("next epoch", None if coming is None else f"prepare epoch {coming}")
+        notes.now("exchange", None if place.handover is None else f"KV into epoch {place.epoch}")
+        notes.now("restore", "layers come home" if self._moves.pulling else None)
+
     def _beat(self) -> None:
         self._load.beat(self._place.epoch, self._place.stage)
-
-    def _count(self) -> None:
-        """Tells what has gone to others, and what this replica holds."""
-        stage = self._place.stage
-        layers = self._setup.layers if stage is None else len(stage.group.span(self._setup.me))
-        self._supervisor.post(Counted(self._place.sent, self._moves.sent, layers))
 
     # -- mail
 
@@ -134,6 +156,8 @@ class Replica:
             case actions.StartRestore():
                 links = self._change.links if self._change.epoch == message.epoch else place.links
                 self._moves.begin(message.epoch, message.pulls, links)
+            case Record():
+                self._setup.notes.on = True
             case End():
                 self._ended = True
 
@@ -155,7 +179,7 @@ class Replica:
             if stage is not None:
                 moves.release(stage.group)
             moves.post_restored()
-            self._count()
+            self._counts.tell(at_once=True)
         return True
 
     # -- what goes wrong

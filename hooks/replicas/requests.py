@@ -7,13 +7,15 @@ from typing import Any, Self
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from ...offload.policy.request_slo import NOTHING, RequestSLO
 from .plan import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """`prompt`: ids of its tokens; `new`: tokens that its answer has at most; `ends`: ids that end it; `delivered`: the
-    tokens of its answer so far."""
+    tokens of its answer so far. `ttft`, `tpot`: its SLOs in seconds, of the time to its first token and of a step in
+    which it decodes; None where it asks for none. `waited`: seconds since it came, when it was told to somebody."""
 
     name: str
     prompt: tuple[int, ...]
@@ -21,6 +23,9 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     ends: tuple[int, ...] = ()
     delivered: tuple[int, ...] = ()
+    ttft: float | None = None
+    tpot: float | None = None
+    waited: float = 0.0
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -31,6 +36,12 @@ class Request:
     def over(self) -> bool:
         """Is its answer complete?"""
         return len(self.delivered) >= self.new or (bool(self.delivered) and self.delivered[-1] in self.ends)
+
+    def slo(self, now: float) -> RequestSLO:
+        """What it asks, by a clock that is at `now`. The first token is asked for no more once it is there."""
+        if self.tpot is None and (self.ttft is None or self.delivered):
+            return NOTHING
+        return RequestSLO(None if self.delivered else self.ttft, self.tpot, now - self.waited)
 
     def with_token(self, token: int) -> Self:
         """The request after one more token of its answer."""

@@ -13,6 +13,8 @@ from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Entry, Setup
 from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.timeline.file import check
+from ...offload.timeline.fleet import write
 from ..server.application import Address, Application
 from .bell import Bell
 from .children import SECRET, Children, placed
@@ -24,6 +26,7 @@ from .mailbox import SUPERVISOR, Mailbox
 from .membership import Reception
 from .messages import Hello
 from .placement import Placement
+from .recording import Recording
 from .rendezvous import open_store
 from .requests import Request
 from .supervisor import Supervisor
@@ -52,9 +55,16 @@ class ReplicaServer:
         say: Callable[[str], None],
         tuning: Replicas = DEFAULT.replicas,
         log: Path | None = None,
+        timeline: str | None = None,
     ) -> None:
         """Starts the replicas, and waits until one of them serves. `log`: the file of what the controller was told and
-        answered. PortInUse, ManageError."""
+        answered; `timeline`: a file of all processes, written at the end. PortInUse, ManageError; ConfigError where
+        there can be no such file."""
+        if timeline is not None:
+            check(timeline)
+        self._timeline = timeline
+        self._recording = None if timeline is None else Recording(time.monotonic)
+        self._say = say
         self.address = address
         self._tuning = tuning
         self._log = None if log is None else DecisionFile(log, say)
@@ -75,6 +85,7 @@ class ReplicaServer:
             say,
             tuning,
             self._note,
+            self._recording,
         )
         self._front = Front(self.supervisor)
         loop = FrontLoop(self._front, self.supervisor, address.waiting)
@@ -106,10 +117,20 @@ class ReplicaServer:
         """Tells all who wait, and ends supervisor and replicas. Idempotent."""
         self.supervisor.close()
         self._children.close(self._tuning.joining)
+        self._write()
         self._reception.close()
         self._box.close()
         if self._log is not None:
             self._log.close()
+
+    def _write(self) -> None:
+        """Writes the timeline, once."""
+        path, self._timeline = self._timeline, None
+        if path is None or self._recording is None:
+            return
+        self.supervisor.collect()
+        write(self._recording.recording(), path)
+        self._say(f"the timeline is in {path}")
 
     def _controller(self, hello: Hello) -> Controller:
         kv = KVSize(hello.token, hello.page)

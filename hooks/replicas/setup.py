@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...offload.policy.tuning import DEFAULT, Replicas
@@ -12,6 +13,7 @@ from .held_layers import HeldLayers
 from .link import Link
 from .member import Member
 from .messages import Message
+from .notes import Notes
 
 
 class Speaks(Protocol):
@@ -33,7 +35,7 @@ class Speaks(Protocol):
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The same in all epochs. `me`: the number of this replica; `layers`: how many the model has; `connect`: (epoch,
-    peer) begins to form a link; `clock`: in seconds; `form`: makes microbatches."""
+    peer) begins to form a link; `clock`: in seconds; `form`: makes microbatches; `notes`: for a timeline."""
 
     me: int
     replica: Member
@@ -44,3 +46,4 @@ class Setup:
     clock: Callable[[], float]
     form: Form = by_tokens
     tuning: Replicas = DEFAULT.replicas
+    notes: Notes = field(default_factory=lambda: Notes(time.monotonic))

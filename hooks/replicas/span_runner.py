@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from .plan import Chunk
 from .settings import GroupSettings
 from .span_cache import SpanCache, config_of
+from .stage_times import StageTimes
 
 States = tuple[torch.Tensor, ...]  # what travels between two layers, hidden states [1, tokens, width] first
 
@@ -34,13 +35,17 @@ class RunsLayers(Protocol):
 class SpanRunner:
     """Computes microbatches of `cache.layers`."""
 
-    def __init__(self, model: Any, runs: RunsLayers, cache: SpanCache, settings: GroupSettings) -> None:
+    def __init__(
+        self, model: Any, runs: RunsLayers, cache: SpanCache, settings: GroupSettings, times: StageTimes | None = None
+    ) -> None:
+        """`times`: takes in what microbatches take."""
         config = model.config.get_text_config()
         keeps = getattr(model, "_supports_logits_to_keep", None)
         self._keeps = keeps is not None and keeps()
         self._runs = runs
         self._cache = cache
         self._processors = settings.processors
+        self._times = times
         self.last = cache.layers.stop == config.num_hidden_layers
         self._inputs = ContinuousBatchingIOs(
             cache, config_of(config, cache.layers), settings.batching, model.device, model.dtype, settings.processors
@@ -51,6 +56,13 @@ class SpanRunner:
         """Computes chunks, whose requests have their blocks; `states`: of the requests, which are moved on. Returns
         what travels to the next stage, or on the last one the logits [sampling chunks, vocabulary].
         torch.OutOfMemoryError."""
+        began = None if self._times is None else self._times.begin()
+        found = self._run(chunks, states, given)
+        if self._times is not None and began is not None:
+            self._times.end(began, chunks, len(self._cache.layers))
+        return found
+
+    def _run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
         batch = [_scheduled(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
         fast = all(len(chunk.ids) == 1 and chunk.before < self._cache.max_decode_fast_path_length for chunk in chunks)
         new, read = sum(len(chunk.ids) for chunk in chunks), sum(chunk.before for chunk in chunks)

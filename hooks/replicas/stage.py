@@ -13,8 +13,7 @@ from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
 from .link import Link
-from .member import Member, cache_of, most_tokens, room_of
-from .span_runner import SpanRunner
+from .member import Member, cache_of, most_tokens, room_of, runner_of
 from .stage_link import tensor_of, text_of
 
 
@@ -63,14 +62,14 @@ class Stage:
         self.leader: Leader | None = None
         self.cache = cache_of(replica, range(span.begin, span.end))
         self._replica = replica
-        self._runner = SpanRunner(replica.model, replica.runs, self.cache, replica.settings)
+        self._runner = runner_of(replica, self.cache)
         self._over = over
         self._told = told
         self._form = form
         self._before = over.get(group.members[number - 1])
         self._after = over.get(group.members[(number + 1) % group.size])
         self._follower: Follower | None = None
-        self._rooms: dict[int, tuple[int, int]] = {}
+        self._rooms: dict[int, tuple[int, int, int]] = {}  # of the others: room, most and reads of a Leader
         if number:
             assert self._before is not None
             assert self._after is not None
@@ -78,7 +77,7 @@ class Stage:
             self._follower = Follower(
                 epoch, number, cache, self._runner, self._before, self._after, lambda: room_of(cache)
             )
-            ready = json.dumps([self._follower.room, most_tokens(cache)])
+            ready = json.dumps([self._follower.room, most_tokens(cache), cache.max_tokens_read])
             over[group.members[0]].send(tensor_of(ready), "ready", True)
         elif group.size == 1:
             self._lead()
@@ -115,7 +114,10 @@ class Stage:
         if self.leader is None:
             return self._gather()
         happened = self.leader.collect() if self._answered() else False
-        return self.leader.launch() or happened
+        happened = self.leader.launch() or happened
+        if (times := self._replica.times) is not None:
+            times.works(self.group.size if self.leader.in_flight else 0)
+        return happened
 
     def _answered(self) -> bool:
         assert self.leader is not None
@@ -126,8 +128,8 @@ class Stage:
         came = False
         for member in self.group.members[1:]:
             if member not in self._rooms and (found := self._over[member].link.take("ready")) is not None:
-                room, most = json.loads(text_of(found))
-                self._rooms[member] = room, most
+                room, most, reads = json.loads(text_of(found))
+                self._rooms[member] = room, most, reads
                 came = True
         if len(self._rooms) == self.group.size - 1:
             self._lead()
@@ -143,7 +145,8 @@ class Stage:
             self._told,
             after=self._after,
             last=self._before,
-            rooms=tuple(room for room, _ in rooms),
-            most=min((most for _, most in rooms), default=float("inf")),
+            rooms=tuple(room for room, _, _ in rooms),
+            most=min((most for _, most, _ in rooms), default=float("inf")),
+            reads=min((reads for _, _, reads in rooms), default=float("inf")),
             form=self._form,
         )

@@ -22,28 +22,36 @@ from ...allocator import install
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy of a tensor: `data`, uint8[bytes] on the host, complete once `wait` has returned."""
+    """A copy of a tensor: `data`, uint8[bytes] on the host, or on its device where it is `direct`, complete once `wait`
+    has returned."""
 
     data: torch.Tensor
     dtype: str
     shape: tuple[int, ...]
     wait: Callable[[], None]
+    direct: bool = False
 
 
-def staged(tensor: torch.Tensor) -> Staged:
-    """A copy of a tensor, see Note [Staged]. ValueError: a tensor that has no plain memory."""
+def staged(tensor: torch.Tensor, direct: bool = False) -> Staged:
+    """A copy of a tensor, see Note [Staged]; `direct`: on its own device. ValueError: a tensor that has no plain
+    memory."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device} has no plain bytes that can be sent")
-    data = room(tensor.nbytes, pinned=tensor.is_cuda)
+    data = buffer(tensor.nbytes, tensor.device) if direct else room(tensor.nbytes, pinned=tensor.is_cuda)
     if tensor.numel():
         data.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-    return Staged(data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _event(tensor))
+    return Staged(data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _event(tensor), direct)
 
 
 def room(nbytes: int, pinned: bool) -> torch.Tensor:
     """uint8[nbytes] on the host, outside the pool."""
     with install.stock():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8[nbytes] on a device, an activation like others: its pages stay where they are while it lives."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def unstaged(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -55,8 +63,8 @@ def unstaged(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Te
 
 
 def checksum(data: torch.Tensor) -> int:
-    """CRC-32 of uint8[bytes] on the host."""
-    return zlib.crc32(data.numpy().data)
+    """CRC-32 of uint8[bytes]."""
+    return zlib.crc32(data.cpu().numpy().data)
 
 
 def _event(tensor: torch.Tensor) -> Callable[[], None]:

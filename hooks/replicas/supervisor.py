@@ -21,7 +21,8 @@ from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .bell import Bell
 from .ledger import Ledger, RepeatedOtherwise
-from .messages import Counted, End, Hello, Message, Start, Told
+from .messages import Counted, End, Hello, Message, Record, Seen, Start, Told
+from .recording import Recording
 from .requests import Request
 
 
@@ -56,7 +57,8 @@ class Processes(Protocol):
 class State:
     """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
     went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
-    `held`: requests that no group takes now."""
+    `held`: requests that no group takes now; `layers`: that each replica has on its device; `busy`, `open`: seconds of
+    the stages of pipelines, and `errors` of predictions, by replica (stage_times.py)."""
 
     epoch: int
     spans: Mapping[int, tuple[int, int]]
@@ -70,6 +72,15 @@ class State:
     held: int
     recomputed: int
     declined: Mapping[str, int]
+    layers: Mapping[int, int]
+    busy: float
+    open: float
+    errors: Mapping[int, float]
+
+    @property
+    def bubble(self) -> float:
+        """Part of the time of all stages of pipelines in which they waited while there was work; 0 without any."""
+        return max(0.0, 1 - self.busy / self.open) if self.open else 0.0
 
 
 class Supervisor:
@@ -86,10 +97,11 @@ class Supervisor:
         say: Callable[[str], object],
         tuning: Replicas = DEFAULT.replicas,
         note: Note = lambda entry: None,
+        recording: Recording | None = None,
     ) -> None:
         """`make`: makes the controller, for the first replica that has joined; `told`: is called, on the supervisor's
         thread, with a request after each token, and with why it failed; `say`: with lines for people; `note`: with
-        each decision of the controller."""
+        each decision of the controller; `recording`: keeps what happens."""
         self.ready = threading.Event()  # a replica serves
         self._make = make
         self._controller: Controller | None = None
@@ -110,7 +122,9 @@ class Supervisor:
         self._members_of: set[int] = set()  # of the epoch that is prepared
         self._counts: Counter[str] = Counter()
         self._declined: Counter[str] = Counter()
-        self._moved: dict[int, tuple[int, int]] = {}
+        self._counted: dict[int, Counted] = {}
+        self._recording = recording
+        self._first: dict[str, float] = {}  # when requests got their first tokens
         self._ticked = -float("inf")
         self._ending = False
         self._failed: str | None = None
@@ -125,6 +139,12 @@ class Supervisor:
         self.tell()
         if self._thread.is_alive():
             self._thread.join()
+
+    def collect(self) -> None:
+        """Takes in what replicas noted before they ended. After `close`, once they have."""
+        while (found := self._replicas.take()) is not None:
+            if self._recording is not None and isinstance(found[1], Seen):
+                self._recording.seen(found[0], found[1])
 
     # -- for clients, on any thread
 
@@ -168,7 +188,7 @@ class Supervisor:
             for group in groups
             for member, span in zip(group.members, group.spans, strict=True)
         }
-        moved = tuple(sum(each) for each in zip(*self._moved.values(), strict=True)) if self._moved else (0, 0)
+        counted = dict(self._counted)
         return State(
             epoch=0 if controller is None else controller.epoch,
             spans=spans,
@@ -177,11 +197,17 @@ class Supervisor:
             restores=self._counts["restore"],
             discarded=self._counts["discard"],
             fenced=self._counts["fence"],
-            moved=(moved[0], moved[1]),
+            moved=(sum(each.kv_bytes for each in counted.values()), sum(each.layer_bytes for each in counted.values())),
             requests=len(self._ledger),
             held=0 if controller is None else len(controller.book.held),
             recomputed=self._counts["recompute"],
             declined=dict(self._declined),
+            layers={member: each.layers for member, each in counted.items() if member in spans},
+            busy=sum(each.busy for each in counted.values()),
+            open=sum(each.open for each in counted.values()),
+            errors={
+                member: each.error for member, each in counted.items() if member in spans and each.error is not None
+            },
         )
 
     # -- its thread
@@ -226,6 +252,8 @@ class Supervisor:
             self._controller = self._make(hello)
         self._numbers[hello.process], self._failed = member, None
         self._say(f"replica {member} has joined")
+        if self._recording is not None:
+            self._replicas.post(member, Record())
         self._on(events.Joined(self._clock(), member, hello.pages))
 
     def _gone(self, process: int, how: str) -> None:
@@ -248,7 +276,7 @@ class Supervisor:
         now = self._clock()
         if isinstance(asked, Request):
             try:
-                self._ledger.accept(asked)
+                self._ledger.accept(asked, now)
             except ValueError as error:
                 self._client_told(asked, str(error))
                 return
@@ -262,10 +290,18 @@ class Supervisor:
                 self._join(member, message)
             case Told():
                 self._take_tokens(message)
+            case Seen() if self._recording is not None:
+                self._recording.seen(member, message)
             case Counted():
-                self._moved[member] = message.kv_bytes, message.layer_bytes
+                self._take_counts(member, message)
             case Event() if self._controller is not None:
                 self._on(replace(message, at=self._clock()))
+
+    def _take_counts(self, member: int, counted: Counted) -> None:
+        before = self._counted.get(member)
+        self._counted[member] = counted
+        if before is not None and counted.layers > before.layers and self._hello is not None:
+            self._say(f"replica {member} has {counted.layers} of {len(self._hello.layers)} layers again")
 
     def _take_tokens(self, told: Told) -> None:
         if told.request not in self._ledger:
@@ -283,6 +319,8 @@ class Supervisor:
             return
         self._waiting.discard(told.request)
         request = entry.request
+        if self._recording is not None:
+            self._first.setdefault(request.name, self._clock())
         if request.over:
             self._finish(request.name)
             self._on(events.Finished(self._clock(), request.name))
@@ -297,6 +335,8 @@ class Supervisor:
     def _finish(self, name: str) -> Request | None:
         self._waiting.discard(name)
         entry = self._ledger.end(name)
+        if entry is not None and self._recording is not None:
+            self._recording.request(name, entry.came, self._first.pop(name, None))
         return None if entry is None else entry.request
 
     # -- the controller
@@ -326,15 +366,20 @@ class Supervisor:
                 self._committed(action)
             case actions.Discard():
                 self._counts["discard"] += 1
+                self._mark(f"epoch {action.epoch} is given up")
                 self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
                 self._to(self._members_of, action)
             case actions.Alone():
                 self._replicas.post(action.member, action)
                 self.ready.set()
             case actions.StartRestore():
+                comes = Counter(each.member for each in action.pulls)
+                parts = ", ".join(f"{count} to replica {member}" for member, count in sorted(comes.items()))
+                self._say(f"epoch {action.epoch}: layers come home: {parts}")
                 self._to({each.member for each in action.pulls}, action)
             case actions.Fence():
                 self._counts["fence"] += 1
+                self._mark(f"replica {action.member} is ended")
                 self._say(f"replica {action.member} is ended: {action.reason.value}")
                 self._replicas.post(action.member, End())
                 for process, member in self._numbers.items():
@@ -348,6 +393,7 @@ class Supervisor:
     def _committed(self, action: actions.Commit) -> None:
         drops = self._kinds.pop(action.epoch, True)
         self._counts["drop" if drops else "restore"] += 1
+        self._mark(f"epoch {action.epoch}: {'drop' if drops else 'restore'}")
         assert self._controller is not None
         groups = [each.group for each in self._controller.cluster.groups.values() if each.epoch == action.epoch]
         for group in groups:
@@ -358,11 +404,16 @@ class Supervisor:
             self._say(f"epoch {action.epoch}: {parts}")
         self._to(self._members_of, action)
 
+    def _mark(self, what: str) -> None:
+        if self._recording is not None:
+            self._recording.mark(what)
+
     def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
         for name in names:
             if name in self._ledger:
                 entry = self._ledger.assign(name)
-                self._replicas.post(members[0], Start(epoch, entry.request, entry.assignment))
+                request = replace(entry.request, waited=self._clock() - entry.came)
+                self._replicas.post(members[0], Start(epoch, request, entry.assignment))
 
     def _to(self, members: set[int], message: Message) -> None:
         for member in sorted(members):
@@ -372,6 +423,9 @@ class Supervisor:
         why = self._failed or "the server shuts down"
         for entry in self._ledger:
             self._client_told(entry.request, why)
+            if self._recording is not None:
+                name = entry.request.name
+                self._recording.request(name, entry.came, self._first.pop(name, None))
         while self._inbox:
             asked = self._inbox.popleft()
             if isinstance(asked, Request):

@@ -41,7 +41,7 @@ DTYPES: Final = (
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a receiver has to know of a message. `nbytes`: that follow as its payload; `checksum`: CRC-32 of these, None
-    if it is not checked."""
+    if it is not checked; `direct`: the payload goes from device to device."""
 
     kind: int
     epoch: int
@@ -51,6 +51,7 @@ class Header:
     nbytes: int = 0
     urgent: bool = False
     checksum: int | None = None
+    direct: bool = False
 
     def encode(self) -> list[int]:
         """`WORDS` numbers. ValueError: a tag, shape or dtype that a header cannot say."""
@@ -66,7 +67,7 @@ class Header:
         words = [int.from_bytes(padded[n : n + 8], "little", signed=True) for n in range(0, LONGEST_TAG, 8)]
         checksum = _UNCHECKED if self.checksum is None else self.checksum
         head = [MAGIC, self.kind, self.epoch, self.urgent, DTYPES.index(self.dtype), len(self.shape)]
-        found = [*map(int, head), self.nbytes, checksum, len(tag), *shape, 0, *words]
+        found = [*map(int, head), self.nbytes, checksum, len(tag), *shape, int(self.direct), *words]
         return [*found, *[0] * (WORDS - len(found))]
 
     @classmethod
@@ -89,4 +90,5 @@ class Header:
             nbytes=nbytes,
             urgent=bool(urgent),
             checksum=None if checksum == _UNCHECKED else checksum,
+            direct=bool(words[_TAG - 1]),
         )

@@ -87,6 +87,11 @@ class SectorClient:
         return len(self._in_use) - self._mover.away
 
     @property
+    def ranges(self) -> list[Range]:
+        """The one range of all sectors."""
+        return [self._range]
+
+    @property
     def streamed(self) -> Streamed:
         """Always in place."""
         return Streamed(Way.ZERO_COPY if self.displaced else Way.RESIDENT, self.displaced, 0, 0, 0, 0.0)

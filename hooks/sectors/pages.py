@@ -12,7 +12,7 @@ Note [Guard]
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,24 +30,45 @@ if TYPE_CHECKING:
 RESERVED = 2  # sectors that padding reads from and writes to
 
 
+def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the pieces as runs (first, count)."""
+    runs: list[tuple[int, int]] = []
+    for piece in sorted(pieces):
+        if runs and runs[-1][0] + runs[-1][1] == piece:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((piece, 1))
+    return runs
+
+
 class SectorPages:
     """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: the thread that schedules calls
     all of it."""
 
-    def __init__(self, device: Device, group: Group, sectors: int, sector: int, model: str) -> None:
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        sectors: int,
+        sector: int,
+        model: str,
+        parts: Sequence[tuple[int, int, int]] | None = None,
+    ) -> None:
         """Backs the guard and the reserved sectors, which stay where they are. `model`: its name, for readers.
-        torch.OutOfMemoryError, DriverError."""
+        `parts`: where the bytes of a sector lie, as (offset, stride, bytes): those of sector s at offset + s * stride;
+        None: all together. torch.OutOfMemoryError, DriverError."""
         self.sector = sector
         self.device = device
+        self._parts = tuple(parts or ((0, sector, sector),))
         self._page = device.page_size
         self._front = -(-sector // self._page) * self._page  # bytes of the guard: whole pages, so that sectors lie well
         self.range: Range = device.reserve(self._front + sectors * sector, "kv", group, reuse=False)
         self._users = [0] * self.range.pieces  # sectors in use, by piece
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
-        fixed = self.pieces(RESERVED - 1).stop
-        self._map([(0, fixed)])
-        for piece in range(self._front // self._page, fixed):
+        fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
+        self._map(runs_of((*range(self._front // self._page), *fixed)))
+        for piece in fixed:
             self._users[piece] += 1
 
     def window(self) -> object:
@@ -64,21 +85,22 @@ class SectorPages:
         """Bytes of the pages that sectors in use lie on."""
         return self.pages * self._page
 
-    def pieces(self, sector: int) -> range:
-        """The pieces that the sector lies on."""
-        first = self._front + sector * self.sector
-        return range(first // self._page, -(-(first + self.sector) // self._page))
+    def pieces(self, sector: int) -> Sequence[int]:
+        """The pieces that the sector lies on, each once."""
+        found: list[int] = []
+        for offset, stride, nbytes in self._parts:
+            first = self._front + offset + sector * stride
+            found.extend(range(first // self._page, -(-(first + nbytes) // self._page)))
+        return found if len(self._parts) == 1 else sorted(set(found))
+
+    def of_piece(self, piece: int) -> slice:
+        """The bytes of `window` that lie on this piece."""
+        first = piece * self._page - self._front
+        return slice(max(0, first), max(0, min(first + self._page, self._sectors * self.sector)))
 
     def missing(self, sectors: Iterable[int]) -> list[tuple[int, int]]:
         """The pieces (first, count) that have no page yet and would need one for these sectors."""
-        wanted = sorted({piece for sector in sectors for piece in self.pieces(sector) if not self._users[piece]})
-        runs: list[tuple[int, int]] = []
-        for piece in wanted:
-            if runs and runs[-1][0] + runs[-1][1] == piece:
-                runs[-1] = runs[-1][0], runs[-1][1] + 1
-            else:
-                runs.append((piece, 1))
-        return runs
+        return runs_of({piece for sector in sectors for piece in self.pieces(sector) if not self._users[piece]})
 
     def take(self, sectors: Iterable[int], place: Place = "device") -> None:
         """Backs these sectors, which are in use from now on, with new pages in `place` where there are none: all, or

@@ -193,7 +193,7 @@ class PromptBlocks:
         if device.kind == "cuda":
             wait_for_work(device)
 
-    def _pieces(self, block: int) -> range:
+    def _pieces(self, block: int) -> Sequence[int]:
         return self.pages.pieces(block // self._allocator.blocks_per_sector)
 
 

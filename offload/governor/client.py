@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
+from ...allocator._native import Range
 from ..policy.plan import Plan
 from ..record.record import Point
 from .kv_read_plan import Streamed
@@ -131,6 +132,10 @@ class PageClient(Client, Protocol):
     @property
     def here(self) -> int:
         """The device pages that it has."""
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The ranges that its pages lie in. Asked without the governor's lock, on any thread."""
 
     @property
     def block(self) -> int:

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from ...allocator._native import Range
 from ...allocator.config import Config
 from ...allocator.events import Events
 from ...allocator.interrupts import Guarded, if_free
@@ -284,6 +285,12 @@ class Governor:
             self._known.look(self.clock())
             self._known.list.void()
         self.reclaim.publish()
+
+    def ranges(self) -> list[tuple[str, list[Range]]]:
+        """What each cache that is alive is called, and the ranges that its pages lie in."""
+        with self._known.lock:
+            caches = [(state.name, cache) for state, cache in self._known.clients.paged]
+        return [(name, cache.ranges) for name, cache in caches]
 
     def copies_changed(self) -> None:
         """Pages of a cache are about to be copied to the host, or have been: what is listed now is not published. Said

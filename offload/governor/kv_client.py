@@ -7,7 +7,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
-from ...allocator._native import Device, Group, Transfer
+from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import BallonetError
 from ..residency.kv_extents import KVExtents
 from ..residency.kv_places import coldest
@@ -64,6 +64,11 @@ class KVClient:
         """Pages of the device that it has."""
         self._extents.look()
         return self._extents.pieces - self._extents.away
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The ranges of its layers."""
+        return [extent.range for extent in self._extents.all()]
 
     @property
     def near(self) -> int:

@@ -310,6 +310,8 @@ class Timelines:
     # Requests (the first ones), and batches of each loop.
     requests: int = 2_000
     batches: int = 20_000
+    # Bars of a server with replicas, the first ones: some minutes of its microbatches.
+    bars: int = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +430,16 @@ class Replicas:
     # Blocks of KV in one transfer: 64 KiB a layer of a small model, some MiB of a large one. Chosen: well below what a
     # stage takes at 1 GB/s.
     piece: int = 4
-    # Times that each chunk is timed when a replica starts; the least counts. Chosen: a fraction of a second in all.
+    # Microbatches that the error of predictions is the mean of: some seconds of a replica. Chosen.
+    judged: int = 64
+    # Seconds for which pages that the ladder of a replica lacked count as waited for: ten looks at the load. Chosen.
+    wished: float = 1.0
+    # Seconds between two reports of what a replica has moved and computed, for /metrics. Chosen: below what scrapes it.
+    counting: float = 1.0
+    # What a replica serves to measure its cost when it starts: so many requests, with answers of up to so many tokens,
+    # so many times, of which the least counts. Chosen: some 80 different batches, and as many tokens as 6 batches.
+    requests_measured: int = 32
+    answer_measured: int = 16
     rounds_measured: int = 4
     # -- links and membership
     # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
@@ -440,6 +451,10 @@ class Replicas:
     linger: float = 1.0
     # Somebody who joins has to answer within this. Chosen: two round trips, on a loaded machine.
     joining: float = 30.0
+    # Seconds until an NCCL operation is looked at first, and between two looks at most. Chosen: less than what a
+    # microbatch's states take, and a thousandth of a CPU while a large message is on its way.
+    looked_first: float = 2e-5
+    looked_last: float = 1e-3
     # The store has to answer a call within this. Chosen: a round trip, on a loaded machine.
     store: float = 60.0
     # Rows that a link remembers of what it sent. Chosen: the chunks of an exchange of some GiB.

@@ -63,6 +63,11 @@ class Ring:
         return sum(slot.range.pieces for slot in self._slots) + self.own.pages
 
     @property
+    def ranges(self) -> list[Range]:
+        """The ranges of all slots. On any thread."""
+        return [slot.range for slot in (*self._slots, *(slot for _, slot in self.own.members))]
+
+    @property
     def copied(self) -> int:
         """Bytes that came to slots so far."""
         return self._filler.copied

@@ -127,7 +127,11 @@ def check(path: str) -> None:
 
 def write(recording: Recording, path: str) -> None:
     """As the suffix says, all at once: whoever reads the file meanwhile sees the old one or the new one. OSError."""
-    text = _format(path)(recording)
+    put(_format(path)(recording), path)
+
+
+def put(text: str, path: str) -> None:
+    """Writes a file all at once. OSError."""
     part = f"{path}.{os.getpid()}.part"
     try:
         Path(part).write_text(text, encoding="utf-8")

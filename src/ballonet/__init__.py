@@ -26,6 +26,7 @@ from .allocator.errors import (
     ConfigError,
     ControlError,
     ControlRefused,
+    CoreMissing,
     DriverError,
     DriverUnavailable,
     DropRefused,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .hooks.kv.cache import KVCache
     from .hooks.loading import from_pretrained
     from .hooks.managed import Managed, manage
+    from .hooks.memory_snapshot import snapshot
     from .hooks.plan.planner import plan
     from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
     from .hooks.replicas.errors import (
@@ -74,7 +76,7 @@ if TYPE_CHECKING:
     from .hooks.session import Session
     from .offload.timeline.recorder import timeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ReplicaError": "hooks.replicas.errors",
@@ -100,6 +102,7 @@ _HOMES = {
     "plan": "hooks.plan.planner",
     "restore": "allocator.install",
     "set_budget": "allocator.install",
+    "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
     "unload_ipython_extension": "hooks.programs.notebook",
@@ -115,6 +118,7 @@ __all__ = [
     "ConfigError",
     "ControlError",
     "ControlRefused",
+    "CoreMissing",
     "DriverError",
     "DriverUnavailable",
     "DropRefused",
@@ -160,6 +164,7 @@ __all__ = [
     "plan",
     "restore",
     "set_budget",
+    "snapshot",
     "stats",
     "timeline",
     "unload_ipython_extension",

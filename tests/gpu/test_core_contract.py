@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
+import ballonet
+
 from .scene import Captured, Place, scene
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +98,27 @@ def test_history_is_recorded(place: Place) -> None:
     assert torch._C._cuda_isHistoryEnabled()
     torch.cuda.memory._record_memory_history(None)
     assert not torch.cuda.memory._snapshot()["device_traces"][0]
+
+
+@scene(only="cuda")
+def test_a_snapshot_with_names_has_what_torch_recorded(place: Place) -> None:
+    """`ballonet.snapshot()`: torch's stacks and traces, the same bytes, and whose each block is."""
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
+    tensor = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
+    model = torch.nn.Linear(16, 16).to("cuda")
+    managed = ballonet.manage(model)
+    torch.cuda.synchronize()
+    found, segments = ballonet.snapshot(), torch.cuda.memory_snapshot()
+    assert sum(each["total_size"] for each in found["segments"]) == sum(each["total_size"] for each in segments)
+    assert found["device_traces"][0]
+    blocks = {block["address"]: block["frames"] for segment in found["segments"] for block in segment["blocks"]}
+    assert blocks[tensor.data_ptr()][-1]["name"] == "activations"
+    assert "test_a_snapshot_with_names" in str(blocks[tensor.data_ptr()])
+    assert [frame["name"] for frame in blocks[model.weight.data_ptr()]][-2:] == ["weight", "weights"]
+    for read in (_memory_viz.segsum, _memory_viz.trace, _memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert len(read(found)) > 100
+    managed.release()
+    torch.cuda.memory._record_memory_history(None)
 
 
 @scene(only="cuda")

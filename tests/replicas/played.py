@@ -6,8 +6,9 @@ preparation at most, and every accepted request is in one group in force, or hel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ballonet.offload.policy.replicas.actions import (
     Action,
@@ -39,14 +40,17 @@ from ballonet.offload.policy.replicas.events import (
     Restored,
     Tick,
 )
-from ballonet.offload.policy.replicas.groups import check_groups
+from ballonet.offload.policy.replicas.groups import Span, check_groups
 from ballonet.offload.policy.tuning import Replicas
 
 PAGES = (25,) * 12  # of each layer: a model of 300
 MEMORY = 1000  # pages of each replica
 KV = KVSize(token=128, page=1024)  # 8 tokens a page; 5,600 fit beside the model
 TUNING = Replicas(dwell=10.0, settle=10.0, again=5.0, silent=1.0, answer=10.0, bulk=60.0, lives=5)
+A = TypeVar("A", bound=Action)
 Where = tuple[int, tuple[int, ...]]  # epoch and members
+PAIRS = {(0, 1), (2, 3)}
+ONES = {(0,), (1,), (2,), (3,)}
 
 
 @dataclass
@@ -95,6 +99,10 @@ class Played:
             self._account(action)
         self._check()
         return actions
+
+    def tell(self, kind: Callable[..., Event], *what: Any) -> list[Action]:
+        """What is heard now."""
+        return self.on(kind(self.at, *what))
 
     def tick(self, seconds: float = 0.1) -> list[Action]:
         """Time passes in periods in which every replica moves on."""
@@ -156,14 +164,15 @@ class Played:
             self.on(Finished(self.at, name))
 
     def all_prepared(self) -> list[Action]:
-        assert self.prepared is not None
-        epoch, members = self.prepared.epoch, [m for group in self.prepared.groups for m in group.members]
-        return [action for member in members for action in self.on(Prepared(self.at, epoch, member))]
+        return self._all(Prepared)
 
     def all_restored(self) -> list[Action]:
+        return self._all(Restored)
+
+    def _all(self, kind: type[Prepared | Restored]) -> list[Action]:
         assert self.prepared is not None
-        epoch, members = self.prepared.epoch, [m for group in self.prepared.groups for m in group.members]
-        return [action for member in members for action in self.on(Restored(self.at, epoch, member))]
+        epoch, members = self.proposed, [m for group in self.prepared.groups for m in group.members]
+        return [action for member in members for action in self.tell(kind, epoch, member)]
 
     def settled(self) -> None:
         """All replicas take up their epochs, and have their KV and their layers."""
@@ -194,8 +203,43 @@ class Played:
     def groups(self) -> set[tuple[int, ...]]:
         return {*self.controller.cluster.groups}
 
-    def of(self, kind: type[Action], actions: Iterable[Action] | None = None) -> list[Action]:
+    @property
+    def proposed(self) -> int:
+        """The number of the epoch that is in preparation."""
+        assert self.prepared is not None
+        return self.prepared.epoch
+
+    def running(self, *members: int) -> set[str]:
+        """Requests of the groups of these replicas."""
+        return {each.name for each in self.controller.book.of(members)}
+
+    def of(self, kind: type[A], actions: Iterable[Action] | None = None) -> list[A]:
+        """All of a kind; of the log, unless others are given."""
         return [each for each in (self.log if actions is None else actions) if isinstance(each, kind)]
+
+    def the(self, kind: type[A], actions: Iterable[Action]) -> A:
+        """The only one of a kind."""
+        (found,) = self.of(kind, actions)
+        return found
+
+    def recomputed(self, actions: Iterable[Action]) -> set[str]:
+        """Names of requests that these have computed anew."""
+        return {name for each in self.of(Recompute, actions) for name in each.requests}
+
+    def pulls(self, member: int, actions: Iterable[Action]) -> list[tuple[int, int | None]]:
+        """Layers that these have a replica bring home, and from whom."""
+        starts = self.of(StartRestore, actions)
+        return [(each.layer, each.source) for start in starts for each in start.pulls if each.member == member]
+
+    def held(self, member: int) -> Span:
+        """Layers that a replica holds."""
+        return self.controller.cluster.replicas[member].held
+
+    def broke(self, actions: Iterable[Action], lost: set[str]) -> None:
+        """The pair of 0 and 1 is no more: its requests are computed anew, the other pair goes on as it was."""
+        assert self.recomputed(actions) == lost
+        assert (2, 3) in self.groups()
+        assert (0, 1) not in self.groups()
 
     # The account
 
@@ -272,3 +316,48 @@ class Played:
             ]
             assert told == ([] if where is None else [where[1]])
         assert {*self.where} == {name for name in (*self.where, *self.ended) if name in controller.book}
+
+
+def preparing(members: int = 4) -> Played:
+    """A burst has come, and a drop is prepared."""
+    played = Played(members)
+    played.burst()
+    return played
+
+
+def exchanging(members: int = 4) -> Played:
+    """It is committed."""
+    played = preparing(members)
+    played.all_prepared()
+    return played
+
+
+def dropped(members: int = 4) -> Played:
+    """It is through."""
+    played = Played(members)
+    played.drop()
+    return played
+
+
+def restoring(members: int = 4) -> Played:
+    """The burst is over, and a restore is prepared."""
+    played = dropped(members)
+    played.calm()
+    return played
+
+
+def pulling(members: int = 4) -> Played:
+    """Layers come home."""
+    played = restoring(members)
+    played.all_prepared()
+    return played
+
+
+def homing() -> Played:
+    """The restore is committed, and KV goes home."""
+    played = pulling()
+    played.all_restored()
+    return played
+
+
+PHASES = {each.__name__: each for each in (preparing, exchanging, dropped, restoring, pulling, homing)}

@@ -21,18 +21,19 @@ from ballonet.hooks.splice.splice import Splice
 from ..models import build
 from ..serving.batches import prompts
 from ..tuned import Tuned
-from .grouped import BLOCK, CHUNK, PAGE, Told, evenly, requests
+from .grouped import BLOCK, CHUNK, Told, evenly, requests
 from .in_process import InProcess
 from .test_pipeline import said
 
-SMALL, LARGE = 30 * PAGE, 400 * PAGE
+SIZE = 16384  # a page
+SMALL, LARGE = 60 * SIZE, 800 * SIZE
 
 
 @pytest.fixture
 def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Runtime]]:
     """One device each for the first and the second stage."""
     started = tuple(
-        runtime.start(Config(device="cpu", budget=budget, page_size=PAGE, host_budget=PAGE, reserve=5.0), number=number)
+        runtime.start(Config(device="cpu", budget=budget, page_size=SIZE, host_budget=SIZE, reserve=5.0), number=number)
         for number, budget in enumerate(request.param)
     )
     yield started
@@ -48,8 +49,8 @@ def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime,
 def test_no_stage_lacks_memory_for_what_is_planned(
     two: tuple[Runtime, Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, told = build("llama", num_hidden_layers=12), Told()
-    asked = requests(prompts(32, 60), 80)
+    model, told = build("llama", num_hidden_layers=4), Told()
+    asked = requests(prompts(20, 60), 40)
     left_out: list[tuple[str, int]] = []
     most = [0, 0]
     stock = Answer.from_json
@@ -60,8 +61,8 @@ def test_no_stage_lacks_memory_for_what_is_planned(
         return answer
 
     monkeypatch.setattr(Answer, "from_json", heard)
-    spans = evenly(12, 2)
-    models = [build("llama", num_hidden_layers=12) for _ in spans]
+    spans = evenly(4, 2)
+    models = [build("llama", num_hidden_layers=4) for _ in spans]
     holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]
     splices = [Splice(each) for each in models]
     members = [
@@ -79,6 +80,6 @@ def test_no_stage_lacks_memory_for_what_is_planned(
         splice.close()
     for holder in holders:
         holder.release()
-    assert told.answers(asked) == said(model, [list(each.prompt) for each in asked], 80)
+    assert told.answers(asked) == said(model, [list(each.prompt) for each in asked], 40)
     assert left_out == []
     assert min(most) > 10

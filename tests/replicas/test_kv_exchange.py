@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -69,10 +70,12 @@ def test_a_piece_arrives_as_it_was() -> None:
     assert Piece.from_json(piece.to_json()) == piece
 
 
-def begun(sampling: Sampling | None = None) -> tuple[Any, list[Request], list[list[int]]]:
-    model, asked = build("llama", num_hidden_layers=4), requests(prompts(5, 2 * CHUNK), 30, sampling)
+@functools.lru_cache
+def alone(sampling: Sampling | None = None) -> tuple[list[Request], list[list[int]]]:
+    """Requests, and what one replica answers."""
+    model, asked = build("llama", num_hidden_layers=4), requests(prompts(5, 2 * CHUNK), 20, sampling)
     install()
-    return model, asked, answered(model, asked, 1)
+    return asked, answered(model, asked, 1)
 
 
 def joined(
@@ -107,7 +110,8 @@ def serve(group: InProcess, change: Regroup) -> None:
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0, 1.0, 30, 0.9)], ids=["greedy", "sampling"])
 def test_requests_of_two_replicas_go_on_in_one_group(sampling: Sampling | None) -> None:
-    _, asked, expected = begun(sampling)
+    asked, expected = alone(sampling)
+    install()
     assert joined(asked, serve).answers(asked) == expected
 
 
@@ -115,7 +119,8 @@ def test_requests_of_two_replicas_go_on_in_one_group(sampling: Sampling | None) 
 def test_a_piece_that_changes_on_its_way_has_the_request_computed_again(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     count = iter(range(10**6))
 
     def spoiled(*args: Any) -> int:
@@ -135,7 +140,8 @@ def test_a_piece_that_changes_on_its_way_has_the_request_computed_again(
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int) -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     refused = []
 
     def lacks(group: InProcess) -> None:
@@ -154,7 +160,8 @@ def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int)
 
 
 def test_a_request_is_cancelled_on_its_way() -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     names = iter(["q2"])
 
     def act(group: InProcess, change: Regroup) -> None:
@@ -169,7 +176,8 @@ def test_a_request_is_cancelled_on_its_way() -> None:
 
 
 def test_new_requests_are_served_while_others_are_on_their_way() -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     more = [replace(each, name=f"n{each.name}", new=4) for each in asked]
     heard = Told()
     served = []

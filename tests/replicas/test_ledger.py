@@ -43,18 +43,18 @@ def test_what_is_no_message_is_a_typed_error(text: str) -> None:
 
 def test_a_request_is_there_once() -> None:
     ledger = Ledger()
-    ledger.accept(REQUEST)
+    ledger.accept(REQUEST, 0.0)
     with pytest.raises(ValueError, match="has not ended"):
-        ledger.accept(REQUEST)
+        ledger.accept(REQUEST, 0.0)
     assert ledger.end("a") is not None
     assert ledger.end("a") is None
-    ledger.accept(REQUEST)
+    ledger.accept(REQUEST, 0.0)
     assert [len(ledger), "a" in ledger, "b" in ledger] == [1, True, False]
 
 
 def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
     ledger = Ledger()
-    ledger.accept(Request("a", (1,), 9))
+    ledger.accept(Request("a", (1,), 9), 0.0)
     first, second = ledger.assign("a").assignment, ledger.assign("a").assignment
     assert ledger.deliver("a", first, 0, (5,)) == ()
     assert ledger.deliver("a", second, 0, (5,)) == (5,)
@@ -63,7 +63,7 @@ def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
 
 def test_what_is_computed_again_has_to_be_the_same() -> None:
     ledger = Ledger()
-    ledger.accept(Request("a", (1,), 9))
+    ledger.accept(Request("a", (1,), 9), 0.0)
     assignment = ledger.assign("a").assignment
     assert ledger.deliver("a", assignment, 0, (5, 6)) == (5, 6)
     with pytest.raises(RepeatedOtherwise):
@@ -76,7 +76,7 @@ def test_what_is_computed_again_has_to_be_the_same() -> None:
 def test_clients_get_each_token_once(answer: list[int], reports: list[tuple[int, int]]) -> None:
     """Reports of any parts of an answer, again and again: what is new of each is what comes behind the others."""
     ledger = Ledger()
-    ledger.accept(Request("a", (1,), len(answer) + 1))
+    ledger.accept(Request("a", (1,), len(answer) + 1), 0.0)
     got: list[int] = []
     for begin, count in reports:
         before = min(begin, len(got))  # none is missing

@@ -164,12 +164,17 @@ class Wire:
         back: queue.Queue[torch.Tensor] = queue.Queue()
         return cls(there, back), cls(back, there)
 
-    def send(self, tensor: torch.Tensor) -> None:
+    direct = False
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("nothing comes to a device")
+
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
         if self.closed.is_set():
             raise RuntimeError("closed")
         self.there.put(self.change(tensor))
 
-    def recv(self, into: torch.Tensor) -> None:
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
         while not self.closed.is_set():
             try:
                 into.copy_(self.back.get(timeout=0.01))
@@ -288,7 +293,7 @@ def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
 
 def test_what_waits_to_be_sent_fails_with_the_link() -> None:
     class Stuck(Wire):
-        def send(self, tensor: torch.Tensor) -> None:
+        def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
             self.closed.wait(LONG)
             raise RuntimeError("closed while it was sent")
 

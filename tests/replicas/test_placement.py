@@ -7,8 +7,10 @@ import threading
 
 import pytest
 
+from ballonet.__main__ import main
+from ballonet.hooks.replicas.children import placed
 from ballonet.hooks.replicas.errors import NoAnswer, PlacementError, PortInUse, SupervisorLost
-from ballonet.hooks.replicas.placement import Placement, placement
+from ballonet.hooks.replicas.placement import Placement, as_replica, placement
 from ballonet.hooks.replicas.rendezvous import open_store
 from ballonet.hooks.replicas.store import Store
 
@@ -32,6 +34,7 @@ LONG = 120.0
             Placement("node0", 29400, False, 2, 4, agent=True),
         ),
         ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, None, Placement("node0", 29400, False, 2, 4)),
+        ({**TORCHRUN, "LOCAL_RANK": "1"}, None, Placement("node0", 29400, False, 2, 4, local=1)),
     ],
 )
 def test_placements(environ: dict[str, str], join: str | None, found: Placement) -> None:
@@ -57,6 +60,50 @@ def test_placements(environ: dict[str, str], join: str | None, found: Placement)
 def test_what_is_no_placement_is_refused(environ: dict[str, str], join: str | None, why: str) -> None:
     with pytest.raises(PlacementError, match=why):
         placement(environ, join)
+
+
+def test_a_replica_has_one_gpu_and_is_no_rank() -> None:
+    """Whatever torchrun says is forgotten, and nothing else."""
+    environ = {**TORCHRUN, "LOCAL_RANK": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "7", "OMP_NUM_THREADS": "1"}
+    forgotten = dict.fromkeys([*TORCHRUN, "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"])
+    assert as_replica(environ, 1, 0) == forgotten
+    assert as_replica(environ, 1, 2) == forgotten | {"CUDA_VISIBLE_DEVICES": "1"}
+    assert as_replica({}, 3, 2) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert as_replica({"CUDA_VISIBLE_DEVICES": "4,6"}, 1, 2) == {"CUDA_VISIBLE_DEVICES": "6"}
+
+
+def test_a_child_of_the_supervisor_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCHRUN, "TORCHELASTIC_RUN_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("KEPT", "1")
+    found = placed(1, 2)
+    assert (found["KEPT"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "1")
+    assert {*TORCHRUN, "TORCHELASTIC_RUN_ID"}.isdisjoint(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "why"),
+    [
+        (["--replicas", "3"], {**TORCHRUN, "BALLONET_REPLICA_SECRET": "s"}, "--replicas is 3, but torchrun starts 4"),
+        (["--replicas", "4"], TORCHRUN, "set BALLONET_REPLICA_SECRET"),
+        (["--join", "node0:1"], {}, "set BALLONET_REPLICA_SECRET"),
+        (["--replicas", "2", "--listen", "node0:1"], {}, "set BALLONET_REPLICA_SECRET"),
+        (["another", "--replicas", "2"], {}, "of one model"),
+        (["--replicas", "2", "--prefix-cache"], {}, "share no prefixes"),
+        (["--replicas", "2"], {"BALLONET_PREFIX_DIR": "/tmp"}, "share no prefixes"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_anything_is_loaded(
+    options: list[str],
+    environ: dict[str, str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "/no/model", *options]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_said_with_what_to_do() -> None:

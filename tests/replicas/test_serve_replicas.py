@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -15,7 +16,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from ballonet.hooks.replicas.placement import Placement
 from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
 from ballonet.hooks.replicas.serving import ReplicaServer
+from ballonet.hooks.replicas.supervisor import State
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -56,13 +60,15 @@ class Fleet:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._said = (folder / "said").open("w+")
+        self.process = self.start(folder, replicas, port)
+        self.wait(lambda: self.said().count("has joined") == replicas)
+
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
+        """Starts it."""
         sizes = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
         command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *sizes]
         environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment
-        )
-        self.wait(lambda: self.said().count("has joined") == replicas)
+        return subprocess.Popen([sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment)
 
     def said(self) -> str:
         """What it has written so far."""
@@ -114,7 +120,7 @@ def wait(until: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def burst(url: str, model: str, seed: int) -> list[str]:
+def burst(url: str, model: str, seed: int, count: int = BURST) -> list[str]:
     """The answers to many requests at once."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1800)
 
@@ -123,20 +129,20 @@ def burst(url: str, model: str, seed: int) -> list[str]:
         return found.choices[0].text
 
     with ThreadPoolExecutor(BURST) as pool:
-        return list(pool.map(ask, prompts(seed)))
+        return list(pool.map(ask, prompts(seed, count)))
 
 
-def prompts(seed: int) -> list[str]:
+def prompts(seed: int, count: int = BURST) -> list[str]:
     draw = random.Random(seed)
-    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(BURST)]
+    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(count)]
 
 
-def expected(folder: str, seed: int) -> list[str]:
+def expected(folder: str, seed: int, count: int = BURST) -> list[str]:
     """The answers of transformers alone."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = []
-    for prompt in prompts(seed):
+    for prompt in prompts(seed, count):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
         found.append(str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)))
@@ -163,7 +169,8 @@ def test_a_burst_is_answered_through_drop_and_restore(tmp_path: Path) -> None:
     right = expected(model, 1)
     arguments = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     fleet = ReplicaFleet(2, [*arguments, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
-    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER)
+    timeline = tmp_path / "timeline.json"
+    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER, str(timeline))
     listening = uvicorn.Server(uvicorn.Config(server.app, port=server.address.port, log_level="warning"))
     thread = threading.Thread(target=listening.run)
     thread.start()
@@ -179,10 +186,39 @@ def test_a_burst_is_answered_through_drop_and_restore(tmp_path: Path) -> None:
         wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
         assert state().moved[1] > 0, "layers came from the other one"
         assert burst(url, model, 2) == expected(model, 2)
+        check_figures(url, state())
+        assert any("layers come home" in line for line in said)
+        assert any("of 8 layers again" in line for line in said)
     finally:
         listening.should_exit = True
         thread.join()
         server.close()
+    check_timeline(json.loads(timeline.read_text()))
+
+
+def check_figures(url: str, state: State) -> None:
+    """What `/metrics` says of the pipeline, of predictions, and of layers that are back."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        text = answer.read().decode()
+    assert 0 < state.busy < state.open
+    assert 0 < state.bubble < 1
+    assert f"ballonet_pipeline_bubble {state.bubble}" in text
+    assert sorted(state.errors) == [0, 1]
+    assert 'ballonet_replica_cost_error{replica="1"}' in text
+    assert 'ballonet_replica_resident_layers{replica="1"}' in text
+
+
+def check_timeline(found: dict[str, Any]) -> None:
+    """What each process did, on one clock."""
+    lanes = {(process, lane) for process, lane, *_ in found["bars"]}
+    expected = {"epoch", "microbatches", "next epoch", "exchange", "layers", "restore"}
+    for process in ("replica 0", "replica 1"):
+        assert expected <= {lane for who, lane in lanes if who == process}
+        mine = sorted(bar[3:] for bar in found["bars"] if bar[:2] == [process, "microbatches"])
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(mine)), "a stage computes one at a time"
+    assert ("server", "requests") in lanes
+    assert all(-1 < begin <= end <= found["seconds"] for *_, begin, end in found["bars"])
+    assert {"drop", "restore"} <= {name.partition(": ")[2] for name, _ in found["marks"]}
 
 
 def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet) -> None:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..allocator.config import Config, environment
+from ..allocator.config import Config
 from ..allocator.errors import ConfigError, ManageError
 from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
-from . import arguments
+from . import arguments, serve_replicas
 from .run import add_options
-
-if TYPE_CHECKING:
-    from ..hooks.replicas.placement import Placement
-
-_SECRET = "BALLONET_REPLICA_SECRET"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def add(commands: Any) -> None:
@@ -57,8 +50,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--replicas",
         metavar="N",
-        type=arguments.count,
-        help="replicas of the one model on this machine, each with the budget, which drop layers for KV in a burst",
+        type=arguments.whole(0, 4096),
+        help="replicas of the one model on this machine, each with the budget, which drop layers for KV in a burst; 0: "
+        "only others join. Each rank of torchrun is one",
     )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="where replicas of other machines join (default: this machine only)"
@@ -66,7 +60,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help=f"serve as a replica of the server there; its secret is in {_SECRET}, of both",
+        help=f"serve as a replica of the server there; its secret is in {serve_replicas.SECRET}, of both",
     )
     parser.add_argument(
         "--log", metavar="FILE", type=Path, help="what the controller of the replicas is told and answers, JSON lines"
@@ -78,7 +72,7 @@ def add(commands: Any) -> None:
 def _serve(args: argparse.Namespace) -> Callable[[], None]:
     """Loads the models, and returns what serves them."""
     options = ManageOptions.of({each.name: vars(args)[each.name] for each in OPTIONS if each.name in args})
-    if args.host not in LOCAL and args.api_key is None and not args.no_api_key:
+    if args.host not in serve_replicas.LOCAL and args.api_key is None and not args.no_api_key:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
         from ..hooks.server.application import Address
@@ -89,11 +83,14 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..allocator.install import install
     from ..offload.timeline import recorder
 
-    where = _placed(args)
-    if args.replicas is not None or (where is not None and where.hosts):
-        return _replicas(args, where)
-    if args.log is not None:
+    where = serve_replicas.placed(args, options)
+    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
+    if where is not None and where.hosts:
+        return serve_replicas.server(args, where, address, _say)
+    if args.log is not None and (where is None or where.rank is None):
         raise ConfigError("--log is of the server that has --replicas: it writes what their controller decides")
+    if where is not None:
+        serve_replicas.begin(where, args)
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
     page_size = args.page_size or _page_size(args.models, args.budget)
@@ -101,76 +98,10 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     if args.timeline is not None:
         recorder.until_exit(args.timeline)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
-    if where is not None:
-        return _replica(args, where, options, {name: value for name, value in given.items() if value is not None})
-    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     batching = {name: value for name, value in given.items() if value is not None}
+    if where is not None:
+        return serve_replicas.replica(args, where, options, batching, _say)
     return Server(args.models, runtime.require(), options, address, _say, **batching).run
-
-
-def _placed(args: argparse.Namespace) -> Placement | None:
-    """Where the server is that this process is a replica of, or that it starts under torchrun; None: it has none."""
-    if args.join is None and (args.replicas is not None or "RANK" not in environment()):
-        return None
-    from ..hooks.replicas.placement import placement
-
-    return placement(environment(), args.join)
-
-
-def _replicas(args: argparse.Namespace, where: Placement | None) -> Callable[[], None]:
-    """Starts the replicas of one model, and returns what serves them. `where`: what torchrun says."""
-    import torch
-
-    from ..hooks.replicas.placement import Placement, placement
-    from ..hooks.replicas.serving import Fleet, ReplicaServer
-    from ..hooks.server.application import Address
-
-    if len(args.models) > 1:
-        raise ConfigError("--replicas are of one model: start a server for each")
-    if where is None:
-        where = Placement("127.0.0.1", 0, hosts=True)
-        if args.listen is not None:
-            where = replace(placement({}, args.listen), hosts=True)
-    if environment().get(_SECRET) is None and (where.host not in LOCAL or where.rank is not None):
-        raise ConfigError(f"whoever reaches {where.host} could join: set {_SECRET}, here and for the other replicas")
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    fleet = Fleet(args.replicas or 1, _forwarded(args), where, devices, environment().get(_SECRET))
-    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
-    return ReplicaServer(args.models[0], fleet, address, _say, log=args.log).run
-
-
-def _forwarded(args: argparse.Namespace) -> list[str]:
-    """The arguments of this command that each replica gets."""
-    found = []
-    names = ("budget", "page_size", "host_budget", "block_size", "batch_tokens", *(each.name for each in OPTIONS))
-    for name in names:
-        value = vars(args).get(name)
-        if value is not None and value is not False:
-            option = f"--{name.replace('_', '-')}"
-            found += [option] if value is True else [option, str(value)]
-    return found
-
-
-def _replica(
-    args: argparse.Namespace, where: Placement, options: ManageOptions, batching: dict[str, Any]
-) -> Callable[[], None]:
-    """Returns what serves as a replica of the server that is at `where`."""
-    from ..allocator import runtime
-    from ..hooks.replicas.errors import ReplicaError
-    from ..hooks.replicas.process import run
-
-    if len(args.models) > 1:
-        raise ConfigError("a replica has one model")
-    name, secret = args.models[0], environment().get(_SECRET)
-
-    def serve() -> None:
-        try:
-            run(name, runtime.require(), options, where, secret, _say, **batching)
-        except ReplicaError as error:
-            _say(str(error))
-            sys.exit(2)
-
-    return serve
 
 
 def _page_size(models: list[str], budget: str | None) -> int | None:

@@ -28,26 +28,19 @@ from ballonet.offload.governor import governor
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.residency import backing, layer_parts, mover, ring
 
-from ..core import arm, calls, disarm, pending
-from ..lines import interrupted
-from ..models import build, prompts
-from ..pool import bytes_that_exist, tiny_layers
-from ..prefix.test_faults import ASKS
-from ..programs import run
-from ..test_manage_faults import ERRORS, settle
-from ..tuned import Tuned, tuning
+from ...core import arm, calls, disarm, pending
+from ...lines import interrupted
+from ...models import build
+from ...pool import bytes_that_exist, tiny_layers
+from ...prefix.test_faults import ASKS
+from ...programs import run
+from ...streaming.conftest import BUDGET, PAGE
+from ...test_manage_faults import ERRORS, settle
+from ...tuned import Tuned, tuning
+from .holding import logits
 
-PAGE = 4096
-BUDGET = 2**22
 LAYERS = 3
-INPUTS = prompts(batch=2, longest=9)
 KEPT = Span(1, 2)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(**INPUTS).logits
-    return found
 
 
 @pytest.mark.parametrize(
@@ -55,7 +48,7 @@ def logits(model: Any) -> torch.Tensor:
     [*((kind, phase) for kind in ("host", "file") for phase in ("prepare", "drop", "restore")), ("file", "look")],
 )
 def test_a_fault_at_any_driver_call(kind: str, phase: str) -> None:
-    run(f"from tests.replicas.test_held_layers_faults import live; live({kind!r}, {phase!r})")
+    run(f"from tests.replicas.held.test_faults import live; live({kind!r}, {phase!r})")
 
 
 def live(kind: str, phase: str) -> None:

@@ -1,0 +1,81 @@
+"""How well the cost model of replicas predicts batches that a model really computes: prompts and decoding mixed.
+
+A group of one replica serves the same requests several times. The least time of each batch counts, of the CPU where it
+computes (what runs beside it on the machine is not counted), else between two events on the GPU's stream.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from random import Random
+
+import torch
+from common import Figure, Options
+from llama import build, few
+
+import ballonet
+from ballonet.hooks.replicas.costing import measured
+from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.settings import GroupSettings
+from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.stage import Stage
+from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Mark, Ran, StageTimes
+from ballonet.hooks.splice.splice import Splice
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.fit_cost import Sample, fit
+from ballonet.offload.policy.replicas.groups import alone
+
+LAYERS, BATCH, BLOCK = 8, 256, 16  # tokens of a batch, and of a block
+REQUESTS, ROUNDS = 48, 5
+LIMIT = 0.05  # the paper's (003, §4.3)
+
+
+def errors(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
+    """(what, peer, mean relative error) of predictions: by a cost that is fitted to such batches, for those that were
+    held out, and by the one that a replica measures when it starts, with other requests."""
+    torch.set_num_threads(1)
+    ballonet.install("20GiB" if chosen.cuda else "1GiB")
+    model = build(few(chosen, LAYERS), chosen.device)
+    mark = CudaMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostMarks(time.thread_time)
+    with ballonet.manage(model), Splice(model) as splice:
+        runs, settings = SplicedLayers(splice), GroupSettings.of(model, BATCH, page_size=BLOCK)
+        member = Member("one", model, runs, settings)
+        first = measured(member, LAYERS, mark)
+        rounds = [list(_batches(member, mark, chosen)) for _ in range(2 if chosen.tiny else ROUNDS)]
+    least: dict[tuple[tuple[int, int], ...], float] = {}
+    for each in chain(*rounds):
+        least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+    samples = [Sample(sizes, seconds) for sizes, seconds in least.items()]
+    mixed = [each for each in samples if len({new == 1 for _, new in each.chunks}) == 2]
+    what = f"{LAYERS} layers, {len(samples)} batches, {len(mixed)} of them mixed: mean error of predictions"
+    yield what, "fitted to batches, held out", Figure.of([fit(samples).error]).at_most(LIMIT)
+    yield what, "as measured at the start", Figure.of([_error(first.cost, samples)])
+    yield what, "the same, of mixed batches", Figure.of([_error(first.cost, mixed)])
+
+
+def _error(cost: ChunkCost, samples: list[Sample]) -> float:
+    return statistics.fmean(abs(cost.batch(each.chunks) / each.seconds - 1) for each in samples)
+
+
+def _batches(member: Member, mark: Callable[[], Mark], chosen: Options) -> Iterator[Ran]:
+    """The batches of one round, in their order."""
+    ran: list[Ran] = []
+    times = StageTimes(LAYERS, None, time.perf_counter, mark, ran.append)
+    stage = Stage(replace(member, times=times), alone(0, LAYERS), 0, 1, {}, lambda *_: None)
+    leader = stage.leader
+    assert leader is not None
+    random = Random(1)
+    for number in range(REQUESTS):
+        prompt = min(900, max(8, round(random.lognormvariate(4.5, 1.0))))
+        ids = tuple(random.randrange(member.model.config.vocab_size) for _ in range(prompt))
+        leader.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
+    while not leader.idle:
+        stage.step()
+    while not times.told_all:
+        times.look()
+    yield from ran

@@ -1,0 +1,79 @@
+"""`ballonet.snapshot()`: all pages of the device for PyTorch's memory viewer, with what lies in them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ..allocator import install, runtime
+from ..allocator._native import Device
+from ..allocator.errors import ConfigError
+from ..allocator.memory_snapshot import Contents, pages_by_owner, viewed
+from .device import governors
+from .managed import all_managed
+from .weights.storages import has_bytes, members
+
+PROTOCOL: Final = 4  # of pickle: the newest that the viewer's page reads
+
+
+def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """Returns the device's memory at this moment in the format of PyTorch's memory viewer, and writes it to `path`, a
+    file for pytorch.org/memory_viz. On the stand-in as on a GPU.
+
+    As `torch.cuda.memory._snapshot()`, of which it has all that torch recorded (`_record_memory_history`) where the
+    compiled allocator is torch's; blocks have frames that name their owner, and of weights and KV what lies there
+    (allocator/memory_snapshot.py, Note [Owners in the viewer]). `ballonet` holds page_size, budget and pages by owner.
+    NotInstalled; ConfigError where the file cannot be written.
+    """
+    device = runtime.of().device
+    contents = [*_weights(device), *_caches(device)]
+    found = viewed(device.segments(), contents, ordinal=device.ordinal, history=install.history())
+    found["ballonet"] = {
+        "page_size": device.page_size,
+        "budget": device.budget,
+        "pages": pages_by_owner(found, device.page_size),
+    }
+    if path is not None:
+        _write(Path(path), found)
+    return found
+
+
+def _weights(device: Device) -> Iterator[Contents]:
+    """What lies in the weights' pages of every managed model: its tensors, and its slots."""
+    for model, weights in all_managed():
+        if weights.device is device:
+            name = type(model).__name__
+            for member in members(model, ()):
+                if has_bytes(member.tensor):
+                    storage, start = member.tensor.untyped_storage(), member.tensor.data_ptr()
+                    left = int(storage.data_ptr() + storage.nbytes()) - start  # an expanded tensor has more than that
+                    yield Contents(start, min(member.tensor.nbytes, left), member.name, name)
+            for number, slot in enumerate(weights.ring.ranges):
+                yield Contents(slot.address, slot.nbytes, f"slot {number} of layers that stream", name)
+
+
+def _caches(device: Device) -> Iterator[Contents]:
+    """What lies in the pages of KV."""
+    for name, ranges in governors.of(device).ranges():
+        for number, opened in enumerate(ranges):
+            yield Contents(opened.address, opened.nbytes, f"range {number + 1} of {len(ranges)}", name)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """The file appears whole or not at all. ConfigError."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(pickle.dumps(found, PROTOCOL))
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(
+            f"the snapshot cannot be written to {path} ({error.strerror}): name a file in a folder that "
+            "you may write to"
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink()

@@ -1,0 +1,23 @@
+"""What would help a forward that found no memory: the changes that a plan of it names."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from ...allocator import install
+from .planner import plan
+
+
+def changes(config: Any, *, batch: int, context: int, budget: int, page_size: int) -> Sequence[str]:
+    """The nearest changes with which `batch` sequences of `context` tokens, of a model with this configuration, fit
+    into so many bytes of device pages; none where a plan has them fit, or where none can be made. Raises nothing: it is
+    asked while an error is told."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="ballonet-") as folder, install.stock():
+            config.save_pretrained(folder)
+            found = plan(folder, context=context, prompt=context, batch=batch, budget=budget, page_size=page_size)
+    except Exception:  # of configurations that a plan knows nothing of, of transformers' own code for them
+        return ()
+    return [] if found["fits"] else [change["text"] for change in found["changes"] if change["fits"]]

@@ -1,0 +1,205 @@
+"""A pair of ranks whose device memory goes over NCCL, from GPU to GPU; what lies on the host goes over gloo.
+
+Note [Two communicators]
+    NCCL runs what is submitted to a communicator in order, on a stream of its own. Were both ways to use one, and both
+    ends begin to send, each receive would wait behind a send that waits for the other end's receive. So each way has a
+    communicator. Its receiver submits nothing before the header of a message has come over gloo: a receive never lies
+    there and waits, and nothing of NCCL is outstanding on a link that idles.
+
+Note [Deadlines of its own]
+    NCCL does not hear that the other process has ended, and an abort may hang. So the host looks whether an operation
+    is over, until a deadline, or until gloo has heard it or `close` was called; a communicator that is given up is
+    aborted in a thread which nobody waits for. torch's own watchdog, which would end the process, is turned off before
+    the first group is made.
+
+Note [Streams]
+    An operation waits for what was submitted to the current stream of its thread before. The thread's usual stream is
+    the one that models compute on, so it would wait for microbatches of later; the pair has a stream of its own. What
+    is sent was copied before, which the link has waited for on the host; what came is complete on the host's clock when
+    `recv` returns. The buffers are activations of the pool, whose pages nobody remaps while they live. Those that
+    receive are allocated on the pair's stream: a block that another stream has given back may still be read there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import distributed
+
+from ...allocator.config import change_environment
+from ...offload.policy.tuning import DEFAULT, Replicas
+from .pair import GlooConnect, GlooPair, TwoRanks
+from .staging import buffer
+from .store import Store
+
+_UNWATCHED: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_WAYS: Final = ("there", "back")  # from the first rank, and to it
+_ID: Final = 64  # bytes in which an end says which GPU it has
+
+Group = Any  # ProcessGroupNCCL, which torch does not annotate
+MakeGroup = Callable[[Store, str, int, float], Group]  # (store, prefix, rank, timeout in seconds)
+
+
+class NcclPair:
+    """Two ranks on different GPUs."""
+
+    direct = True
+
+    def __init__(
+        self,
+        control: GlooPair,
+        out: Group,
+        into: Group,
+        other: int,
+        stream: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+        tuning: Replicas = DEFAULT.replicas,
+    ) -> None:
+        """`out`, `into`: communicators, one for each way; `other`: the rank at the other end; `stream`: makes the
+        pair's stream the current one; `timeout`: seconds that one operation may take."""
+        self._control = control
+        self._out = out
+        self._into = into
+        self._other = other
+        self._stream = stream
+        self._device = device
+        self._timeout = timeout
+        self._clock = clock
+        self._tuning = tuning
+        self._closed = threading.Event()
+
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
+        """See TwoRanks."""
+        if not direct:
+            self._control.send(tensor)
+            return
+        self._run(self._out, lambda group: group.send([tensor], self._other, 0))
+
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
+        """See TwoRanks."""
+        if not direct:
+            self._control.recv(into)
+            return
+        self._run(self._into, lambda group: group.recv([into], self._other, 0))
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """See TwoRanks."""
+        with self._stream():
+            return buffer(nbytes, self._device)
+
+    def close(self) -> None:
+        """See TwoRanks, and Note [Deadlines of its own]."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._control.close()
+        groups, self._out, self._into = (self._out, self._into), None, None
+        threading.Thread(target=_abort, args=groups, name="ballonet nccl abort", daemon=True).start()
+
+    def _run(self, group: Group, begin: Callable[[Group], Any]) -> None:
+        if group is None or self._closed.is_set():
+            raise RuntimeError("this end of the link is closed")
+        with self._stream():
+            work = begin(group)
+        until, pause = self._clock() + self._timeout, self._tuning.looked_first
+        while not work.is_completed():
+            if self._closed.wait(pause):
+                raise RuntimeError("this end of the link is closed")
+            if self._clock() >= until:
+                raise RuntimeError(f"NCCL has not ended an operation in {self._timeout:g} s")
+            pause = min(2 * pause, self._tuning.looked_last)
+        if (error := work.exception()) is not None:
+            raise RuntimeError(f"NCCL: {error}")
+
+
+class NcclConnect(GlooConnect):
+    """Forms a pair over gloo and, where both ends have a GPU of their own, NCCL's communicators beside it."""
+
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        me: int,
+        peer: int,
+        timeout: float,
+        *,
+        gpu: str,
+        device: torch.device,
+        stream: Callable[[], AbstractContextManager[Any]],
+        bulk: float,
+        make: MakeGroup | None = None,
+    ) -> None:
+        """`gpu`: the name of the GPU `device` of this end, another one for each GPU; `bulk`: seconds that one operation
+        may take; `make`: makes communicators; None: those of NCCL."""
+        super().__init__(store, epoch, me, peer, timeout)
+        self._gpu = gpu
+        self._device = device
+        self._stream = stream
+        self._bulk = bulk
+        self._make = make or made
+        self._wait = timeout
+
+    def __call__(self) -> TwoRanks:  # type: ignore[override]
+        """See Connect."""
+        control = super().__call__()
+        if not self._differ(control):
+            return control
+        rank, store = int(not self.first), self._store.clone(self._wait)
+        there, back = (self._make(store, f"{self._below}/{way}", rank, self._bulk) for way in _WAYS)
+        out, into = (there, back) if self.first else (back, there)
+        return NcclPair(control, out, into, 1 - rank, self._stream, self._device, self._bulk)
+
+    def forget(self) -> None:
+        """See Connect."""
+        super().forget()
+        for way in _WAYS:
+            self._store.delete(f"{self._below}/{way}/0")
+
+    def _differ(self, control: GlooPair) -> bool:
+        """Have both ends a GPU, and not the same one? NCCL takes one for two ranks for a mistake."""
+        mine = torch.zeros(_ID, dtype=torch.uint8)
+        name = self._gpu.encode()[:_ID]
+        mine[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8) if name else mine[:0]
+        theirs = torch.empty_like(mine)
+        ways = (control.send, mine), (control.recv, theirs)
+        for act, tensor in ways if self.first else ways[::-1]:
+            act(tensor)
+        return bool(name) and bool(theirs.any()) and not torch.equal(mine, theirs)
+
+
+def made(store: Store, prefix: str, rank: int, timeout: float) -> Group:
+    """A communicator of NCCL for two ranks, which is not registered with torch. RuntimeError."""
+    change_environment(dict(_UNWATCHED))
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    kind: Any = ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return kind(store.below(prefix), rank, 2, options)
+
+
+def available(device: torch.device) -> str:
+    """A name for this GPU that no other one has; empty where NCCL cannot be used."""
+    if device.type != "cuda" or not distributed.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes a new stream of a GPU the current one, as often as it is called."""
+    stream = torch.cuda.Stream(device)
+    return lambda: torch.cuda.stream(stream)
+
+
+def _abort(*groups: Group) -> None:
+    for each in groups:
+        with suppress(RuntimeError):
+            each.abort()

@@ -1,0 +1,124 @@
+"""The worker's side: the engine's KV cache as a reservation, a page under each block that may be handed out.
+
+Note [Beside vLLM's own memory]
+    Weights and activations stay where vLLM has them. Only the cache lies in the pool, whose budget is therefore what KV
+    may take. vLLM makes the cache by one `torch.zeros` of bytes, inside the context that its connector may give: there
+    the call returns the reservation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.dlpack import from_dlpack
+
+from ...allocator import control, install, runtime
+from ...allocator._native import Lease
+from ...allocator.config import Config
+from ...allocator.errors import DriverError, InstallError
+from ..sectors.pages import RESERVED, SectorPages
+
+
+class EngineCache:
+    """The blocks of one worker of an engine. Used by the thread that computes."""
+
+    def __init__(
+        self, settings: Config, blocks: int, nbytes: int, parts: Sequence[tuple[int, int, int]], model: str
+    ) -> None:
+        """`blocks`: in all; `nbytes`: of one; `parts`: where they lie, see SectorPages; `model`: its name. Starts a
+        device, unless there is one. BallonetError, torch.OutOfMemoryError."""
+        found = runtime.current()
+        self._started = None if found is not None else runtime.start(settings, torch.cuda.is_available())
+        self._device = (found or self._started).device  # type: ignore[union-attr]
+        if self._started is not None and settings.control:
+            control.start(install.set_budget)
+        self._blocks = blocks
+        self._nbytes = nbytes
+        self._group = self._device.group()
+        self._pages = SectorPages(self._device, self._group, blocks, nbytes, model, parts)
+        self._fixed = self._device.snapshot()["pages"]["kv"] + len(parts)  # each part may end with a page half in use
+        self._lease = Lease()
+        self._open: set[int] = set()
+        self.tensor = from_dlpack(self._pages.window()).view(torch.int8)  # [blocks x nbytes]
+        for each in range(RESERVED):
+            self._clear(self._pages.pieces(each))
+
+    @property
+    def limit(self) -> int:
+        """Blocks that the budget has pages for."""
+        free: int = self._device.budget - self._fixed * self._device.page_size
+        return max(RESERVED, min(self._blocks, RESERVED + free // self._nbytes))
+
+    def open(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """Backs these, in this order, as far as there are pages; returns those that are. A new page holds zeros, as
+        vLLM's own."""
+        done = []
+        for each in blocks:
+            if each not in self._open:
+                fresh = self._pages.missing([each])
+                try:
+                    self._pages.take([each])
+                except (torch.OutOfMemoryError, DriverError):
+                    break
+                self._open.add(each)
+                for first, count in fresh:
+                    self._clear(range(first, first + count))
+            done.append(each)
+        return tuple(done)
+
+    def close(self, blocks: Iterable[int]) -> None:
+        """Nobody uses these any more; their pages go back, once the device is done with them."""
+        gone = [each for each in blocks if each in self._open]
+        self._open.difference_update(gone)
+        self._pages.give(gone)
+
+    def begin(self) -> None:
+        """A step begins: until `end` no page of it is moved. DriverError."""
+        client = self._pages.client
+        client.begins({piece for each in (*range(RESERVED), *self._open) for piece in self._pages.pieces(each)})
+        self._lease.enter(self._group)
+        client.uses()
+
+    def end(self) -> None:
+        """What the step submits is submitted."""
+        self._lease.close()
+        self._lease = Lease()
+
+    def shut(self) -> None:
+        """The engine ends."""
+        self._lease.close()
+        if self._started is not None:
+            control.stop()
+
+    def _clear(self, pieces: Iterable[int]) -> None:
+        for each in pieces:
+            self.tensor[self._pages.of_piece(each)].zero_()
+
+
+class Reserving(TorchFunctionMode):
+    """Within it the one `torch.zeros` of `cache`'s size returns its tensor. InstallError at the end where vLLM made
+    its cache in another way."""
+
+    def __init__(self, cache: EngineCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = self._cache.tensor
+        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and args == (tensor.numel(),):
+            self._used = True
+            return tensor
+        return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if kind is None and not self._used:
+            with suppress(Exception):
+                self._cache.shut()
+            raise InstallError("vLLM has made its KV cache in a way that the connector does not know: see seams.py")

@@ -1,0 +1,220 @@
+"""The connector: what vLLM calls, on the side of the scheduler and on that of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from ...allocator.config import Config
+from ...allocator.errors import ConfigError
+from ..sectors.pages import RESERVED
+from .cache import EngineCache, Reserving
+from .gate import BlockGate
+
+logger = init_logger("vllm.ballonet")
+OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes")
+
+
+@dataclass
+class Changes(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to the workers: the request of that number for blocks to open, and blocks that lose their
+    pages."""
+
+    number: int
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+
+
+@dataclass
+class Opened(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The answer to the request of that number. `limit`: blocks that the budget has pages for."""
+
+    number: int
+    blocks: frozenset[int]
+    limit: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """What holds for both workers."""
+        assert isinstance(other, Opened)
+        return Opened(self.number, self.blocks & other.blocks, min(self.limit, other.limit))
+
+
+@dataclass
+class _Scheduling:
+    """What the scheduler's side knows."""
+
+    block: int  # tokens
+    step: int  # tokens of a step at most
+    together: int  # requests of a step at most
+    kinds: int  # groups of layers, each with blocks of its own
+    keep_prefixes: bool
+    gate: BlockGate | None = None
+    limit: int = RESERVED
+    requests: dict[str, Any] = field(default_factory=dict)
+    said: bool = False  # that there is too little for the requests that wait
+
+    @property
+    def need(self) -> int:
+        """Free blocks that the requests of the next two steps may ask for."""
+        if not self.requests:
+            return 0
+        tokens: int = sum(max(1, each.num_tokens - each.num_computed_tokens) for each in self.requests.values())
+        most = -(-min(tokens, self.step) // self.block) + min(len(self.requests), self.together)
+        return 2 * most * self.kinds
+
+
+class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The KV cache in the pool, with pages under the blocks that requests have, and a few ahead.
+
+    Options (`kv_connector_extra_config`): `budget`, `page_size` and `host_budget`, as of `ballonet.install`, for KV
+    alone; `keep_prefixes`: blocks that hold prefixes of past requests keep their pages in an idle engine (false).
+    ConfigError for another option.
+    """
+
+    requires_kv_delivery = False
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if unknown := options.keys() - set(OPTIONS):
+            raise ConfigError(f"{', '.join(sorted(unknown))}: no option of the connector; it has {', '.join(OPTIONS)}")
+        keep = bool(options.pop("keep_prefixes", False))
+        self._cache: EngineCache | None = None
+        self._answer: Opened | None = None
+        if role == KVConnectorRole.WORKER:
+            settings = Config.from_env().merge(**options)
+            tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+            size = tensors[0].size
+            if size % blocks or any(each.host_resident for each in tensors):
+                raise ConfigError(
+                    "vLLM keeps some of this model's KV on the host itself: serve it without the connector"
+                )
+            self._cache = EngineCache(settings, blocks, size // blocks, _parts(tensors), vllm_config.model_config.model)
+            return
+        scheduling = vllm_config.scheduler_config
+        self._plan = _Scheduling(
+            vllm_config.cache_config.block_size,
+            scheduling.max_num_batched_tokens,
+            scheduling.max_num_seqs,
+            max(1, len(kv_cache_config.kv_cache_groups)),
+            keep,
+        )
+
+    # -- a worker
+
+    def get_mem_pool_context(self) -> Reserving | None:
+        """See cache.py, Note [Beside vLLM's own memory]."""
+        return None if self._cache is None else Reserving(self._cache)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Before a step: does what the scheduler asks for, and holds the pages where they are."""
+        cache, changes = self._cache, self._get_connector_metadata()
+        assert cache is not None
+        assert isinstance(changes, Changes)
+        cache.close(changes.close)
+        self._answer = Opened(changes.number, frozenset(cache.open(changes.open)), cache.limit)
+        cache.begin()
+
+    def clear_connector_metadata(self) -> None:
+        """After a step."""
+        super().clear_connector_metadata()
+        if self._cache is not None:
+            self._cache.end()
+
+    def build_connector_worker_meta(self) -> Opened | None:
+        """What was opened in this step."""
+        return self._answer
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: nothing is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Does nothing: nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Does nothing: nothing is saved."""
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        if self._cache is not None:
+            self._cache.shut()
+
+    # -- the scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Closes all blocks that have no pages yet."""
+        self._plan.gate = BlockGate(gpu_block_pool, RESERVED)
+
+    def on_new_request(self, request: Any) -> None:
+        """Notes what will need blocks."""
+        self._plan.requests[request.request_id] = request
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Says that the blocks of the request may be freed at once."""
+        self._plan.requests.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`."""
+        return self.request_finished(request, [])
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Nothing comes from outside."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Does nothing: nothing comes from outside."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Changes:
+        """What is to change before this step: see gate.py, Note [Only what has pages]."""
+        plan, gate = self._plan, self._plan.gate
+        assert gate is not None
+        need = plan.need
+        closed = gate.close(2 * need, plan.limit, RESERVED, cached=not need and not plan.keep_prefixes)
+        stuck = plan.requests and not scheduler_output.total_num_scheduled_tokens and gate.open >= plan.limit > RESERVED
+        if stuck and not plan.said:
+            plan.said = True
+            logger.warning(
+                "no request can run: the budget has pages for %d blocks of %d tokens; raise it with "
+                "`python -m ballonet budget`",
+                plan.limit,
+                plan.block,
+            )
+        return Changes(*gate.ask(need, plan.limit), closed)
+
+    def has_pending_push_work(self) -> bool:
+        """Is there to be one more step, although there is no request? As long as an idle engine has pages to give."""
+        plan, gate = self._plan, self._plan.gate
+        return gate is not None and not plan.requests and gate.gives(RESERVED, not plan.keep_prefixes)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The workers have answered."""
+        answer, gate = connector_output.kv_connector_worker_meta, self._plan.gate
+        if isinstance(answer, Opened) and gate is not None:
+            self._plan.limit = answer.limit
+            gate.answered(answer.number, answer.blocks)
+
+
+def _parts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """Where the bytes of a block lie in the cache, as (offset, stride, bytes): together where blocks are outermost,
+    else one part for each layer. Groups of layers that share a place are counted once."""
+    found: set[tuple[int, int, int]] = set()
+    for each in tensors:
+        layers = range(len(each.layers))
+        if each.block_stride >= each.layer_stride * len(layers):
+            found.add((0, each.block_stride, each.block_stride))
+        else:
+            found.update((each.offset + n * each.layer_stride, each.block_stride, each.block_stride) for n in layers)
+    return sorted(found)

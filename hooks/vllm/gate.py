@@ -1,0 +1,94 @@
+"""Which blocks of a vLLM engine may be handed out: those whose pages the worker has said are there.
+
+Note [Only what has pages]
+    vLLM's scheduler hands out whatever is in the queue of free blocks, and kernels of the same step write to it. So a
+    block without pages is *closed*: out of the queue, and no part of the pool's size. The scheduler asks the worker to
+    open some, ahead of need, and they come into the queue with the answer. Where no page is left nothing comes: vLLM
+    then finds too few free blocks and preempts, as it does with a cache of a fixed size.
+    The scheduler may be some steps ahead of the workers. So a request to open is numbered, and a block is asked for
+    once until its answer is there: an answer that comes late never opens a block that was closed meanwhile.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+from typing import Any, Protocol
+
+
+class Queue(Protocol):
+    """The free blocks (vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue)."""
+
+    def remove(self, block: Any) -> None: ...
+    def prepend_n(self, blocks: list[Any]) -> None: ...
+    def get_all_free_blocks(self) -> list[Any]: ...
+
+
+class Blocks(Protocol):
+    """All blocks (vllm.v1.core.block_pool.BlockPool)."""
+
+    blocks: list[Any]
+    num_gpu_blocks: int
+    free_block_queue: Queue
+
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
+
+
+class BlockGate:
+    """Opens and closes blocks. See Note [Only what has pages]. Used by the thread that schedules."""
+
+    def __init__(self, pool: Blocks, first: int) -> None:
+        """Closes all free blocks but those numbered below `first`, whose pages are always there."""
+        self._pool = pool
+        self._closed: dict[int, Any] = {}
+        self._asked: dict[int, tuple[int, ...]] = {}  # by the number of the request, until it is answered
+        self._number = 0
+        self._close([each for each in pool.free_block_queue.get_all_free_blocks() if each.block_id >= first])
+
+    @property
+    def open(self) -> int:
+        """Blocks that have pages, in use or free, without those that always have."""
+        return len(self._pool.blocks) - len(self._closed)
+
+    def ask(self, need: int, limit: int) -> tuple[int, tuple[int, ...]]:
+        """A numbered request for the closed blocks that are to be opened so that `need` are free, the lowest first; no
+        more than that `limit` are open then."""
+        awaited = {each for blocks in self._asked.values() for each in blocks}
+        count = min(need - self._pool.get_num_free_blocks(), limit - self.open) - len(awaited)
+        self._number += 1
+        blocks = tuple(heapq.nsmallest(count, self._closed.keys() - awaited)) if count > 0 else ()
+        self._asked[self._number] = blocks
+        return self._number, blocks
+
+    def answered(self, number: int, blocks: Collection[int]) -> None:
+        """Opens those blocks of the request of that number that have pages now: the scheduler may hand them out."""
+        found = [self._closed.pop(each) for each in self._asked.pop(number, ()) if each in blocks]
+        self._pool.free_block_queue.prepend_n(found)
+        self._pool.num_gpu_blocks += len(found)
+
+    def gives(self, first: int, cached: bool) -> bool:
+        """Would an idle engine close anything? See `close`."""
+        free = self._pool.free_block_queue.get_all_free_blocks()
+        return any(each.block_id >= first and (cached or each.block_hash is None) for each in free)
+
+    def close(self, need: int, limit: int, first: int, cached: bool) -> tuple[int, ...]:
+        """Closes free blocks until no more than `need` are free and no more than `limit` open, and returns which: those
+        that hold no prefix first, the highest number first. Those that hold one only where `cached`, or where the limit
+        asks for it. Blocks below `first` stay."""
+        free = [each for each in self._pool.free_block_queue.get_all_free_blocks() if each.block_id >= first]
+        empty = sorted((each for each in free if each.block_hash is None), key=lambda each: -each.block_id)
+        kept = [each for each in free if each.block_hash is not None]  # the least recently used first
+        over = max(0, self.open - limit)
+        spare = max(over, self._pool.get_num_free_blocks() - need)
+        chosen = empty[:spare]
+        chosen += kept[: spare - len(chosen) if cached else max(0, over - len(chosen))]
+        self._close(chosen)
+        return tuple(each.block_id for each in chosen)
+
+    def _close(self, blocks: list[Any]) -> None:
+        self._pool.evict_blocks({each.block_id for each in blocks if each.block_hash is not None})
+        for each in blocks:
+            self._pool.free_block_queue.remove(each)
+            self._closed[each.block_id] = each
+        self._pool.num_gpu_blocks -= len(blocks)

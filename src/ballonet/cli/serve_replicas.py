@@ -1,0 +1,117 @@
+"""`ballonet serve` with replicas: `--replicas`, `--join`, and ranks of torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from ..allocator.config import change_environment, environment
+from ..allocator.errors import ConfigError
+from ..hooks.options import OPTIONS, ManageOptions
+
+if TYPE_CHECKING:
+    from ..hooks.replicas.placement import Placement
+    from ..hooks.server.application import Address
+
+SECRET: Final = "BALLONET_REPLICA_SECRET"
+LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+
+
+def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None:
+    """Where the server is that this process is a replica of, or that it starts; None: neither. ConfigError."""
+    launched = bool(environment().get("RANK"))
+    if args.join is None and args.replicas is None and not launched:
+        return None
+    from ..hooks.replicas.placement import placement
+
+    if len(args.models) > 1:
+        raise ConfigError("replicas are of one model: start a server for each")
+    if options.prefix_cache or options.prefix_dir is not None:
+        raise ConfigError(
+            "replicas share no prefixes between requests, as each stage of a group would forget other blocks: leave "
+            "prefix_cache and prefix_dir out, or serve without replicas"
+        )
+    if args.join is not None or launched:
+        found = placement(environment(), args.join)
+        if found.size is not None and args.replicas not in (None, found.size):
+            raise ConfigError(
+                f"--replicas is {args.replicas}, but torchrun starts {found.size} processes, each of which is a "
+                "replica: leave it out"
+            )
+    else:
+        found = replace(placement({}, args.listen or "127.0.0.1:1"), hosts=True)
+        found = found if args.listen is not None else replace(found, port=0)
+    if environment().get(SECRET) is None and not (found.hosts and found.rank is None and found.host in LOCAL):
+        raise ConfigError(f"whoever reaches {found.host} could join: set {SECRET}, here and for the other replicas")
+    return found
+
+
+def begin(where: Placement, args: argparse.Namespace) -> None:
+    """Makes this process a replica, before it looks for a GPU; see placement.py, Note [Ranks of torchrun]. All ranks
+    have the same arguments, of which the file of the timeline is for rank 0."""
+    if where.rank is None:
+        return
+    args.timeline = None
+    from ..hooks.replicas.placement import as_replica
+
+    change_environment(as_replica(environment(), where.local or 0, _devices()))
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def server(
+    args: argparse.Namespace, where: Placement, address: Address, say: Callable[[str], None]
+) -> Callable[[], None]:
+    """Starts the replicas of one model on this machine, and returns what serves them."""
+    from ..hooks.replicas.serving import Fleet, ReplicaServer
+
+    here = 1 if where.rank is not None else int(args.replicas)
+    fleet = Fleet(here, _forwarded(args), where, _devices(), environment().get(SECRET))
+    return ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline).run
+
+
+def replica(
+    args: argparse.Namespace,
+    where: Placement,
+    options: ManageOptions,
+    batching: dict[str, Any],
+    say: Callable[[str], None],
+) -> Callable[[], None]:
+    """Returns what serves as a replica of the server that is at `where`."""
+    from ..allocator import runtime
+    from ..hooks.replicas.errors import ReplicaError
+    from ..hooks.replicas.process import run
+
+    name, secret = args.models[0], environment().get(SECRET)
+
+    def serve() -> None:
+        try:
+            run(name, runtime.require(), options, where, secret, say, **batching)
+        except ReplicaError as error:
+            say(str(error))
+            sys.exit(2)
+
+    return serve
+
+
+def _devices() -> int:
+    """GPUs that this process sees. Counted without a context: one would fix which they are."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _forwarded(args: argparse.Namespace) -> list[str]:
+    """The arguments of this command that each replica gets."""
+    found = []
+    names = ("budget", "page_size", "host_budget", "block_size", "batch_tokens", *(each.name for each in OPTIONS))
+    for name in names:
+        value = vars(args).get(name)
+        if value is not None and value is not False:
+            option = f"--{name.replace('_', '-')}"
+            found += [option] if value is True else [option, str(value)]
+    return found

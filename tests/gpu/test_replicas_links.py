@@ -1,0 +1,97 @@
+"""Links between processes that have a GPU, and replicas of one server on it: the same bytes and tokens as without.
+
+Two processes on one GPU use gloo, with memory of the host between; where there are two GPUs they use NCCL.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.link import Link
+from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
+from ballonet.hooks.replicas.store import Store
+
+from ..replicas.test_serve_replicas import Fleet, burst, expected
+
+SECONDS = 120.0
+pytestmark = pytest.mark.gpu
+
+
+def sent(device: torch.device) -> list[torch.Tensor]:
+    """Tensors of all kinds of sizes, one of them with gaps."""
+    torch.manual_seed(0)
+    found = [torch.randn(257, 4096).bfloat16(), torch.randn(64, 64)[:, ::2], torch.arange(5), torch.zeros(0)]
+    return [each.to(device) for each in found]
+
+
+def ended(store: Store, me: int, peer: int, device: torch.device) -> Link:
+    gpu = available(device)
+    more: dict[str, Any] = {"gpu": gpu, "device": device, "stream": stream_of(device), "bulk": SECONDS}
+    return Link(NcclConnect(store, 1, me, peer, SECONDS, **more), 1, peer, Bell(), device=device)
+
+
+def other(name: str, port: int) -> None:
+    """Sends back what comes, while the device has much else to do."""
+    device = torch.device(name)
+    link = ended(Store.connect("127.0.0.1", port, timeout=SECONDS), 2, 1, device)
+    much = torch.randn(2048, 2048, device=device)
+    for _ in range(len(sent(device))):
+        for _ in range(10):
+            much = much @ much / 2048
+        link.send(link.recv("data", SECONDS), "data", check=True).wait(SECONDS)
+    assert link.recv("end", SECONDS).item() == 1
+    link.close()
+
+
+@pytest.mark.parametrize("peer", ["cuda:0", "cuda:1"])
+def test_tensors_come_back_as_they_were(peer: str) -> None:
+    if int(peer[-1]) >= torch.cuda.device_count():
+        pytest.skip("NCCL needs a GPU for each replica, and there is one")
+    device, store = torch.device("cuda:0"), Store.host(timeout=SECONDS)
+    spawned = multiprocessing.get_context("spawn")
+    process = spawned.Process(target=other, args=(peer, store.port), daemon=True)
+    process.start()
+    link = ended(store, 1, 2, device)
+    try:
+        for each in sent(device):
+            copy = each.clone()
+            link.send(each, "data", urgent=True)
+            each.zero_()  # what is sent was copied
+            found = link.recv("data", SECONDS)
+            assert found.device == device
+            assert torch.equal(found, copy)
+        link.send(torch.ones(1, device=device), "end")
+        assert link.direct == (peer != "cuda:0")
+        process.join(SECONDS)
+        assert process.exitcode == 0
+    finally:
+        link.close()
+        process.kill()
+
+
+class OnGPU(Fleet):
+    """Two replicas, on one GPU each or on the same one."""
+
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
+        sizes = ("--budget", "2GiB", "--block-size", "16", "--batch-tokens", "256")
+        command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *sizes]
+        return subprocess.Popen([sys.executable, *command], stderr=self._said, env=dict(os.environ))
+
+
+def test_two_replicas_answer_as_stock(tmp_path: Path) -> None:
+    server = OnGPU(tmp_path, 2)
+    try:
+        assert burst(server.url, server.model, 1, 8) == expected(server.model, 1, 8)
+        assert server.figure("ballonet_replicas ") == 2
+        assert server.end() == 0, server.said()
+    finally:
+        server.process.kill()

@@ -1,0 +1,194 @@
+"""Layers that a replica drops and restores: pages exactly, and no copy where that was prepared."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.device import governors
+from ballonet.hooks.replicas.held_layers import HeldLayers, Prepared
+from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.policy.replicas.groups import Span
+from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.testing import chaos_of, manage
+
+from ...models import Output, build
+from ...pool import bytes_that_exist
+from ...streaming.conftest import BUDGET, PAGE
+from ...tuned import Clock, Tuned
+from .holding import LAYERS, copied, logits, on_host, pages_of, prepared, say, settled, stocks_logits
+
+
+@pytest.fixture
+def clock(tuned: Tuned) -> Clock:
+    found = Clock(step=1e-6)
+    tuned(clock=found)
+    return found
+
+
+def test_freed_pages_are_exact_and_nothing_goes_to_the_host(
+    kind: str, model: Any, managed: ballonet.Managed, held: HeldLayers, stock: Output
+) -> None:
+    """Counted from outside: the layers' pages, less the slot of the largest; and for a file no host page at all."""
+    assert say(model).agrees(stock)
+    pages, before = pages_of(managed), on_host()
+    assert list(held.prepare([4, 3])) == [Prepared(4, 1, 2), Prepared(3, 2, 2)]
+    assert list(held.prepare([3, 4, 5])) == [Prepared(5, 1, 1)]
+    assert held.ready == (3, 4, 5)
+    assert on_host() - before <= 1 if kind == "file" else on_host() - before == sum(pages[3:])
+    assert managed.report().host_pages == (0 if kind == "file" else sum(pages[3:]))
+    there, to_host, here = settled(), copied("d2h"), copied("h2d")
+    freed = held.drop(Span(0, 3))
+    assert freed == sum(pages[3:]) - max(pages[3:])
+    assert there - settled() == freed
+    assert (copied("d2h"), copied("h2d")) == (to_host, here)
+    assert held.dropped == managed.report().streamed == (3, 4, 5)
+    assert say(model).agrees(stock), "alone, through the slot"
+    assert copied("h2d") > here
+    assert copied("d2h") == to_host
+    assert [each.layer for each in held.restore([5, 0, 3, 4])] == [5, 3, 4]
+    assert (held.dropped, managed.report().streamed) == ((), ())
+    assert settled() == there
+    assert say(model).agrees(stock)
+    assert held.drop(Span(0, 3)) == freed, "it is ready yet"
+    assert copied("d2h") == to_host
+    assert len(list(held.restore(range(LAYERS)))) == 3
+
+
+def test_a_cold_drop_prepares_by_itself(model: Any, managed: ballonet.Managed, held: HeldLayers, stock: Output) -> None:
+    pages = pages_of(managed)
+    assert held.drop(Span(2, 4)) == sum(pages) - sum(pages[2:4]) - max(pages[:2] + pages[4:])
+    assert held.drop(Span(2, 4)) == 0
+    assert held.drop(Span(3, 4)) == pages[2]
+    assert held.dropped == (0, 1, 2, 4, 5)
+    assert say(model).agrees(stock)
+
+
+def test_freed_pages_are_kv_s_at_once(managed: ballonet.Managed, held: HeldLayers) -> None:
+    prepared(held)
+    device = runtime.require()
+    settled()
+    group, few = device.group(), 4  # pages for whatever torch allocates
+    rest = device.reserve((device.available - few) * PAGE, "kv", group)
+    rest.map(0, rest.pieces)
+    assert device.available == few
+    freed = held.drop(Span(0, 3))
+    assert managed.report().streamed == held.dropped
+    kv = device.reserve(freed * PAGE, "kv", group)
+    kv.map(0, freed)
+    assert bytes_that_exist() <= BUDGET
+    with pytest.raises(torch.OutOfMemoryError, match="no room for layer 3"):
+        list(held.restore([3]))
+    assert managed.report().streamed == held.dropped == (3, 4, 5)
+    kv.close()
+    steps = held.restore([3, 4, 5])
+    assert [next(steps).layer, next(steps).layer] == [3, 4]
+    rest.close()  # until the last has its pages, the slot has some
+    assert next(steps).layer == 5
+
+
+def test_nobody_brings_dropped_layers_home_until_they_are_released(
+    model: Any, original: Any, clock: Clock, managed: ballonet.Managed, held: HeldLayers
+) -> None:
+    """Whatever is free, and for how long; but a layer of the span that pages were short for comes back as ever."""
+    governor = governors.of(runtime.require())
+    governor.link.bandwidth, expected = 1e12, stocks_logits(original)
+    logits(model)
+    held.drop(Span(0, 4))
+    settled()
+    pages = runtime.require().snapshot()["pages"]
+    ballonet.set_budget((sum(pages.values()) - pages["free"] - pages_of(managed)[0] // 2) * PAGE, timeout="60s")
+    taken = {*managed.report().streamed} - {4, 5}
+    ballonet.set_budget(BUDGET)
+    assert taken
+    for _ in range(12):
+        assert torch.equal(logits(model), expected)
+        clock.now += DEFAULT.pages.dwell / 2
+    assert managed.report().streamed == held.dropped == (4, 5)
+    assert governor.ladder.revert(Rung.HIDDEN_WEIGHTS, 10**6) == 0
+    assert {each.index for each in governor.reclaim.candidates()}.isdisjoint({4, 5})
+    host = managed.report().host_pages
+    held.release()
+    held.release()
+    assert (held.dropped, managed.report().streamed, managed.report().host_pages) == ((), (4, 5), host)
+    for _ in range(12):
+        assert torch.equal(logits(model), expected)
+        clock.now += DEFAULT.pages.dwell / 2
+    assert managed.report().streamed == ()
+
+
+def test_an_slo_that_allows_it_streams_layers_of_the_span_only(model: Any, stock: Output, clock: Clock) -> None:
+    """Layers stream for nothing where an SLO allows it: of those that are held."""
+    with ballonet.manage(model, tpot_slo="10s", ttft_slo="10s") as managed:
+        held = HeldLayers(managed)
+        held.drop(Span(1, 5))
+        for _ in range(4):
+            assert say(model).agrees(stock)
+            clock.now += 2 * DEFAULT.pages.forget
+        assert {*managed._elastic.plan.streamed} <= {1, 2, 3, 4}
+        assert {0, 5} <= {*managed.report().streamed}
+        assert held.dropped == (0, 5)
+        list(held.restore([0, 5]))
+        assert say(model).agrees(stock)
+
+
+def test_layers_of_several_sizes_share_a_slot_of_the_largest() -> None:
+    with install.stock():
+        model = build("llama", num_hidden_layers=4)
+        for layer, factor in zip(model.model.layers, (1, 3, 2, 1), strict=True):
+            mlp = layer.mlp
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                old = getattr(mlp, name)
+                wide = (old.in_features, old.out_features * factor)
+                wide = (old.in_features * factor, old.out_features) if name == "down_proj" else wide
+                new = torch.nn.Linear(*wide, bias=False)
+                torch.nn.init.normal_(new.weight, std=0.05)
+                setattr(mlp, name, new)
+        expected = logits(model)
+    with ballonet.manage(model) as managed:
+        held = prepared(HeldLayers(managed), 4)
+        pages = pages_of(managed)
+        assert len(set(pages)) == 3
+        there = settled()
+        for kept in range(4):
+            gone = [pages[layer] for layer in range(4) if layer != kept]
+            assert held.drop(Span(kept, kept + 1)) == there - settled() == sum(gone) - max(gone)
+            assert torch.equal(logits(model), expected)
+            list(held.restore(range(4)))
+            assert settled() == there
+
+
+@pytest.mark.parametrize("seed", [1, 7])
+def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: Any, seed: int) -> None:
+    """Spans of any size, restored in any order and not always all; pages move at random, given and taken back."""
+    expected = stocks_logits(original)
+    spans, before, whole = random.Random(seed), (settled(), on_host()), 0
+    with manage(model, chaos=seed) as managed:
+        held = HeldLayers(managed)
+        assert torch.equal(logits(model), expected)
+        prepared(held)
+        here, host = settled(), on_host() - managed.report().host_pages
+        for cycle in range(24):
+            begin = spans.randrange(LAYERS)
+            held.drop(Span(begin, spans.randint(begin + 1, LAYERS)))
+            assert torch.equal(logits(model), expected), cycle
+            order = spans.sample(held.dropped, len(held.dropped))
+            for step in held.restore(order[: spans.choice((len(order), len(order) // 2))]):
+                assert step.layer not in held.dropped
+                assert torch.equal(logits(model), expected), (cycle, step)
+            if cycle % 3 == 2:
+                list(held.restore(range(LAYERS)))
+                if not managed._weights.on_host():  # chaos pulls levers, too
+                    whole += 1
+                    assert (settled(), on_host() - managed.report().host_pages) == (here, host), cycle
+        assert whole > 2
+        assert chaos_of(managed).moved["weights"] > 0
+        held.close()
+        for _ in range(3):
+            assert torch.equal(logits(model), expected)
+    assert (settled(), on_host()) == before

@@ -1,0 +1,64 @@
+"""What batches take, measured as they are served: the cost that is found is the one that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ballonet.hooks.replicas import costing
+from ballonet.hooks.replicas.costing import made, measured
+from ballonet.hooks.replicas.plan import Chunk
+from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.span_runner import SpanRunner
+from ballonet.hooks.replicas.stage_times import HostMarks
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.tuning import DEFAULT
+
+from ..models import build
+from .grouped import Replicas, install
+
+LAYERS = 2
+COST = ChunkCost(1e-6, 2e-5, 1e-3)
+FEW = replace(DEFAULT.replicas, requests_measured=24, answer_measured=6, rounds_measured=2)
+
+
+def test_made_requests_are_of_all_sizes() -> None:
+    lengths = [len(each.prompt) for each in made(DEFAULT.replicas, 512)]
+    assert len(lengths) == DEFAULT.replicas.requests_measured
+    assert min(lengths) < 512 // 8 < 512 // 2 < max(lengths) <= 512
+    assert [each.prompt for each in made(FEW, 512)] == [each.prompt for each in made(FEW, 512)]
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that passes as this cost says, but for the first round, which is as slow as kernels that are loaded."""
+    now, seen = [0.0], list[tuple[tuple[int, int], ...]]()
+    stock = SpanRunner._run
+
+    def run(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
+        sizes = tuple((each.before, len(each.ids)) for each in chunks)
+        now[0] += COST.batch(sizes) if sizes in seen else 100.0
+        seen.append(sizes)
+        return stock(self, chunks, *rest)
+
+    monkeypatch.setattr(SpanRunner, "_run", run)
+    install()
+    with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
+        found = measured(member, LAYERS, HostMarks(lambda: now[0]), FEW)
+        assert member.times is None, "what is served later is not counted here"
+    assert found.error < 1e-3
+    assert found.cost.seconds(40, 20) == pytest.approx(COST.seconds(40, 20), rel=1e-2)
+    assert any(len({new == 1 for _, new in sizes}) == 2 for sizes in seen), "prompts and decoding requests together"
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = Request("huge", (0,) * 100_000, 2)
+    monkeypatch.setattr(costing, "made", lambda *given: [huge, *made(*given)])
+    now = iter(range(10**6))
+    install(pages=64)
+    with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
+        assert measured(member, LAYERS, HostMarks(lambda: float(next(now))), FEW).cost.seconds(8, 8) > 0

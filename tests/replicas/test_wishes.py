@@ -1,0 +1,93 @@
+"""Rung 7 in a live replica: what the ladder lacks is demand that the controller hears of, for a while."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+
+import pytest
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.hooks.device import governors
+from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.link import Link
+from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.messages import End, Message
+from ballonet.hooks.replicas.replica import Replica
+from ballonet.hooks.replicas.settings import GroupSettings
+from ballonet.hooks.replicas.setup import Setup
+from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.splice.splice import Splice
+from ballonet.offload.policy.replicas import actions, events
+from ballonet.offload.policy.tuning import DEFAULT
+
+from ..models import build
+from .grouped import BLOCK, CHUNK, install
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+LAYERS = 4
+
+
+class Played:
+    """The supervisor."""
+
+    def __init__(self) -> None:
+        self.says: deque[Message] = deque()
+        self.heard: list[Message] = []
+
+    def take(self) -> Message | None:
+        return self.says.popleft() if self.says else None
+
+    def has(self) -> bool:
+        return bool(self.says)
+
+    def urgent(self) -> bool:
+        return False
+
+    def post(self, message: Message) -> None:
+        self.heard.append(message)
+
+    @property
+    def pending(self) -> int:
+        """Of the last load."""
+        return [each.pending for each in self.heard if isinstance(each, events.Load)][-1]
+
+
+def pending(replica: Replica, supervisor: Played, now: list[float]) -> int:
+    """What is pending as the next load says."""
+    now[0] += DEFAULT.replicas.beat
+    replica.step()
+    return supervisor.pending
+
+
+def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
+    install()
+    model, supervisor, now = build("llama", num_hidden_layers=LAYERS), Played(), [0.0]
+
+    def no_link(epoch: int, peer: int) -> Link:
+        raise AssertionError("it is alone")
+
+    with ballonet.manage(model) as handle, Splice(model) as splice:
+        runs = SplicedLayers(splice)
+        member = Member("one", model, runs, GroupSettings.of(model, CHUNK, page_size=BLOCK))
+        duplicates = governors.of(runtime.require()).duplicates
+        setup = Setup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
+        replica = Replica(setup, Bell())
+        assert duplicates.known
+
+        supervisor.says.append(actions.Alone(1, 0))
+        replica.step()
+        assert pending(replica, supervisor, now) == 0
+        duplicates.wish(7)
+        assert pending(replica, supervisor, now) == 7
+        duplicates.wish(2)
+        assert pending(replica, supervisor, now) == 9, "both at once"
+        now[0] += DEFAULT.replicas.wished
+        assert pending(replica, supervisor, now) == 0
+        supervisor.says.append(End())
+        replica.run()
+        assert not duplicates.known, "nobody is told any more"
+        del replica, setup, member, runs
+        gc.collect()

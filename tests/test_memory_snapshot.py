@@ -1,0 +1,296 @@
+"""`ballonet.snapshot()`: pages in the format of PyTorch's memory viewer, named by what lies in them."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import pickletools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.cuda import _memory_viz as viewer
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import ConfigError, NotInstalled
+from ballonet.allocator.memory_snapshot import Contents, pages_by_owner, viewed
+
+from .models import build, prompts
+from .pool import take_out
+from .tuned import Tuned
+
+PAGE = 4096
+# What the page at pytorch.org/memory_viz can read of pickle.
+READ = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "NONE"),
+    *("NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+}
+SEGMENT = {  # torch.cuda.memory._snapshot
+    "address": int,
+    "total_size": int,
+    "stream": int,
+    "segment_type": str,
+    "segment_pool_id": tuple,
+    "allocated_size": int,
+    "active_size": int,
+    "blocks": list,
+    "device": int,
+}
+BLOCK = {"address": int, "size": int, "requested_size": int, "state": str, "frames": list}
+FRAME = {"filename": str, "line": int, "name": str}
+STATES = {"active_allocated", "active_pending_free", "inactive"}
+
+
+def check_format(found: dict[str, Any]) -> None:
+    """The fields that torch's documentation of `_snapshot` names, with their types, and sums that agree."""
+
+    def fields(row: dict[str, Any], wanted: dict[str, type]) -> None:
+        assert {name: type(row[name]) for name in wanted} == wanted
+
+    assert isinstance(found["device_traces"], list)
+    for segment in found["segments"]:
+        fields(segment, SEGMENT)
+        assert segment["segment_type"] in ("small", "large")
+        at = segment["address"]
+        for block in segment["blocks"]:
+            fields(block, BLOCK)
+            assert block["state"] in STATES
+            assert block["address"] == at
+            assert 0 <= block["requested_size"] <= block["size"] > 0
+            at += block["size"]
+            for frame in block["frames"]:
+                fields(frame, FRAME)
+        assert at == segment["address"] + segment["total_size"]
+        used = [block["size"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+        assert segment["allocated_size"] == sum(used) == viewer.calc_active(segment)
+
+
+def flames(found: dict[str, Any]) -> str:
+    """What torch makes a flame graph of: a line per block, the outermost frame first."""
+    text: str = viewer.memory(found, format_flamegraph=str)
+    return text
+
+
+def names(found: dict[str, Any], owner: str) -> set[str]:
+    """What is said to lie in the pages of the owner."""
+    return {
+        block["frames"][0]["name"]
+        for segment in found["segments"]
+        if segment["ballonet_owner"] == owner
+        for block in segment["blocks"]
+        if len(block["frames"]) > 1
+    }
+
+
+@pytest.fixture
+def pool() -> Iterator[None]:
+    ballonet.install(budget=1024 * PAGE, page_size=PAGE, host_budget=1024 * PAGE, device="cpu")
+    yield
+    runtime.require().check()
+    take_out()
+
+
+def settled() -> tuple[dict[str, Any], dict[str, int]]:
+    """A snapshot, and the pages by owner as the core counts them, while nothing changes."""
+    runtime.require().stop_background()
+    runtime.require().reap(wait=True)
+    found = ballonet.snapshot()
+    return found, {owner: pages for owner, pages in runtime.require().snapshot()["pages"].items() if pages}
+
+
+@pytest.mark.usefixtures("pool")
+def test_all_pages_are_in_it_and_named() -> None:
+    with install.stock():
+        model = build("llama", num_hidden_layers=3)
+    managed = ballonet.manage(model, interval=None)
+    kept = torch.ones(3 * PAGE // 4)
+    answer = model.generate(**prompts(batch=2, longest=9), max_new_tokens=4, return_dict_in_generate=True)
+    found, pages = settled()
+    check_format(found)
+    assert found["ballonet"]["pages"] == pages
+    assert set(pages) >= {"weights", "kv", "activations"}
+    assert names(found, "weights") == {name for name, _ in model.named_parameters()} | {
+        name for name, buffer in model.named_buffers() if buffer.numel()
+    }
+    held = {  # bytes of each tensor that lies in the pool
+        block["frames"][0]["name"]: block["requested_size"]
+        for segment in found["segments"]
+        for block in segment["blocks"]
+        if segment["ballonet_owner"] == "weights"
+    }
+    assert all(held[name] == each.nbytes for name, each in model.named_parameters())
+    assert names(found, "kv") == {f"range {number} of 3" for number in (1, 2, 3)}  # one per layer
+    assert f"ballonet:0:weights;{type(model).__name__}:0:model.layers.2.mlp.up_proj.weight " in flames(found)
+    assert ";ballonet:0:kv;KV cache:0:range 1 of 3 " in flames(found)
+    assert any(
+        block["address"] == kept.data_ptr() and block["requested_size"] == kept.nbytes
+        for segment in found["segments"]
+        for block in segment["blocks"]
+        if segment["ballonet_owner"] == "activations"
+    )
+    del answer
+    managed.release()
+
+
+@pytest.mark.usefixtures("pool")
+def test_the_viewers_own_code_reads_it(tmp_path: Path) -> None:
+    tensors = [torch.ones(n) for n in (10, 1000, 5000)]
+    path = tmp_path / "memory.pickle"
+    made = ballonet.snapshot(path)
+    read = [(op.name, argument) for op, argument, _ in pickletools.genops(path.read_bytes())]
+    assert {name for name, _ in read} <= READ
+    assert read[0][0] == "PROTO"
+    assert 2 <= read[0][1] <= 4
+    found = pickle.loads(path.read_bytes())
+    assert found == made
+    assert [file.name for file in tmp_path.iterdir()] == ["memory.pickle"]
+    check_format(found)
+    assert f"segments: {len(found['segments'])}" in viewer.segsum(found)
+    assert "activations" in flames(found)
+    assert "activations" in viewer.segments(found, format_flamegraph=str)
+    assert viewer.trace(found) == ""
+    for page in (viewer.trace_plot(found), viewer.trace_plot(found, plot_segments=True), viewer.segment_plot(found)):
+        assert "snapshot.pickle" in page
+    del tensors
+    gc.collect()
+    later = ballonet.snapshot()
+    assert found["segments"][0]["allocated_size"] > later["segments"][0]["allocated_size"] == 0
+    assert viewer.compare(found["segments"], later["segments"], format_flamegraph=str) == ""  # the same segments
+
+
+@pytest.mark.usefixtures("pool")
+def test_of_layers_that_stream_the_slots_are_there(tuned: Tuned) -> None:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    with install.stock():
+        model = build("llama", num_hidden_layers=4)
+    managed = ballonet.manage(model, interval=2)
+    found, pages = settled()
+    assert found["ballonet"]["pages"] == pages
+    here = names(found, "weights")
+    assert "slot 0 of layers that stream" in here
+    away = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in managed.report().streamed}
+    assert away
+    assert away & here == set()
+    managed.release()
+
+
+def test_what_is_spilled_is_said_and_no_page_of_the_device() -> None:
+    ballonet.install(budget=16 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu", spill=True)
+    with pytest.warns(RuntimeWarning, match="lies on host pages"):
+        tensors = [torch.ones(4 * PAGE // 4) for _ in range(8)]
+    found, pages = settled()
+    spilled = found["ballonet"]["pages"].pop("spilled")
+    assert spilled == runtime.require().snapshot()["spilled"] > 0
+    assert found["ballonet"]["pages"] == pages
+    check_format(found)
+    del tensors
+    take_out()
+
+
+@pytest.mark.usefixtures("pool")
+def test_pages_add_up_while_others_change_them() -> None:
+    """A snapshot is of one moment: what exists is the sum of it, whatever two threads do."""
+    device = runtime.require()
+    device.set_budget(64 * PAGE)
+    ended = threading.Event()
+
+    def maps() -> None:
+        group = device.group()
+        while not ended.is_set():
+            opened = device.reserve(8 * PAGE, "kv", group)
+            opened.map(0, 8)
+            opened.close()
+
+    def allocates() -> None:
+        while not ended.is_set():
+            device.deallocate(device.allocate(5 * PAGE))
+
+    threads = [threading.Thread(target=work) for work in (maps, allocates)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(200):
+            owners = pages_by_owner(viewed(device.segments()), PAGE)
+            assert sum(owners.values()) <= 64
+            assert owners.get("kv", 0) <= 8
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_it_needs_a_pool_and_a_file_that_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(NotInstalled, match="install"):
+        ballonet.snapshot()
+    ballonet.install(budget=64 * PAGE, page_size=PAGE, device="cpu")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in (tmp_path / "no" / "file.pickle", folder):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            ballonet.snapshot(path)
+    assert list(tmp_path.rglob("*")) == [folder]
+    take_out()
+
+
+HISTORY: dict[str, Any] = {
+    "segments": [
+        {"address": 64, "blocks": [{"address": 64, "frames": [{"filename": "a.py", "line": 3, "name": "f"}]}]},
+        {"address": 4096, "blocks": [{"address": 4096, "frames": []}]},
+    ],
+    "device_traces": [[], [{"action": "alloc", "addr": 64, "size": 100, "stream": 0, "frames": []}]],
+    "allocator_settings": {"expandable_segments": True},
+    "external_annotations": [],
+}
+
+
+def test_what_torch_recorded_is_taken_over() -> None:
+    rows: list[Any] = [
+        (64, 192, (0, 0), True, [(64, 128, 100, "allocated"), (192, 64, 0, "free")], "activations", 7),
+        (4096, 4096, (0, 0), False, [(4096, 4096, 4096, "allocated")], "weights", 0),
+    ]
+    found = viewed(rows, [Contents(4096, 4000, "w", "Net")], ordinal=1, history=HISTORY)
+    check_format(found)
+    assert (found["device_traces"], found["allocator_settings"]) == (
+        HISTORY["device_traces"],
+        HISTORY["allocator_settings"],
+    )
+    first, second = found["segments"]
+    assert (first["device"], first["stream"], first["segment_type"], second["segment_type"]) == (1, 7, "small", "large")
+    assert [frame["name"] for frame in first["blocks"][0]["frames"]] == ["f", "activations"]
+    assert [(frame["filename"], frame["name"]) for frame in second["blocks"][0]["frames"]] == [
+        ("Net", "w"),
+        ("ballonet", "weights"),
+    ]
+    assert (first["allocated_size"], first["requested_size"], second["requested_size"]) == (128, 100, 4000)
+    assert "alloc" in viewer.trace(found) or "= " in viewer.trace(found)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=4),
+)
+def test_runs_are_cut_where_contents_begin(lying: list[tuple[int, int]], runs: list[tuple[int, int]]) -> None:
+    """Whatever lies where: blocks tile their run, and each byte of it is named for what lies there, once."""
+    there: dict[int, str] = {}  # by byte; of two that overlap the one that begins first, or is longer
+    for at, nbytes in sorted(lying, key=lambda each: (each[0], -each[1])):
+        if at not in there:
+            there |= dict.fromkeys(range(at, at + nbytes), f"{at}+{nbytes}")
+    rows: list[Any] = [(at, n, (0, 0), False, [(at, n, n, "allocated")], "kv", 0) for at, n in runs]
+    found = viewed(rows, [Contents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying])
+    check_format(found)
+    for (at, nbytes), segment in zip(runs, found["segments"], strict=True):
+        named = {
+            byte: block["frames"][0]["name"]
+            for block in segment["blocks"]
+            if len(block["frames"]) > 1
+            for byte in range(block["address"], block["address"] + block["requested_size"])
+        }
+        assert named == {byte: name for byte, name in there.items() if at <= byte < at + nbytes}

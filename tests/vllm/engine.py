@@ -1,0 +1,91 @@
+"""An engine of vLLM in a process of its own, for test_engine.py: `python engine.py MODEL ANSWERS OPTIONS`.
+
+OPTIONS, JSON: those of the connector, or null for stock; `changes`: (wave, budget in bytes) before which wave of
+requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on. ANSWERS, a file: the tokens
+of each request, and the pages of KV after each wave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+WAVES, REQUESTS, TOKENS = 3, 12, 60
+
+
+def main(model: str, answers: str, text: str) -> None:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR"
+    )
+    from vllm import LLM, SamplingParams
+
+    options = json.loads(text)
+    changes, failing = dict((options or {}).pop("changes", ())), (options or {}).pop("fail", 0)
+    more: dict[str, Any] = {}
+    if options is not None:
+        more["kv_transfer_config"] = {
+            "kv_connector": "BallonetConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "ballonet.hooks.vllm",
+            "kv_connector_extra_config": options,
+        }
+    engine = LLM(
+        model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=16,
+        max_num_batched_tokens=1024,
+        block_size=32,
+        **more,
+    )
+    if failing:
+        fail(failing)
+    draw, said, pages = random.Random(1), [], []
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    for wave in range(WAVES):
+        if wave in changes:
+            import ballonet
+
+            ballonet.set_budget(changes[wave])
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(2, 199) for _ in range(draw.randint(5, 200))]} for _ in range(REQUESTS)
+        ]
+        found = engine.generate(prompts, sampling, use_tqdm=False)
+        said.append([list(each.outputs[0].token_ids) for each in found])
+        pages.append(held() if options is not None else {})
+    Path(answers).write_text(json.dumps({"said": said, "pages": pages}))
+
+
+def held() -> dict[str, int]:
+    """Pages of KV now, and the most that there were of all owners."""
+    from ballonet.allocator import runtime
+
+    found = runtime.require().snapshot()
+    return {"kv": found["pages"]["kv"], "peak": found["physical_peak"] // found["page_size"]}
+
+
+def fail(calls: int) -> None:
+    """So many calls that back blocks fail, as when the driver refuses."""
+    import torch
+
+    from ballonet.hooks.sectors.pages import SectorPages
+
+    stock, number = SectorPages.take, count()
+
+    def take(self: SectorPages, *args: Any) -> None:
+        if 10 <= next(number) < 10 + calls:
+            raise torch.OutOfMemoryError("planted")
+        stock(self, *args)
+
+    SectorPages.take = take  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
