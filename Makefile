@@ -14,10 +14,10 @@ unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak bench figures gpu docs wheel clean
+.PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: build  ## the same answer with less and less memory; draws build/demo.png
 	@$(PY) examples/demo.py
@@ -61,6 +61,9 @@ sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0
 	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
+kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds, at every row of the fault matrix, and while groups form and part
+	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
+
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))
 
@@ -73,12 +76,12 @@ gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's 
 	@$(PYTHON) setup.py -q build_ext --inplace
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
 
-docs: build  ## the documentation as a site, build/site/index.html
+docs: $(VENV)/.ready  ## the documentation as a site, build/site/index.html
 	@$(call extra,material,docs)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@echo "build/site/index.html"
 
-wheel: build  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
+wheel: $(VENV)/.ready  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
 	@$(call extra,auditwheel,release)
 	@rm -rf build/wheel && $(PY) -m build --outdir build/wheel >$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
 	@PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl >>$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }

@@ -157,6 +157,7 @@ class Config:
     chaos: int | None = None  # seed; None: no chaos
     reserve: float = 60.0  # seconds that pages which a model's KV had in use are kept free for it beside other models
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
+    replica_faults: Path | None = None  # file of faults of replicas (hooks/replicas/faults.py); None: none
     control: bool = True  # may `python -m ballonet budget` ask this process?
     cache_dir: Path | None = None  # of what was compiled or measured once; None: the user's cache folder
 
@@ -215,6 +216,7 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_CHAOS": ("chaos", _parse_seed),
     "BALLONET_RESERVE": ("reserve", parse_time),
     "BALLONET_FAULT": ("faults", _parse_faults),
+    "BALLONET_REPLICA_FAULTS": ("replica_faults", lambda text, name: Path(text)),
     "BALLONET_CONTROL": ("control", _parse_switch),
     "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),
 }

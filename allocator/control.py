@@ -1,8 +1,9 @@
-"""A running process can be asked for its budget from outside, and be given another one: `python -m ballonet budget`.
+"""A running process can be looked at from outside, and be given another budget: `python -m ballonet budget` and `top`.
 
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
-user can enter. A request is one line of JSON, `{"budget": null | bytes, "timeout": seconds}`, and so is its answer:
-`{"ok": true, ...}` with `describe`'s keys, or `{"ok": false, "kind": the error's class, "message": ...}`.
+user can enter. A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout": seconds}` has
+`{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`; or it is
+`{"ok": false, "kind": the error's class, "message": ...}`.
 
 Note [The end of a process]
     The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that comes back
@@ -22,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +31,10 @@ from . import runtime
 from .config import control_dirs
 from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
 from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
+from .looks import look as look_here
 
 LONGEST: Final = 4096  # bytes of a request
+LONGEST_ANSWER: Final = 1 << 20  # bytes
 LONGEST_PATH: Final = 107  # bytes of a socket's path
 
 SHOWN: Final = ("budget", "page_size", "pages", "host_pages", "peer", "peer_budget", "peer_pages", "spilled")
@@ -97,15 +101,22 @@ class Control:
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             request = json.loads(line)
-            budget, timeout = request["budget"], request["timeout"]
+            if "look" in request:
+                since = request["look"]
+                act = partial(look_here, None if since is None else int(since))
+            else:
+                act = partial(self._budget, request["budget"], request["timeout"])
         except (ValueError, TypeError, KeyError):
             return {"ok": False, "kind": "ValueError", "message": "the request is not understood"}
         try:
-            if budget is not None:
-                self._set_budget(int(budget), float(timeout))
-            return {"ok": True, **describe()}
+            return {"ok": True, **act()}
         except Exception as error:
             return {"ok": False, "kind": type(error).__name__, "message": str(error).removeprefix("ballonet: ")}
+
+    def _budget(self, budget: Any, timeout: Any) -> dict[str, Any]:
+        if budget is not None:
+            self._set_budget(int(budget), float(timeout))
+        return describe()
 
 
 _control: Control | None = None
@@ -149,12 +160,36 @@ def ask(
     `timeout`: seconds that it may take to get pages back; `patience`: that a line may take. Raises NoSuchProcess,
     NotPermitted, NotReachable, and ControlRefused with what it said.
     """
+    return _asked(pid, {"budget": budget, "timeout": timeout}, timeout + 2 * patience, folders, patience)
+
+
+def look(
+    pid: int, since: int | None = None, folders: Sequence[Path] | None = None, patience: float = CONTROL_PATIENCE
+) -> dict[str, Any]:
+    """What `looks.look` says in another process of this user. Raises as `ask`."""
+    return _asked(pid, {"look": since}, patience, folders, patience)
+
+
+def listening(folders: Sequence[Path] | None = None) -> list[int]:
+    """Returns the pids of this user's processes that have a socket, in ascending order. Some may not answer."""
+    found = set[int]()
+    for folder in control_dirs() if folders is None else folders:
+        with contextlib.suppress(OSError):
+            names = [path.stem for path in folder.glob("*.sock") if path.stem.isdecimal()]
+            found.update(int(name) for name in names if _owner(int(name)) == os.geteuid())
+    return sorted(found)
+
+
+def _asked(
+    pid: int, request: dict[str, Any], seconds: float, folders: Sequence[Path] | None, patience: float
+) -> dict[str, Any]:
+    """`seconds`: that the answer may take. Raises as `ask`."""
     _check_owner(pid)
     with _connected(pid, control_dirs() if folders is None else folders, patience) as connection:
-        connection.settimeout(timeout + 2 * patience)
+        connection.settimeout(seconds)
         try:
-            connection.sendall(json.dumps({"budget": budget, "timeout": timeout}).encode() + b"\n")
-            answer = json.loads(_line(connection, 1 << 20))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            answer = json.loads(_line(connection, LONGEST_ANSWER))
         except (OSError, ValueError) as error:
             raise NotReachable(
                 pid, f"did not answer ({error}): it may be ending, or busy with another request; try again"
@@ -165,12 +200,19 @@ def ask(
 
 
 def _check_owner(pid: int) -> None:
-    try:
-        owner = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        raise NoSuchProcess(pid, "does not exist: give the pid of a running process, as ps shows it") from None
+    owner = _owner(pid)
+    if owner is None:
+        raise NoSuchProcess(pid, "does not exist: give the pid of a running process, as ps shows it")
     if owner != os.geteuid():
         raise NotPermitted(pid, f"belongs to user {owner}: run this command as that user")
+
+
+def _owner(pid: int) -> int | None:
+    """The user of a process; None where there is none."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
 
 
 def _connected(pid: int, folders: Sequence[Path], patience: float) -> socket.socket:

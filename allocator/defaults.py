@@ -35,6 +35,8 @@ BUDGET_LOOK: Final = 0.01
 # and that a client may take for its line. Chosen: a line comes at once or not at all.
 CONTROL_GRACE: Final = 2.0
 CONTROL_PATIENCE: Final = 5.0
+# Decisions that a look at another process hands over at most, the last ones. Chosen: more than any screen shows.
+LOOK_EVENTS: Final = 32
 # Seconds until a process that could not take a connection, being out of file descriptors, tries again. Chosen.
 CONTROL_AGAIN: Final = 0.1
 # Seconds that the companion may take to compile. Chosen: a busy machine may take minutes.

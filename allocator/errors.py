@@ -64,6 +64,35 @@ class BudgetInUse(BudgetError):
         )
 
 
+class PortInUse(ConfigError):
+    """Something is to listen where another process listens already."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(host, port)
+        self.host = host
+        self.port = port
+
+    def __str__(self) -> str:
+        return (
+            f"another process listens on {self.host}:{self.port}: end it (ss -ltnp 'sport = :{self.port}' names it), "
+            "choose another port, or port 0 for any that is free"
+        )
+
+
+class ExtraMissing(BallonetError):
+    """A part of ballonet needs a package that is not installed. `what` needs `package`; `extra`: the group of
+    dependencies that it is in."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(what, package, extra)
+        self.what = what
+        self.package = package
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.what} need {self.package}, which is not installed: pip install 'ballonet[{self.extra}]'"
+
+
 class DriverError(BallonetError):
     """A call of the driver failed. `code` is its CUresult, `detail` what was being done and what to try."""
 

@@ -41,7 +41,8 @@ def linked(text: str, folder: str, pages: set[str]) -> str:
         there = posixpath.normpath(posixpath.join(folder, image or target))
         page = PAGES.get(there, there.removeprefix("docs/"))
         if page not in pages | set(PAGES.values()):
-            return alternative if image else str(name)
+            known = (ROOT / there).exists()  # else mkdocs is to say that it leads nowhere
+            return match[0] if not known else alternative if image else str(name)
         return f"![{alternative}]({page})" if image else f"[{name}]({page}{anchor or ''})"
 
     return LINK.sub(turned, text)

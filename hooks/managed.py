@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from ..allocator import install, runtime
+from ..allocator import install, looks, runtime
 from ..allocator._native import Device
 from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, OptionError, PoolExhausted
 from ..allocator.interrupts import Finalizer
@@ -214,6 +214,22 @@ def weights_of(managed: Managed) -> Weights:
 def elastic_of(managed: Managed) -> Elastic:
     """Which layers of its model stream."""
     return managed._elastic
+
+
+def _published() -> list[dict[str, Any]]:
+    """For those who watch this process: each managed model, in the order in which they came."""
+    from .watch.facts import model_facts, with_names
+
+    found = list[dict[str, Any]]()
+    for known in _managed.keyrefs():  # a list of its own: other threads manage and release meanwhile
+        model = known()
+        handle = None if model is None else _managed.get(model)
+        if model is not None and handle is not None:
+            found.append(model_facts(model, handle._elastic, handle._weights, handle._prefixes))
+    return with_names(found)
+
+
+looks.publish("models", _published)
 
 
 def between_forwards(managed: Managed, act: Callable[[], T]) -> T:

@@ -362,9 +362,9 @@ config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_h
 model = LlamaForCausalLM(config).eval()
 tokens = model.generate(torch.arange(1, 9)[None], max_new_tokens=24, do_sample=False)
 print(tokens[0].tolist())
-if "ballonet" in sys.modules:
-    import ballonet
-    print(ballonet.stats().pages["weights"], file=sys.stderr)
+runtime = sys.modules.get("ballonet.allocator.runtime")  # a fork of a process that has imported it knows it in any case
+if runtime is not None and runtime.current() is not None:
+    print(sys.modules["ballonet"].stats().pages["weights"], file=sys.stderr)
 """
 
 

@@ -44,6 +44,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/vllm",
     "hooks/batching",
     "hooks/splice",
+    "hooks/watch",
     "hooks",
     "hooks/programs",
     "hooks/plan",
@@ -58,7 +59,10 @@ SOURCES = [
 ]
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 # modules that need no torch
-LIGHT = ("config", "control", "errors", "events", "findings", "info", "ram", "replay", "runtime", "stats", "units")
+LIGHT = (
+    *("config", "control", "errors", "events", "findings", "info", "looks", "ram", "replay", "runtime", "stats"),
+    "units",
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +160,7 @@ def test_a_wrong_import_is_seen(room: str, line: str) -> None:
 # Numbers that are facts, of a format, a driver, a file system or a machine, or that only name something. What decides
 # lies in offload/policy/tuning.py and allocator/defaults.py.
 FACTS = {
-    "allocator/control.py": {"LONGEST", "LONGEST_PATH"},
+    "allocator/control.py": {"LONGEST", "LONGEST_ANSWER", "LONGEST_PATH"},
     "allocator/findings.py": {"FORMAT"},
     "allocator/preflight/cuda.py": {"NOT_READY", "POSIX_FD", "READ_ONLY"},
     "allocator/preflight/measure.py": {"MIB"},

@@ -182,7 +182,8 @@ def test_of_layers_that_stream_the_slots_are_there(tuned: Tuned) -> None:
     managed.release()
 
 
-def test_what_is_spilled_is_said_and_no_page_of_the_device() -> None:
+def test_what_is_spilled_is_said_and_no_page_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "_warned", False)  # by another test of this process
     ballonet.install(budget=16 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu", spill=True)
     with pytest.warns(RuntimeWarning, match="lies on host pages"):
         tensors = [torch.ones(4 * PAGE // 4) for _ in range(8)]

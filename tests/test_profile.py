@@ -19,9 +19,10 @@ from torch import nn
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import install, runtime
+from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks import profile
-from ballonet.hooks.device.key import key_of
+from ballonet.hooks.device.key import key_for, key_of
 from ballonet.hooks.device.marks import HostMarks
 from ballonet.hooks.managed import pace_of
 from ballonet.hooks.measure.pace import Pace
@@ -261,16 +262,15 @@ def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_gpu_is_named_with_its_driver_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu: Any = SimpleNamespace(kind="cuda", ordinal=0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda ordinal: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: SimpleNamespace(uuid="abc"))
     monkeypatch.setattr(link, "driver", {"GPU-abc": "580.65"}.get)
     monkeypatch.setattr(link, "described", {"GPU-abc": "PCIe 5 x16"}.get)
-    key = key_of(nn.Linear(2, 2), gpu)
+    key = key_for(nn.Linear(2, 2), "cuda", 0, Config())
     assert (key["device"], key["driver"], key["link"]) == ("H200", "580.65", "PCIe 5 x16")
     monkeypatch.setattr(link, "driver", lambda uuid: "")
     monkeypatch.setattr(link, "described", lambda uuid: "")
-    key = key_of(nn.Linear(2, 2), gpu)
+    key = key_for(nn.Linear(2, 2), "cuda", 0, Config())
     assert key["driver"].startswith("CUDA")
     assert key["link"] == "not known"
 

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,12 @@ def device() -> Iterator[Device]:
 
 def test_variables_of_the_environment() -> None:
     found = testing.environment(
-        chaos=7, fault="cuMemMap:7,cuMemCreate=700:1", link="2GB/s", link_latency="2ms", peer_link="1GB/s"
+        chaos=7,
+        fault="cuMemMap:7,cuMemCreate=700:1",
+        link="2GB/s",
+        link_latency="2ms",
+        peer_link="1GB/s",
+        replica_faults="/tmp/faults",
     )
     assert Config.from_env(found) == Config(
         chaos=7,
@@ -37,9 +43,10 @@ def test_variables_of_the_environment() -> None:
         link_bandwidth=2 * 10**9,
         link_latency=2e-3,
         peer_bandwidth=10**9,
+        replica_faults=Path("/tmp/faults"),
     )
     assert testing.environment() == {}
-    assert set(inspect.signature(testing.environment).parameters) == {"chaos", "fault", *LINKS}
+    assert set(inspect.signature(testing.environment).parameters) == {"chaos", "fault", "replica_faults", *LINKS}
 
 
 LINKS = ("link", "link_latency", "peer_link")

@@ -11,6 +11,7 @@ from ...allocator._native import Device
 from ...offload.governor.situation import Lending
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
+from ..measure.histogram import Latencies
 from .living import Living
 
 Require = Callable[[float | None, float | None, bool], None]
@@ -36,7 +37,8 @@ class Batched:
     `fast`: are batches chosen by that? `require`: is told what the requests of the next batch ask of a step that
     decodes, and of one with prompts, in seconds, and whether others wait for it, before it is computed. `lends`: what
     its own layers could give, and at which price. `living`: the cache that outlives the loops; None: each has its own.
-    `slo`: of requests that ask nothing themselves. `schedules`: of its loops, as long as they live."""
+    `slo`: of requests that ask nothing themselves. `schedules`: of its loops, as long as they live; `latencies`: of
+    their requests."""
 
     name: str
     device: Device
@@ -47,6 +49,7 @@ class Batched:
     living: Living | None = None
     slo: RequestSLO = NOTHING
     schedules: list[weakref.ref[Schedule]] = field(default_factory=list)
+    latencies: Latencies = field(default_factory=Latencies)
 
     def scheduled_by(self, schedule: Schedule) -> None:
         """Notes the schedule of one more loop."""

@@ -1,4 +1,5 @@
-"""Tells timelines what becomes of the requests of a generation loop (offload/timeline/served.py)."""
+"""Tells what becomes of the requests of a generation loop: timelines (offload/timeline/served.py) and histograms of
+latencies (measure/histogram.py)."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from typing import Any
 
 from ...offload.timeline.recorder import served
 from ...offload.timeline.series import End
+from ..measure.histogram import Latencies, RequestTimes
 
 
 class Noting:
-    """What one loop tells. `loop`: the name of its model."""
+    """What one loop tells. `loop`: the name of its model; `latencies`: of its model's requests."""
 
-    def __init__(self, loop: str) -> None:
+    def __init__(self, loop: str, latencies: Latencies) -> None:
         self._loop = loop
+        self._times = RequestTimes(latencies)
 
     def came(self, state: Any) -> None:
         """A request waits that is new."""
         came, prompt = round(state.created_time * 1e9), len(state.initial_tokens)
+        self._times.came(state.request_id, state.created_time)
         served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
 
     def again(self, state: Any) -> None:
@@ -32,8 +36,10 @@ class Noting:
         thread = threading.current_thread()
         if "_run_generation_loop" in thread.name:
             thread.name = f"batches of {self._loop}"
-        requests = [(state.request_id, generated(state)) for state in states]
-        served(lambda all_: all_.batch(self._loop, time.monotonic_ns(), requests, tokens))
+        requests, now = [(state.request_id, generated(state)) for state in states], time.monotonic_ns()
+        for name, got in requests:
+            self._times.got(name, now / 1e9, got)
+        served(lambda all_: all_.batch(self._loop, now, requests, tokens))
 
     def rests(self) -> None:
         """There is nothing to compute."""
@@ -42,7 +48,9 @@ class Noting:
     def ended(self, state: Any, end: End = "finished") -> None:
         """A request is over; it has failed where it has an error."""
         tokens, how = generated(state), "failed" if end == "finished" and state.error is not None else end
-        served(lambda all_: all_.ended(self._loop, state.request_id, time.monotonic_ns(), tokens, how))
+        now = time.monotonic_ns()
+        self._times.ended(state.request_id, now / 1e9, tokens, how == "finished")
+        served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, how))
 
 
 def generated(state: Any) -> int:

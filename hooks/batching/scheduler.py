@@ -64,7 +64,7 @@ class ElasticScheduler(Scheduler):
         living, blocks = cache.model.living, cache.kept
         shared = None if living is None else living.store
         self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
-        self._noting = Noting(cache.model.name)
+        self._noting = Noting(cache.model.name, cache.model.latencies)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from ...allocator import runtime
+from ...allocator import looks, runtime
 from ...allocator._native import Device
 from ...allocator.errors import DriverError
 from ...allocator.interrupts import if_free
@@ -77,6 +77,16 @@ def of(device: Device) -> Governor:
         _governors[found] = governor
         found.preparing = governor.ladder.preparing
         return governor
+
+
+def _away() -> dict[str, int]:
+    """For those who watch: pages of KV of all caches that lie on the host or a peer."""
+    found = runtime.current()
+    governor = None if found is None else _governors.get(found)
+    return {"displaced": 0 if governor is None else governor.displaced}
+
+
+looks.publish("kv", _away)
 
 
 def yield_pages(device: Device, governor: Governor) -> None:

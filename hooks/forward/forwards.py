@@ -80,6 +80,7 @@ class Forwards:
         self.layers = layers
         self.outermost = _Outermost()
         self._gate: Gate | None = None
+        self._entry = threading.Lock()  # of the gate, while a lease is opened
         self._unhooked = False
         self._handles: list[RemovableHandle] = []
         self._layers: list[weakref.ref[nn.Module]] = []
@@ -141,7 +142,8 @@ class Forwards:
     def check_none_runs(self, gate: Gate) -> None:
         """ModelInUse where a forward of the model runs on any thread. None begins until the gate is opened, which is
         closed now."""
-        self._gate = gate  # for those that have passed it, and have no lease yet
+        with self._entry:
+            self._gate = gate  # for those that have passed it, and have no lease yet
         if self.running() or gate.users(_ENTER):
             raise ModelInUse(f"a forward of {gate.name} is running: release() it afterwards")
 
@@ -156,13 +158,12 @@ class Forwards:
         if layers.bound:  # before the lease: layers may have to be moved for it
             outermost.turn = Turn()
             layers.prepare(outermost.turn)
-        outermost.lease = self._lease()
-        outermost.lease.open(self.weights.group)
-        if self._gate is not None and self._gate.is_closed:  # by whoever did not see the lease
-            outermost.lease.close()
-            self._gate.wait()
-            outermost.lease = self._lease()
-            outermost.lease.open(self.weights.group)
+        lease = outermost.lease = self._lease()
+        with self._entry:
+            if free := self._gate is None:
+                lease.open(self.weights.group)
+        while not free:
+            free = self._open_behind_gate(lease)
         if self._unhooked:  # since this call began
             self._drop()
             return
@@ -174,6 +175,19 @@ class Forwards:
             outermost.turn = outermost.turn or Turn()  # layers have begun to stream in this forward
             layers.begin(outermost.turn)
         self.weights.use(None)
+
+    def _open_behind_gate(self, lease: ForwardLease) -> bool:
+        """Opens the lease of a forward, never while a gate holds it up: whoever has closed one and finds no lease may
+        rely on it. False where it was held up, and one may have been closed again."""
+        with self._entry:
+            gate = self._gate
+            if gate is None or not gate.is_closed:
+                lease.open(self.weights.group)
+                return True
+        if gate.wait():
+            return False
+        lease.open(self.weights.group)
+        return True
 
     def leave(self) -> None:
         """The outermost forward of this thread has ended, or was interrupted."""

@@ -104,18 +104,19 @@ class Gate:
             frame = frame.f_back
         return False
 
-    def wait(self) -> None:
-        """For a pre-hook: returns when the gate is open, at once where the module is called by a forward of the
-        model."""
+    def wait(self) -> bool:
+        """For a pre-hook: returns when the gate is open, at once where the module is called by a forward of the model.
+        Is it open?"""
         thread = threading.get_ident()
         if not self._closed or thread == self._owner or self.inside(_caller(sys._getframe())):
-            return
+            return not self._closed
         self._waiting.add(thread)
         try:
             while self._closed and self._process == os.getpid():  # the child of a fork lacks the thread that opens it
                 self._opened.wait(1)
         finally:
             self._waiting.discard(thread)
+        return not self._closed
 
     def _close(self) -> Gate:
         self._closed = True

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from ...offload.policy.tuning import WeightPlans
 from ...offload.record.record import Phase, Point, Record
+from .histogram import Histogram
 from .pace import Measured
 
 
@@ -22,6 +23,8 @@ class Timings:
         self._tuning = tuning
         self._lessons: deque[tuple[Point, float]] = deque()  # that the record does not have yet
         self._known: tuple[Record, Point] | None = None  # a listed point that this record knows
+        self._histograms: dict[Phase, Histogram] = {"prefill": Histogram(), "decode": Histogram()}
+        self._uncounted: deque[tuple[Phase, float]] = deque()  # seconds that no histogram has yet
 
     def seconds(self, point: Point) -> float | None:
         """See ModelClient.seconds."""
@@ -37,6 +40,7 @@ class Timings:
         if point is None or measured.seconds <= 0:
             return False
         self.last[point.phase] = measured
+        self._uncounted.append((point.phase, measured.total))  # and counted later: this is called for each token
         self._lessons.append((point, measured.seconds))
         # Not each time: a lesson is a hundred calls, and after news all decisions are made anew.
         if len(self._lessons) < self._tuning.tell and (record := self.record) is not None:
@@ -51,8 +55,17 @@ class Timings:
         now = self.seconds(point)
         return before is None or now is None or abs(now - before) > before * self._tuning.news
 
+    def histograms(self) -> dict[Phase, Histogram]:
+        """Returns the seconds that forwards took so far, stalls included, by phase."""
+        with suppress(IndexError):  # there are no more
+            while True:
+                phase, seconds = self._uncounted.popleft()
+                self._histograms[phase].add(seconds)
+        return self._histograms
+
     def learn(self) -> None:
         """Adds what was measured since to the record."""
+        self.histograms()
         record = self.record or Record({}, self._bandwidth() or 1.0)
         with suppress(IndexError):  # there are no more, or another thread has taken the last one
             while True:

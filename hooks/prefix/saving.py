@@ -154,6 +154,12 @@ class Saver:
         self._stream: torch.cuda.Stream | None = None
         self._at_exit = atexit.register(_flushing(weakref.ref(self), governor.tuning.waiting.files))
 
+    def stored_bytes(self) -> tuple[str, int]:
+        """Returns the folder, and the bytes of all prefix files in it, those of other models too; 0 until the first
+        is needed."""
+        files = next(iter(tuple(self._folders.values())), None)
+        return str(self._directory), 0 if files is None else files.nbytes()
+
     # -- for the store
 
     def stored(self, ids: Sequence[int], keys: list[bytes], now: Identity) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...allocator.errors import BallonetError, ConfigError
+from ...allocator.errors import BallonetError, ConfigError, PortInUse
 from ...allocator.units import format_time
 
 
@@ -82,19 +82,8 @@ class PlacementError(ReplicaError, ConfigError):
     """What says where the supervisor is cannot be understood."""
 
 
-class PortInUse(ReplicaError, ConfigError):
+class SupervisorPortInUse(ReplicaError, PortInUse):
     """The supervisor cannot listen where it was told to."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port)
-        self.host = host
-        self.port = port
-
-    def __str__(self) -> str:
-        return (
-            f"another process listens on {self.host}:{self.port}: end it (ss -ltnp 'sport = :{self.port}' names it), "
-            "choose another port, or port 0 for any that is free"
-        )
 
 
 class JoinRefused(ReplicaError):

@@ -73,6 +73,9 @@ class ReplicaFigures:
             moved.add_metric([what], count)
         yield moved
         yield CounterMetricFamily("ballonet_replicas_ended", "Replicas that were ended as they hung.", now.fenced)
+        yield CounterMetricFamily(
+            "ballonet_replicas_replaced", "Replicas that were started instead of lost ones.", now.replaced
+        )
         yield CounterMetricFamily("ballonet_requests_recomputed", "Requests that began anew.", now.recomputed)
         requests = GaugeMetricFamily("ballonet_replica_requests", "Requests, by state.", labels=["state"])
         requests.add_metric(["computed"], now.requests - now.held)

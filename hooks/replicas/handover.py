@@ -93,6 +93,10 @@ class Handover:
         """Has this replica sent, and got, all that it has to?"""
         return not (self._silent or self._sends or self._mine or self._coming)
 
+    def close(self) -> None:
+        """Sends no more. What is being sent refers to this, and so to both caches, whose memory is needed at once."""
+        self._sending = iter(())
+
     def cancel(self, request: str) -> None:
         """Ends a request that may not have gone over yet."""
         self._cancelled.add(request)

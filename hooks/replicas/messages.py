@@ -47,7 +47,8 @@ class Seen:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """From a replica that has joined. `process`: its id, on its machine; `pages`: for layers and KV together; `layers`:
-    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there."""
+    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there; `rank`: on
+    the supervisor's machine, None where somebody else started it."""
 
     process: int
     pages: int
@@ -55,6 +56,16 @@ class Hello:
     token: int
     page: int
     cost: ChunkCost
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """To a process that the supervisor starts, in its environment: its `rank`, and what chunks take on this machine;
+    None: it measures that. Who replaces another starts in the middle of a load, and would measure that."""
+
+    rank: int
+    cost: ChunkCost | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +92,14 @@ class Counted:
     error: float | None = None
 
 
-Message = Hello | Start | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
+Message = (
+    Hello | Start | Started | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
+)
 
 _KINDS: Final[Mapping[str, Any]] = {
     **KINDS,
     **kinds((plan, requests, handover)),
-    **{each.__name__: each for each in (Hello, Start, End, Told, Counted, Record, Seen)},
+    **{each.__name__: each for each in (Hello, Start, Started, End, Told, Counted, Record, Seen)},
 }
 
 

@@ -82,6 +82,8 @@ class Place:
     def leave(self) -> None:
         """Ends its part in its group, with all KV and requests."""
         self.release(self.links.values())
+        if self.handover is not None:
+            self.handover.close()
         if (times := self._setup.replica.times) is not None:
             times.works(0)
         self.links, self.handover = {}, None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...allocator._native import Device
+from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
@@ -22,6 +25,7 @@ from ..splice.splice import Splice
 from .bell import Bell
 from .costing import measured
 from .errors import SupervisorLost
+from .faults import Faults, FaultyLayers, FaultyLink, FaultySpeaks
 from .fingerprint import fingerprint_of
 from .forming import by_cost
 from .held_layers import HeldLayers
@@ -30,7 +34,7 @@ from .mail import ToSupervisor
 from .mailbox import Mailbox
 from .member import Member, cache_of
 from .membership import join
-from .messages import Hello
+from .messages import Hello, Started, decoded
 from .nccl import NcclConnect, available, stream_of
 from .notes import Notes
 from .pair import GlooConnect
@@ -38,9 +42,10 @@ from .placement import Placement
 from .rendezvous import open_store
 from .replica import Replica
 from .settings import GroupSettings
-from .setup import Setup
+from .setup import Setup, Speaks
 from .spliced import SplicedLayers
 from .stage_times import Ran, StageTimes, marks_of
+from .store import Store
 
 
 def run(
@@ -51,11 +56,13 @@ def run(
     secret: str | None,
     say: Callable[[str], object],
     max_batch_tokens: int | None = None,
+    started: str | None = None,
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
-    """Serves as a replica of the supervisor that `placement` says. `batching`: what ContinuousBatchingConfig takes, the
-    same for all. ManageError, SpliceError; JoinRefused, SupervisorLost where there is none; torch.OutOfMemoryError."""
+    """Serves as a replica of the supervisor that `placement` says. `started`: what a supervisor has told who it started
+    (messages.Started); `batching`: what ContinuousBatchingConfig takes, the same for all. ManageError, SpliceError;
+    JoinRefused, SupervisorLost where there is none; torch.OutOfMemoryError."""
     store = open_store(placement, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
@@ -65,45 +72,75 @@ def run(
             settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
             place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(place)
-            try:
-                cost = measured(Member(name, model, runs, settings), layers, marks, tuning)
-            except ValueError as error:
-                raise ManageError(f"what batches of {name} take cannot be measured: {error}") from error
-            say(f"{name}: {handle!r}; what a batch takes is predicted within {cost.error:.1%} on average")
+            told = None if started is None else decoded(started)
+            assert told is None or isinstance(told, Started)
+            cost = None if told is None else told.cost
+            cost = cost or _measured(Member(name, model, runs, settings), layers, marks, say, tuning)
+            say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
-            times = StageTimes(layers, cost.cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
+            times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
             replica = Member(name, model, runs, settings, times)
-            hello = _hello(replica, handle, device, cost.cost)
+            hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
-            bell = Bell()
-            box = Mailbox(store, me, secret or "", bell)
-            supervisor = ToSupervisor(box)
-            supervisor.post(hello)
-            gpu = available(place)
-            stream = stream_of(place) if gpu else None
-
-            def connect(epoch: int, peer: int) -> Link:
-                connects = GlooConnect(store, epoch, me, peer, tuning.forming)
-                if stream is not None:
-                    ways: dict[str, Any] = {"gpu": gpu, "device": place, "stream": stream, "bulk": tuning.bulk}
-                    connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
-                return Link(connects, epoch, peer, bell, device=place, tuning=tuning)
-
-            form = by_cost(cost.cost)
-            setup = Setup(
-                me, replica, layers, HeldLayers(handle), supervisor, connect, time.monotonic, form, tuning, notes
-            )
-            loop = Replica(setup, bell)
-            try:
-                loop.run()
-            except SupervisorLost:
-                say(f"replica {me} ends: its supervisor has gone")
-            finally:
-                del loop
-                gc.collect()
-                box.close()
+            _live(me, store, secret, replica, handle, place, hello, notes, say, tuning)
     finally:
         handle.release()
+
+
+def _live(
+    me: int,
+    store: Store,
+    secret: str | None,
+    replica: Member,
+    handle: Managed,
+    place: torch.device,
+    hello: Hello,
+    notes: Notes,
+    say: Callable[[str], object],
+    tuning: Replicas,
+) -> None:
+    """The life of a member, until the supervisor ends it or is gone."""
+    bell = Bell()
+    box = Mailbox(store, me, secret or "", bell)
+    supervisor: Speaks = ToSupervisor(box)
+    make: Callable[..., Link] = Link
+    path = Config.from_env().replica_faults
+    if path is not None:
+        faults = Faults(path, me)
+        replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
+        supervisor, make = FaultySpeaks(supervisor, faults), partial(FaultyLink, faults)
+    gpu = available(place)
+    stream = stream_of(place) if gpu else None
+
+    def connect(epoch: int, peer: int) -> Link:
+        connects = GlooConnect(store, epoch, me, peer, tuning.forming)
+        if stream is not None:
+            ways: dict[str, Any] = {"gpu": gpu, "device": place, "stream": stream, "bulk": tuning.bulk}
+            connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
+        return make(connects, epoch, peer, bell, device=place, tuning=tuning)
+
+    supervisor.post(hello)
+    form, held = by_cost(hello.cost), HeldLayers(handle)
+    setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning, notes)
+    loop = Replica(setup, bell)
+    try:
+        loop.run()
+    except SupervisorLost:
+        say(f"replica {me} ends: its supervisor has gone")
+    finally:
+        del loop, setup
+        gc.collect()
+        box.close()
+
+
+def _measured(member: Member, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
+    """What batches take here. ManageError."""
+    try:
+        found = measured(member, layers, marks, tuning)
+    except ValueError as error:
+        raise ManageError(f"what batches of {member.name} take cannot be measured: {error}") from error
+    say(f"{member.name}: what a batch takes is predicted within {found.error:.1%} on average")
+    return found.cost
 
 
 def _note(notes: Notes, ran: Ran) -> None:
@@ -112,7 +149,7 @@ def _note(notes: Notes, ran: Ran) -> None:
     notes.bar("microbatches", f"{len(ran.sizes)} requests, {tokens} tokens", ran.begin, ran.end)
 
 
-def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost) -> Hello:
+def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
     """What this replica has to say of itself."""
     layers = tuple(elastic_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
@@ -121,4 +158,4 @@ def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost) ->
     cache.user = lambda: None
     own = device.snapshot()["pages"]["weights"] - sum(layers)  # of what is no layer
     free = device.budget // device.page_size - own - now.reserve // device.page_size
-    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost)
+    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost, rank)

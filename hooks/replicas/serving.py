@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...allocator.errors import ManageError
+from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Entry, Setup
 from ...offload.policy.replicas.demand import KVSize
@@ -17,14 +18,14 @@ from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
 from ..server.application import Address, Application
 from .bell import Bell
-from .children import SECRET, Children, placed
+from .children import SECRET, STARTED, Children, placed
 from .decision_file import DecisionFile
 from .figures import ReplicaFigures
 from .front import Front, FrontLoop, FrontState, ShapeOnly
 from .mail import FromReplicas
 from .mailbox import SUPERVISOR, Mailbox
 from .membership import Reception
-from .messages import Hello
+from .messages import Hello, Started, encoded
 from .placement import Placement
 from .recording import Recording
 from .rendezvous import open_store
@@ -35,13 +36,15 @@ from .supervisor import Supervisor
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """What replicas there are. `here`: how many this machine starts, with these `arguments` of `ballonet serve` each,
-    and `devices` GPUs for them; `where` they and others join; `secret`: None: one is made."""
+    and `devices` GPUs for them; `where` they and others join; `secret`: None: one is made; `cost`: what chunks take;
+    None: the first ones measure it."""
 
     here: int
     arguments: Sequence[str]
     where: Placement
     devices: int = 0
     secret: str | None = None
+    cost: ChunkCost | None = None
 
 
 class ReplicaServer:
@@ -74,7 +77,13 @@ class ReplicaServer:
         self.port = store.port
         self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
         self._box = Mailbox(store, SUPERVISOR, secret, self._bell)
-        self._children = Children()
+
+        def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
+            told = {SECRET: secret, STARTED: encoded(Started(rank, cost))}
+            join = ["--join", f"{store.host_name}:{store.port}"]
+            return [name, *join, *fleet.arguments], placed(rank, fleet.devices) | told
+
+        self._children = Children(recipe, forks=not fleet.devices)
         self.supervisor = Supervisor(
             self._controller,
             FromReplicas(self._box),
@@ -83,6 +92,8 @@ class ReplicaServer:
             time.monotonic,
             self._told,
             say,
+            fleet.here,
+            fleet.cost,
             tuning,
             self._note,
             self._recording,
@@ -96,10 +107,6 @@ class ReplicaServer:
             figures = ReplicaFigures(self.supervisor.state)
             self._application = Application([name], models, state, figures.text, address, say)
             self.app = self._application.app
-            for number in range(fleet.here):
-                environ = placed(number, fleet.devices) | {SECRET: secret}
-                join = ["--join", f"{store.host_name}:{self.port}"]
-                self._children.start([name, *join, *fleet.arguments], environ)
             say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
             self.supervisor.start()
             self.supervisor.ready.wait()
@@ -108,6 +115,11 @@ class ReplicaServer:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes of replicas on this machine."""
+        return self._children.processes
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM. Requests that run may end, or are told after a while; then replicas end."""

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
-from .errors import NoAnswer, PortInUse, SupervisorLost
+from .errors import NoAnswer, SupervisorLost, SupervisorPortInUse
 
 LOCAL: Final = "127.0.0.1"
 _IN_USE: Final = (errno.EADDRINUSE, errno.EACCES)
@@ -44,7 +44,7 @@ class Store:
                 listening.listen(socket.SOMAXCONN)
             except OSError as error:
                 if error.errno in _IN_USE:
-                    raise PortInUse(host, port) from error
+                    raise SupervisorPortInUse(host, port) from error
                 raise
             port = listening.getsockname()[1]
             made = TCPStore(

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...offload.policy.replicas import actions, events
+from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Note, decide
 from ...offload.policy.replicas.events import Event
+from ...offload.policy.replicas.replacing import Replacements
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .bell import Bell
 from .ledger import Ledger, RepeatedOtherwise
@@ -40,25 +42,25 @@ class Hears(Protocol):
 
 
 class Processes(Protocol):
-    """The processes of replicas that this machine runs, by their ids."""
+    """The processes of replicas that this machine runs, one of each rank."""
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of those that run."""
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. `cost`: what chunks take there; None: it measures that. OSError."""
 
     def ended(self) -> list[tuple[int, str]]:
-        """Ids of those that have ended since the last call, and how."""
+        """The ranks of those that have ended since the last call, and how."""
 
-    def end(self, process: int) -> None:
-        """Ends one at once. Nothing if it is none of them."""
+    def end(self, rank: int) -> None:
+        """Ends the one of a rank at once. Nothing where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
     went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
-    `held`: requests that no group takes now; `layers`: that each replica has on its device; `busy`, `open`: seconds of
-    the stages of pipelines, and `errors` of predictions, by replica (stage_times.py)."""
+    `held`: requests that no group takes now; `replaced`: replicas that were started instead of lost ones; `layers`:
+    that each replica has on its device; `busy`, `open`: seconds of the stages of pipelines; `errors` of predictions,
+    by replica (stage_times.py)."""
 
     epoch: int
     spans: Mapping[int, tuple[int, int]]
@@ -71,6 +73,7 @@ class State:
     requests: int
     held: int
     recomputed: int
+    replaced: int
     declined: Mapping[str, int]
     layers: Mapping[int, int]
     busy: float
@@ -95,13 +98,16 @@ class Supervisor:
         clock: Callable[[], float],
         told: Callable[[Request, str | None], object],
         say: Callable[[str], object],
+        ranks: int = 0,
+        cost: ChunkCost | None = None,
         tuning: Replicas = DEFAULT.replicas,
         note: Note = lambda entry: None,
         recording: Recording | None = None,
     ) -> None:
         """`make`: makes the controller, for the first replica that has joined; `told`: is called, on the supervisor's
-        thread, with a request after each token, and with why it failed; `say`: with lines for people; `note`: with
-        each decision of the controller; `recording`: keeps what happens."""
+        thread, with a request after each token, and with why it failed; `say`: with lines for people. `ranks`: so many
+        replicas it starts, and replaces when they are lost; `cost`: what chunks take; None: the first measure that.
+        `note`: is called with each decision of the controller; `recording`: keeps what happens."""
         self.ready = threading.Event()  # a replica serves
         self._make = make
         self._controller: Controller | None = None
@@ -118,7 +124,10 @@ class Supervisor:
         self._waiting: set[str] = set()
         self._kinds: dict[int, bool] = {}  # epochs that are prepared: does one drop?
         self._hello: Hello | None = None
-        self._numbers: dict[int, int] = {}  # of replicas, by their processes
+        self._cost = cost
+        self._ranks = range(ranks)
+        self._replacements = Replacements(ranks, tuning)
+        self._at: dict[int, int] = {}  # members, by their ranks
         self._members_of: set[int] = set()  # of the epoch that is prepared
         self._counts: Counter[str] = Counter()
         self._declined: Counter[str] = Counter()
@@ -131,7 +140,9 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="ballonet supervisor", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Begins. OSError where a process cannot be started."""
+        for rank in self._ranks:
+            self._processes.start(rank, self._cost)
         self._thread.start()
 
     def close(self) -> None:
@@ -139,6 +150,8 @@ class Supervisor:
         self.tell()
         if self._thread.is_alive():
             self._thread.join()
+        elif self._thread.ident is None:
+            self._end()  # it never began
 
     def collect(self) -> None:
         """Takes in what replicas noted before they ended. After `close`, once they have."""
@@ -201,6 +214,7 @@ class Supervisor:
             requests=len(self._ledger),
             held=0 if controller is None else len(controller.book.held),
             recomputed=self._counts["recompute"],
+            replaced=self._counts["replace"],
             declined=dict(self._declined),
             layers={member: each.layers for member, each in counted.items() if member in spans},
             busy=sum(each.busy for each in counted.values()),
@@ -228,8 +242,9 @@ class Supervisor:
         return self._ending or bool(self._inbox) or self._replicas.has()
 
     def _turn(self) -> None:
-        for process, how in self._processes.ended():
-            self._gone(process, how)
+        for rank, how in self._processes.ended():
+            self._gone(rank, how)
+        self._replace()
         while (found := self._replicas.take()) is not None:
             self._hear(*found)
         if self._controller is None:
@@ -240,6 +255,7 @@ class Supervisor:
         if now - self._ticked >= self._tuning.period:
             self._ticked = now
             self._on(events.Tick(now))
+        self._look_for_replicas()
 
     def _join(self, member: int, hello: Hello) -> None:
         """A replica is there, with all layers."""
@@ -248,26 +264,49 @@ class Supervisor:
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
             self._replicas.post(member, End())
             return
+        if hello.rank is not None and not self._replacements.joined(hello.rank, self._clock()):
+            self._say(f"replica {member} is ended: no process of rank {hello.rank} runs that could have joined")
+            self._replicas.post(member, End())
+            return
         if self._controller is None:
             self._controller = self._make(hello)
-        self._numbers[hello.process], self._failed = member, None
-        self._say(f"replica {member} has joined")
+        if hello.rank is not None:
+            self._cost = self._cost or hello.cost
+            self._at[hello.rank] = member
+        self._failed = None
+        self._say(f"replica {member} has joined, process {hello.process}")
         if self._recording is not None:
             self._replicas.post(member, Record())
         self._on(events.Joined(self._clock(), member, hello.pages))
 
-    def _gone(self, process: int, how: str) -> None:
-        member = self._numbers.pop(process, None)
-        if member is None:
-            self._say(f"a replica has ended before it had joined: {how}")
-            if self._controller is None and not self._processes.processes:
-                self._failed = f"no replica has joined, and none is left: {how}"
-                self.ready.set()
-            return
-        self._say(f"replica {member} has ended: {how}")
-        self._on(events.Lost(self._clock(), member))
-        if not self._numbers:
-            self._failed = f"no replica is left: the last one has ended ({how})"
+    def _gone(self, rank: int, how: str) -> None:
+        """The process of a rank has ended."""
+        now = self._clock()
+        member = self._at.pop(rank, None)
+        who = "a replica that had not joined yet" if member is None else f"replica {member}"
+        wait = self._replacements.ended(rank, now)
+        then = "" if wait is None else "; another one is started" + (f" in {wait:.1f} s" if wait else "")
+        self._say(f"{who} has ended: {how}{then}")
+        if member is not None:
+            self._on(events.Lost(now, member))
+        elif self._controller is None and not self._replacements.expected:
+            self._failed = f"no replica has joined, and none is left: {how}"
+            self.ready.set()
+
+    def _replace(self) -> None:
+        """Starts replicas where others were lost."""
+        for rank in self._replacements.due(self._clock()):
+            self._counts["replace"] += 1
+            try:
+                self._processes.start(rank, self._cost)
+            except OSError as error:
+                self._gone(rank, f"it could not be started: {error}")
+
+    def _look_for_replicas(self) -> None:
+        """Nothing can be served any more once no replica is left, nor expected."""
+        assert self._controller is not None
+        if self._failed is None and not self._controller.cluster.replicas and not self._replacements.expected:
+            self._failed = "no replica is left, and no other one is started instead: see why they ended"
             self._say(self._failed)
             for entry in self._ledger:
                 self._fail(entry.request.name, self._failed)
@@ -382,13 +421,15 @@ class Supervisor:
                 self._mark(f"replica {action.member} is ended")
                 self._say(f"replica {action.member} is ended: {action.reason.value}")
                 self._replicas.post(action.member, End())
-                for process, member in self._numbers.items():
+                for rank, member in self._at.items():
                     if member == action.member:
-                        self._processes.end(process)
+                        self._processes.end(rank)
             case actions.Decline():
                 self._declined[action.reason.value] += 1
-            case actions.Rejoin() | actions.Hold():
-                pass  # who was fenced has been ended, and a new process joins; what is held waits in the controller
+            case actions.Rejoin():
+                self._replicas.post(action.member, End())  # another process joins
+            case actions.Hold():
+                pass  # what is held waits in the controller
 
     def _committed(self, action: actions.Commit) -> None:
         drops = self._kinds.pop(action.epoch, True)
@@ -421,6 +462,7 @@ class Supervisor:
 
     def _end(self) -> None:
         why = self._failed or "the server shuts down"
+        self.ready.set()  # for whoever waits for the first replica
         for entry in self._ledger:
             self._client_told(entry.request, why)
             if self._recording is not None:
@@ -431,6 +473,9 @@ class Supervisor:
             if isinstance(asked, Request):
                 self._client_told(asked, why)
         self._waiting.clear()
+        for rank in self._ranks:
+            if rank not in self._at:
+                self._processes.end(rank)  # it starts, and cannot be told
         controller = self._controller
         for member in () if controller is None else tuple(controller.cluster.replicas):
             self._replicas.post(member, End())

@@ -87,11 +87,11 @@ class SectorPages:
 
     def pieces(self, sector: int) -> Sequence[int]:
         """The pieces that the sector lies on, each once."""
-        found: list[int] = []
-        for offset, stride, nbytes in self._parts:
-            first = self._front + offset + sector * stride
-            found.extend(range(first // self._page, -(-(first + nbytes) // self._page)))
-        return found if len(self._parts) == 1 else sorted(set(found))
+        found = [
+            range((first := self._front + offset + sector * stride) // self._page, -(-(first + nbytes) // self._page))
+            for offset, stride, nbytes in self._parts
+        ]
+        return found[0] if len(found) == 1 else sorted({piece for each in found for piece in each})
 
     def of_piece(self, piece: int) -> slice:
         """The bytes of `window` that lie on this piece."""
@@ -141,40 +141,55 @@ class SectorPages:
 
 class SectorPool(CachePool):
     """The free sectors of a paged cache. The lowest are handed out first, so that sectors in use lie close together and
-    share pages; those that are have them."""
+    share pages; those that are have them. The free ones are a heap: what a step does to few costs O(log sectors)."""
 
     def __init__(self, pages: SectorPages, sectors: int, allocators: int) -> None:
         self._pages = pages
-        self.used: set[int] = set()  # sectors that are handed out
+        self.used: set[int] = set()  # sectors that are backed: handed out, or about to be
+        self._backed: set[int] = set()  # those of them that are free
         super().__init__(sectors, allocators, RESERVED)
 
     def reset(self) -> None:
         """All sectors are free."""
         super().reset()
         self._pages.give(self.used)
-        self.used = set()
+        self.used, self._backed = set(), set()
 
     def lowest(self, count: int) -> list[int]:
         """The sectors that are handed out next."""
-        return heapq.nsmallest(count, self.free_sectors)
+        heap, found = self.free_sectors, list[int]()
+        edge = [(heap[0], 0)] if heap else []  # what may be next, with its place in the heap
+        while edge and len(found) < count:
+            sector, at = heapq.heappop(edge)
+            found.append(sector)
+            for below in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(edge, (heap[below], below))
+        return found
 
     def take(self, count: int, place: Place = "device") -> None:
         """Backs the sectors that are handed out next. torch.OutOfMemoryError, DriverError."""
         fresh = [sector for sector in self.lowest(count) if sector not in self.used]
         self._pages.take(fresh, place)
+        self._backed.update(fresh)
         self.used.update(fresh)
 
     def allocate_sector(self, index: int) -> None:
         """Hands the lowest free sector to an allocator. torch.OutOfMemoryError, DriverError."""
         self.take(1)
         sector = heapq.heappop(self.free_sectors)
+        self._backed.discard(sector)
         self._free_blocks[index].add_tree(sector)
 
     def try_to_free_sectors(self) -> None:
         """Takes sectors back that no request has a block of, and their pages."""
         with self._pages.client.lock:
-            super().try_to_free_sectors()
-            heapq.heapify(self.free_sectors)
-            unused = self.used.intersection(self.free_sectors)
+            free, before = self.free_sectors, len(self.free_sectors)
+            super().try_to_free_sectors()  # appends them
+            freed = free[before:]
+            del free[before:]
+            for sector in freed:
+                heapq.heappush(free, sector)
+            unused = self.used.intersection(self._backed.union(freed))
+            self._backed = set()
             self.used -= unused
             self._pages.give(unused)

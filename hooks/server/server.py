@@ -17,9 +17,10 @@ from ..device import governors
 from ..managed import Managed, managed
 from ..options import ManageOptions
 from ..profile import Grid
+from ..watch import registry
 from .application import Address, Application
 from .loading import load, manager_for
-from .metrics import Collector
+from .metrics import RequestCollector
 from .tenants import Tenants
 
 
@@ -44,9 +45,8 @@ class Server:
         grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
         for name in names:
             self._load(name, options, grid)
-        stores = lambda: {name: handle.prefixes for name, handle in tuple(self._handles.items())}  # noqa: E731
-        figures = Collector(device, self.tenants, stores)
-        self._application = Application(names, self._models, self.tenants, figures.text, address, say)
+        self._application = Application(names, self._models, self.tenants, registry.text, address, say)
+        self._figures = RequestCollector(self.tenants)
         self.app = self._application.app
 
     def run(self) -> None:
@@ -55,6 +55,7 @@ class Server:
 
     def close(self) -> None:
         """Ends the loops, and gives the models' memory back."""
+        self._figures.close()
         self.tenants.shutdown()
         while self._handles:
             self._handles.popitem()[1].release()

@@ -24,6 +24,7 @@ from ...allocator._native import Device, Range
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...offload.governor.decision import Decision
 from ...offload.governor.governor import Governor
+from ...offload.governor.kv_read_plan import Streamed
 from ...offload.policy.ledger import Refusal
 from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
@@ -275,10 +276,14 @@ class Elastic:
             file_bytes=weights.file_bytes,
             host_bytes=weights.host_pages * weights.device.page_size,
             kept=tuple(sorted(self.arrangement.kept)),
-            kv=self._governor.caches_of(self),
+            kv=self.caches(),
             lending=self._governor.exchange.lending_of(self),
             why=why,
         )
+
+    def caches(self) -> tuple[Streamed, ...]:
+        """How each KV cache of the model reads what of it lies on the host."""
+        return self._governor.caches_of(self)
 
     def stop(self, *, collected: bool = False) -> None:
         """Nothing of it changes any more by itself; what streams goes on streaming. `collected`: by a finalizer."""

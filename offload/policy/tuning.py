@@ -425,6 +425,14 @@ class Replicas:
     # Times that a request is computed anew because replicas were lost, until it is refused: it may be what kills them.
     # Chosen.
     lives: int = 5
+    # Starts in a row of one replica that may fail, where replicas have served before. Chosen: memory that another has
+    # not given back yet comes free meanwhile.
+    starts: int = 5
+    # A replica that was lost within so many seconds since it joined is replaced later than at once: the wait, in
+    # seconds, is doubled each time, up to the longest. Chosen: a start takes some 10 s of a CPU.
+    steady: float = 60.0
+    start_wait: float = 0.5
+    longest_wait: float = 60.0
     # Bytes per second between two replicas, until it is measured. Measured: gloo on one machine, 0.5 to 1.5 GB/s.
     link: float = 1e9
     # Blocks of KV in one transfer: 64 KiB a layer of a small model, some MiB of a large one. Chosen: well below what a
@@ -511,6 +519,31 @@ class Planning:
 
 
 @dataclass(frozen=True, slots=True)
+class Watching:
+    """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/histogram.py)."""
+
+    # Seconds between two looks of `top` and `watch()`: less than a thousandth of the process's time, as a look takes
+    # 0.4 ms of it. Measured: 2 shared cores, 32 layers of which 8 stream; tests/test_top.py holds the calls of a look.
+    period: float = 1.0
+    # Seconds that a process has to answer a look before it counts as busy. Chosen: a look is made between two others.
+    patience: float = 1.0
+    # Seconds that a lower budget may take to be met. Chosen: the default of `ballonet budget`.
+    budget: float = 60.0
+    # Decisions that are shown of a process. Chosen: what a terminal of 24 lines has room for beside the rest.
+    decisions: int = 5
+    # Columns of a bar. Chosen: half of a terminal.
+    bar: int = 40
+    # Looks at the keyboard, in seconds: a key is answered before anybody notices. Chosen.
+    keys: float = 0.1
+    # Last seconds of the buckets of durations: from a decode step of a tiny model to a prompt that waits for a minute,
+    # about two to each factor of five. Chosen.
+    buckets: tuple[float, ...] = (
+        *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+        *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """All of them, for one device."""
 
@@ -532,6 +565,7 @@ class Tuning:
     serving: Serving = field(default_factory=Serving)
     replicas: Replicas = field(default_factory=Replicas)
     planning: Planning = field(default_factory=Planning)
+    watching: Watching = field(default_factory=Watching)
 
 
 DEFAULT = Tuning()

@@ -4,6 +4,8 @@
     ballonet.manage(model)              # weights into fixed ranges, elastic KV
     model.generate(...)                 # unmodified
     ballonet.stats()                    # who owns which page
+    ballonet.watch()                    # the same of all processes of this user, live in a notebook
+    ballonet.metrics.serve(9400)        # the same for Prometheus
     model = ballonet.from_pretrained("org/model")    # one that is larger than the device, and managed
 
 Importing this package imports neither torch nor transformers; a name that needs them does so when it is first used.
@@ -30,6 +32,7 @@ from .allocator.errors import (
     DriverError,
     DriverUnavailable,
     DropRefused,
+    ExtraMissing,
     InstallError,
     InvariantBroken,
     ManageError,
@@ -40,6 +43,7 @@ from .allocator.errors import (
     NotReachable,
     OptionError,
     PoolExhausted,
+    PortInUse,
     RequestTooLarge,
     SLOError,
     SpliceError,
@@ -51,6 +55,7 @@ from .allocator.errors import (
 )
 
 if TYPE_CHECKING:
+    from . import metrics
     from .allocator.install import allocator, install, restore, set_budget
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
@@ -68,12 +73,13 @@ if TYPE_CHECKING:
         NoAnswer,
         OtherModel,
         PlacementError,
-        PortInUse,
         ReplicaError,
         SecretRefused,
         SupervisorLost,
+        SupervisorPortInUse,
     )
     from .hooks.session import Session
+    from .hooks.watch.notebook import watch
     from .offload.timeline.recorder import timeline
 
 __version__ = "0.2.0"
@@ -87,7 +93,7 @@ _HOMES = {
     "Interrupted": "hooks.replicas.errors",
     "SupervisorLost": "hooks.replicas.errors",
     "PlacementError": "hooks.replicas.errors",
-    "PortInUse": "hooks.replicas.errors",
+    "SupervisorPortInUse": "hooks.replicas.errors",
     "JoinRefused": "hooks.replicas.errors",
     "SecretRefused": "hooks.replicas.errors",
     "OtherModel": "hooks.replicas.errors",
@@ -105,8 +111,10 @@ _HOMES = {
     "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",
+    "watch": "hooks.watch.notebook",
     "unload_ipython_extension": "hooks.programs.notebook",
 }
+_MODULES = ("metrics",)  # of the facade, imported when they are first used
 
 __all__ = [
     "AlreadyManaged",
@@ -122,6 +130,7 @@ __all__ = [
     "DriverError",
     "DriverUnavailable",
     "DropRefused",
+    "ExtraMissing",
     "InstallError",
     "Interrupted",
     "InvariantBroken",
@@ -150,6 +159,7 @@ __all__ = [
     "SpliceError",
     "Stats",
     "SupervisorLost",
+    "SupervisorPortInUse",
     "TraceError",
     "UnsupportedVersion",
     "WeightsFileChanged",
@@ -161,6 +171,7 @@ __all__ = [
     "install",
     "load_ipython_extension",
     "manage",
+    "metrics",
     "plan",
     "restore",
     "set_budget",
@@ -168,10 +179,13 @@ __all__ = [
     "stats",
     "timeline",
     "unload_ipython_extension",
+    "watch",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

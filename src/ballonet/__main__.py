@@ -10,7 +10,21 @@ import sys
 
 from . import __version__
 from .allocator.errors import BallonetError, ConfigError, PoolExhausted, TraceError
-from .cli import budget, info, load, plan, prefix_sim, preflight, profile, replay, run, serve, simulate, whatif
+from .cli import (
+    budget,
+    info,
+    load,
+    plan,
+    prefix_sim,
+    preflight,
+    profile,
+    replay,
+    run,
+    serve,
+    simulate,
+    top,
+    whatif,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ballonet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for each in (run, serve, load, whatif, budget, replay, info, preflight, plan, profile, simulate, prefix_sim):
+    for each in (run, serve, load, whatif, top, budget, replay, info, preflight, plan, profile, simulate, prefix_sim):
         each.add(commands)
     return parser
 

@@ -70,14 +70,14 @@ class Step(NamedTuple):
 def steps(chunk: int) -> list[Step]:
     """Two requests: one of two padded rows, whose prompt comes in chunks, and another between its steps."""
     first = torch.where(prompts(2, 9)["attention_mask"] == 0, PAD, prompts(2, 9)["input_ids"].clamp(3, 190))
-    other, more = prompts(1, 5)["input_ids"].clamp(3, 190), torch.tensor([[7, 90, 31], [64, 5, 120]])
+    other, more = prompts(1, 5)["input_ids"].clamp(3, 190), torch.tensor([[7, 90], [64, 5]])
     found, at = [], 0
     while at < 9:
         new = min(chunk, 9 - at)
         found.append(Step("first", first[:, : at + new], new))
         at += new
     found.append(Step("other", other, 5))
-    for end in range(1, 4):
+    for end in range(1, 3):
         found.append(Step("first", torch.cat([first, more[:, :end]], dim=1), 1))
         found.append(Step("other", torch.cat([other, more[:1, :end]], dim=1), 1))
     return found

@@ -72,7 +72,7 @@ def test_the_time_that_a_request_has_waited_goes_with_it() -> None:
         start = scene.begins()
         assert start.request.waited == 0.0
         scene.now = 0.25
-        scene.replicas.ends(100 + scene.member)
+        scene.replicas.ends(scene.member)
         _, (member, again) = scene.replicas.hears(Start, 2)
         assert member != scene.member
         assert (again.request.name, again.request.waited) == ("a", 0.25)

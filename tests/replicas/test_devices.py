@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 
@@ -25,15 +26,22 @@ from .grouped import BLOCK, CHUNK, Told, evenly, requests
 from .in_process import InProcess
 from .test_pipeline import said
 
-SIZE = 16384  # a page
-SMALL, LARGE = 60 * SIZE, 800 * SIZE
+PAGE = 16384
+LARGE = 1600 * PAGE
+
+
+# What requests lack first on the small device: memory for their KV, or for the masks of attention to it.
+LACKING = {
+    "memory": (120 * PAGE, {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}),
+    "masks": (60 * PAGE, {}),
+}
 
 
 @pytest.fixture
 def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Runtime]]:
     """One device each for the first and the second stage."""
     started = tuple(
-        runtime.start(Config(device="cpu", budget=budget, page_size=SIZE, host_budget=SIZE, reserve=5.0), number=number)
+        runtime.start(Config(device="cpu", budget=budget, page_size=PAGE, host_budget=PAGE, reserve=5.0), number=number)
         for number, budget in enumerate(request.param)
     )
     yield started
@@ -45,11 +53,18 @@ def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime,
         runtime.stop(each.number)
 
 
-@pytest.mark.parametrize("two", [(LARGE, SMALL), (SMALL, LARGE)], indirect=True, ids=["second", "first"])
+@pytest.mark.parametrize(
+    ("two", "lacking"),
+    [((LARGE, small), name) for name, (small, _) in LACKING.items()]
+    + [((small, LARGE), name) for name, (small, _) in LACKING.items()],
+    indirect=["two"],
+    ids=["second-memory", "second-masks", "first-memory", "first-masks"],
+)
 def test_no_stage_lacks_memory_for_what_is_planned(
-    two: tuple[Runtime, Runtime], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Runtime, Runtime], lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, told = build("llama", num_hidden_layers=4), Told()
+    made = functools.partial(build, "llama", num_hidden_layers=4, **LACKING[lacking][1])
+    model, told = made(), Told()
     asked = requests(prompts(20, 60), 40)
     left_out: list[tuple[str, int]] = []
     most = [0, 0]
@@ -62,7 +77,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
 
     monkeypatch.setattr(Answer, "from_json", heard)
     spans = evenly(4, 2)
-    models = [build("llama", num_hidden_layers=4) for _ in spans]
+    models = [made() for _ in spans]
     holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]
     splices = [Splice(each) for each in models]
     members = [

@@ -73,7 +73,7 @@ def test_a_piece_arrives_as_it_was() -> None:
 @functools.lru_cache
 def alone(sampling: Sampling | None = None) -> tuple[list[Request], list[list[int]]]:
     """Requests, and what one replica answers."""
-    model, asked = build("llama", num_hidden_layers=4), requests(prompts(5, 2 * CHUNK), 20, sampling)
+    model, asked = build("llama", num_hidden_layers=2), requests(prompts(5, 2 * CHUNK), 16, sampling)
     install()
     return asked, answered(model, asked, 1)
 
@@ -83,14 +83,14 @@ def joined(
 ) -> Told:
     """Two groups of one become one of two, while their requests run; `act` is called for each step."""
     told = Told()
-    with Replicas([build("llama", num_hidden_layers=4) for _ in range(2)]) as members:
-        singles = [InProcess(0, [member], [range(4)], told) for member in members]
+    with Replicas([build("llama", num_hidden_layers=2) for _ in range(2)]) as members:
+        singles = [InProcess(0, [member], [range(2)], told) for member in members]
         for number, each in enumerate(asked):
             singles[number % 2].add(each)
         for _ in range(10):
             for single in singles:
                 single.step()
-        group = InProcess(1, members, evenly(4, 2), told)
+        group = InProcess(1, members, evenly(2, 2), told)
         if before is not None:
             before(group)
         change = Regroup(singles, [group], lambda request: 0, 1)
@@ -194,13 +194,13 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
 
     told = Told()
     stock = told
-    with Replicas([build("llama", num_hidden_layers=4) for _ in range(2)]) as members:
-        single = InProcess(0, members[:1], [range(4)], told)
+    with Replicas([build("llama", num_hidden_layers=2) for _ in range(2)]) as members:
+        single = InProcess(0, members[:1], [range(2)], told)
         for each in asked:
             single.add(each)
         for _ in range(14):
             single.step()
-        group = InProcess(1, members, evenly(4, 2), told)
+        group = InProcess(1, members, evenly(2, 2), told)
         change = Regroup([single], [group], lambda request: 0, 1)
         while change.step():
             act(group, change)

@@ -43,8 +43,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_stocks(name: str) -> None:
     """Prompts are longer than an iteration, and than a window."""
-    model, asked = four_layers(name), prompts(5, 2 * CHUNK)
-    expected = said(model, asked, 8)
+    model, asked = four_layers(name), prompts(4, 2 * CHUNK)
+    expected = said(model, asked, 6)
     install()
     for stages in MODELS[name]:
-        assert answered(model, requests(asked, 8), stages) == expected, stages
+        assert answered(model, requests(asked, 6), stages) == expected, stages

@@ -9,7 +9,7 @@ import pytest
 
 from ballonet.__main__ import main
 from ballonet.hooks.replicas.children import placed
-from ballonet.hooks.replicas.errors import NoAnswer, PlacementError, PortInUse, SupervisorLost
+from ballonet.hooks.replicas.errors import NoAnswer, PlacementError, SupervisorLost, SupervisorPortInUse
 from ballonet.hooks.replicas.placement import Placement, as_replica, placement
 from ballonet.hooks.replicas.rendezvous import open_store
 from ballonet.hooks.replicas.store import Store
@@ -111,7 +111,7 @@ def test_a_port_in_use_is_said_with_what_to_do() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match=rf"127\.0\.0\.1:{port}: end it .*another port, or port 0"):
+        with pytest.raises(SupervisorPortInUse, match=rf"127\.0\.0\.1:{port}: end it .*another port, or port 0"):
             Store.host(port=port, timeout=LONG)
     store = Store.host(port=port, timeout=LONG)  # it is free now, at once
     assert store.port == port

@@ -31,7 +31,7 @@ def group(members: list[Member], stages: int, told: Told, epoch: int = 1) -> InP
 
 def split(members: list[Member], told: Told, epoch: int) -> list[InProcess]:
     """A group for each of these replicas, alone."""
-    return [InProcess(epoch, [member], evenly(4, 1), told) for member in members]
+    return [InProcess(epoch, [member], evenly(member.model.config.num_hidden_layers, 1), told) for member in members]
 
 
 def sectors(of: InProcess) -> list[int]:
@@ -100,7 +100,7 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
             for _ in range(12):
                 current.step()
             following = group(members, stages, told, epoch)
-            fixed = sum(cache.pages.pieces(1).stop for cache in following.caches)
+            fixed = sum(cache.pages.pieces(1)[-1] + 1 for cache in following.caches)
             held = {}
             current.drain()
             for each in asked:
@@ -141,8 +141,8 @@ def test_dropping_and_restoring_again_and_again_leaves_no_page_behind() -> None:
     """Two replicas with requests of their own become a group of two, and two again, 20 times, while they answer."""
     install()
     asked, told = requests(prompts(5, 2 * CHUNK), 150), Told()
-    expected = answered(four_layers("llama"), asked, 1)
-    with Replicas([four_layers("llama") for _ in range(2)]) as members:
+    expected = answered(build("llama"), asked, 1)
+    with Replicas([build("llama") for _ in range(2)]) as members:
 
         def home(request: Request) -> int:
             return int(request.name[1:]) % 2

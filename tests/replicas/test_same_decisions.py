@@ -27,7 +27,7 @@ from ballonet.offload.policy.replicas.events import Arrived, Joined
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .same import outline, script
-from .test_serve_replicas import TOKENS, burst, free_port, made, wait
+from .test_serve_replicas import BURST, TOKENS, burst, free_port, made, wait
 
 # As in test_serve_replicas: a drop whatever it is predicted to gain, and nobody is dead on a loaded machine. One drop
 # only until the restore, which comes when all has been quiet for some seconds. `chunk`: --batch-tokens, as in a fleet.
@@ -47,7 +47,8 @@ LATER = 300.0  # seconds by which what follows the restore comes later in simula
 
 
 def live(folder: Path) -> list[Entry]:
-    """The log of a burst, the drop and the restore; a request then; and another one after a replica was killed."""
+    """The log of a burst, the drop and the restore; a request then; and another one after a replica was
+    killed and replaced."""
     model, said, log = made(folder), list[str](), folder / "log"
     sizes = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     fleet = ReplicaFleet(2, [*sizes, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
@@ -65,7 +66,7 @@ def live(folder: Path) -> list[Entry]:
         wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
         ask(url, model)
         os.kill(server._children.processes[0], signal.SIGKILL)
-        wait(lambda: len(state().spans) == 1)
+        wait(lambda: state().replaced and len(state().spans) == 2)
         ask(url, model)
     finally:
         listening.should_exit = True
@@ -113,7 +114,7 @@ def test_a_live_run_and_its_simulation_take_the_same_decisions(tmp_path: Path) -
     there = live(tmp_path)
     again = [*replayed(there)]
     assert [one for one, other in again if one != other] == []
-    assert sum(isinstance(one.event, Arrived) for one, _ in again) == 62
+    assert sum(isinstance(one.event, Arrived) for one, _ in again) == BURST + 2
     here = simulated(there)
     assert here[0] == there[0], "the same setup"
     wanted, found = outline(there), outline(here)

@@ -23,13 +23,15 @@ from .grouped import CHUNK, PAGE, Replicas, Told, answered, evenly, hollow, inst
 from .in_process import InProcess
 from .test_pipeline import said
 
+SAMPLED = Sampling(0, 1.1, 40, 0.95)
+
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @functools.lru_cache
-def llama(count: int, longest: int, new: int) -> tuple[Any, list[list[int]], list[list[int]]]:
+def llama(count: int, longest: int, new: int, layers: int = 3) -> tuple[Any, list[list[int]], list[list[int]]]:
     """A model, prompts, and what stock answers."""
-    model, asked = build("llama", num_hidden_layers=4), prompts(count, longest)
+    model, asked = build("llama", num_hidden_layers=layers), prompts(count, longest)
     return model, asked, said(model, asked, new)
 
 
@@ -74,10 +76,10 @@ def any_cuts(chance: random.Random) -> Callable[[Sequence[Size], int], list[list
     return form
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_stages_and_any_cuts_give_the_same_tokens(seed: int) -> None:
     chance = random.Random(seed)
-    model, asked, expected = llama(7, 2 * CHUNK, 8)
+    model, asked, expected = llama(7, 2 * CHUNK, 8, 4)
     install()
     with grouped(model, 2 + seed % 3, form=any_cuts(chance)) as (group, told):
         waiting = requests(asked, 8)
@@ -92,10 +94,10 @@ def test_any_order_of_stages_and_any_cuts_give_the_same_tokens(seed: int) -> Non
 
 
 def test_every_stage_has_a_microbatch() -> None:
-    model = build("llama", num_hidden_layers=4)
+    model, asked, _ = llama(6, CHUNK, 10)
     install()
     with grouped(model, 3) as (group, told):
-        for each in requests(prompts(7, 2 * CHUNK)):
+        for each in requests(asked):
             group.add(each)
         busy = []
         while not group.leader.idle:
@@ -105,27 +107,27 @@ def test_every_stage_has_a_microbatch() -> None:
             assert group.leader.in_flight <= 3
             busy[-1].append(group.leader.in_flight >= launched)
         assert sum(map(all, busy)) > 0.8 * len(busy)
-        assert len(told.over) == 7
+        assert len(told.over) == 6
 
 
 def test_an_answer_ends_with_a_token_that_ends_it() -> None:
-    model, asked, whole = llama(6, CHUNK, 20)
+    model, asked, whole = llama(6, CHUNK, 10)
     ends = whole[0][3], whole[1][7]
     install()
-    told = answered(model, [Request(each.name, each.prompt, 20, ends=ends) for each in requests(asked)], 3)
+    told = answered(model, [Request(each.name, each.prompt, 10, ends=ends) for each in requests(asked)], 3)
     for found, all_ in zip(told, whole, strict=True):
         last = next((n for n, token in enumerate(all_) if token in ends), len(all_) - 1)
         assert found == all_[: last + 1]
     assert len(told[0]) <= 4
 
 
-@pytest.mark.parametrize("when", [1, 4, 9, 20])
+@pytest.mark.parametrize("when", [1, 4, 9])
 def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
     """In its prompt, in flight, decoding; its name is used again at once."""
-    model, asked, expected = llama(5, 3 * CHUNK, 12)
+    model, asked, expected = llama(4, 2 * CHUNK, 8)
     install()
     with grouped(model, 3) as (group, told):
-        waiting = requests(asked, 12)
+        waiting = requests(asked, 8)
         for each in waiting:
             group.add(each)
         for _ in range(when):
@@ -147,17 +149,17 @@ def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
 @pytest.mark.parametrize("stages", [1, 3])
 def test_requests_are_preempted_where_pages_run_out(stages: int, host: int) -> None:
     """Their KV goes to the host on all stages, or where there is no room they are computed again."""
-    model, asked, expected = llama(12, 60, 30)
-    pages = 34 + 2 * (stages - 1)  # each cache has a guard, and sectors for padding
-    page = PAGE // 4  # a block of 16 tokens in 4 layers
+    model, asked, expected = llama(10, 60, 24)
+    pages = 36 + 2 * (stages - 1)  # each cache has a guard, and sectors for padding
+    page = 3 * PAGE // 16  # a block of 16 tokens in 3 layers
     ballonet.install(pages * page, page_size=page, host_budget=host * page, device="cpu")
-    spans, told = evenly(4, stages), Told()
+    spans, told = evenly(3, stages), Told()
     with Replicas([model]) as (member,):
         group = InProcess(1, [member] * stages, spans, told)
-        for each in requests(asked, 30):
+        for each in requests(asked, 24):
             group.add(each)
         group.run()
-        assert told.answers(requests(asked, 30)) == expected
+        assert told.answers(requests(asked, 24)) == expected
         if host > 1:
             assert ballonet.stats().copied.kv_d2h > 0
         del group
@@ -183,14 +185,13 @@ class Lacks:
 @functools.lru_cache
 def alone(sampling: Sampling | None) -> tuple[Any, list[Request], list[list[int]]]:
     """A model, requests, and what one stage answers."""
-    model, asked = build("llama", num_hidden_layers=4), requests(prompts(5, 2 * CHUNK), 8, sampling)
+    model, asked = build("llama", num_hidden_layers=4), requests(prompts(4, 2 * CHUNK), 6, sampling)
     install()
     return model, asked, answered(model, asked, 1)
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(0, 0.9, 0, 0.9)], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("first", [1, 9, 40])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(("stage", "first"), [(1, 1), (1, 30), (2, 9)])
 def test_a_follower_without_memory_has_the_request_computed_again(
     stage: int, first: int, sampling: Sampling | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,12 +208,11 @@ def test_a_follower_without_memory_has_the_request_computed_again(
         assert all(not follower.held for follower in group.followers)
 
 
-@pytest.mark.parametrize("first", [1, 5, 30])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "first"), [(0, 1), (0, 20), (1, 5), (1, 20), (2, 1), (2, 5)])
 def test_a_stage_without_memory_in_the_middle_has_its_microbatch_computed_again(
     stage: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, asked, expected = llama(5, 2 * CHUNK, 8)
+    model, asked, expected = llama(4, 2 * CHUNK, 8)
     install()
     lacks = Lacks(SpanRunner.run, first, 2, torch.OutOfMemoryError("planted"))
     with grouped(model, 3) as (group, told):
@@ -231,29 +231,26 @@ def test_a_stage_without_memory_in_the_middle_has_its_microbatch_computed_again(
 
 
 def test_a_request_that_is_alone_and_never_finds_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama", num_hidden_layers=4)
+    model, asked, _ = llama(4, 2 * CHUNK, 8)
     install()
     with grouped(model, 2) as (group, told):
         monkeypatch.setattr(group.caches[1], "store", lambda *_: False)
-        group.add(requests(prompts(1, CHUNK))[0])
+        group.add(requests(asked)[0])
         group.run()
         assert isinstance(told.errors["q0"], torch.OutOfMemoryError)
         assert not told.over
         assert all(not follower.held for follower in group.followers)
 
 
-SAMPLED = Sampling(0, 1.1, 40, 0.95)
-
-
 def test_sampled_tokens_do_not_depend_on_stages_or_on_where_a_request_begins_again() -> None:
     model, asked, expected = alone(SAMPLED)
-    assert expected != said(model, [list(each.prompt) for each in asked], 8)
+    assert expected != said(model, [list(each.prompt) for each in asked], 6)
     install()
     for stages in (2, 3, 4):
         assert answered(model, asked, stages) == expected
-    for known in (1, 7):
+    for known in (1, 5):
         begun = [
-            Request(each.name, each.prompt, 8, each.sampling, delivered=tuple(tokens[:known]))
+            Request(each.name, each.prompt, 6, each.sampling, delivered=tuple(tokens[:known]))
             for each, tokens in zip(asked, expected, strict=True)
         ]
         with grouped(model, 2) as (group, told):

@@ -17,13 +17,14 @@ from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.demand import KVSize
+from ballonet.offload.policy.tuning import DEFAULT
 
 COST = ChunkCost(1e-9, 1e-5, 1e-3)
 LAYERS = (10, 10, 10, 10)
 
 
-def hello(process: int, page: int = 4096) -> Hello:
-    return Hello(process, 100, LAYERS, 64, page, COST)
+def hello(rank: int | None, page: int = 4096) -> Hello:
+    return Hello(1000, 100, LAYERS, 64, page, COST, rank)
 
 
 class Played:
@@ -31,7 +32,7 @@ class Played:
 
     def __init__(self) -> None:
         self.bell = Bell()
-        self.running = {100, 101}
+        self.started: list[tuple[int, ChunkCost | None]] = []
         self.killed: list[int] = []
         self._said: deque[tuple[int, Message]] = deque()
         self._gone: list[tuple[int, str]] = []
@@ -41,9 +42,8 @@ class Played:
         self._said.append((member, message))
         self.bell.ring()
 
-    def ends(self, process: int) -> None:
-        self.running.discard(process)
-        self._gone.append((process, "SIGKILL"))
+    def ends(self, rank: int) -> None:
+        self._gone.append((rank, "SIGKILL"))
         self.bell.ring()
 
     def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
@@ -62,16 +62,15 @@ class Played:
     def post(self, member: int, message: Message) -> None:
         self._told.append((member, message))
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        return tuple(self.running)
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        self.started.append((rank, cost))
 
     def ended(self) -> list[tuple[int, str]]:
         found, self._gone = self._gone, []
         return found
 
-    def end(self, process: int) -> None:
-        self.killed.append(process)
+    def end(self, rank: int) -> None:
+        self.killed.append(rank)
 
 
 class Scene:
@@ -91,13 +90,14 @@ class Scene:
             lambda: self.now,
             lambda request, error: self.told.append((request, error)),
             lambda line: None,
+            ranks=2,
         )
         self.supervisor.start()
 
     def begins(self) -> Start:
         """Two replicas are there, and one of them has the request."""
-        self.replicas.says(0, hello(100))
-        self.replicas.says(1, hello(101))
+        self.replicas.says(0, hello(0))
+        self.replicas.says(1, hello(1))
         self.replicas.hears(actions.Alone, 2)
         assert self.supervisor.ask(Request("a", (1, 2), 3)) is None
         [(self.member, start)] = self.replicas.hears(Start)
@@ -106,7 +106,10 @@ class Scene:
 
 
 def wait(until: Callable[[], object]) -> None:
+    """Returns once that is so. How long that takes is not judged, but a test that would wait for ever fails."""
+    last = time.monotonic() + 600
     while not until():
+        assert time.monotonic() < last, "what is waited for does not come"
         time.sleep(0.001)
 
 
@@ -134,7 +137,7 @@ def test_what_a_lost_replica_had_is_computed_again_by_another(scene: Scene) -> N
     start = scene.begins()
     scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
     wait(lambda: scene.told)
-    scene.replicas.ends(100 + scene.member)
+    scene.replicas.ends(scene.member)
     (_, _), (member, again) = scene.replicas.hears(Start, 2)
     assert (member, again.assignment, again.request.delivered) == (1 - scene.member, start.assignment + 1, (7,))
     scene.replicas.says(scene.member, Told("a", start.assignment, 1, (6,)))  # on its way when it ended
@@ -144,16 +147,90 @@ def test_what_a_lost_replica_had_is_computed_again_by_another(scene: Scene) -> N
     assert scene.supervisor.state().recomputed == 1
 
 
-def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
+def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) -> None:
     scene.begins()
-    scene.replicas.ends(100)
-    scene.replicas.ends(101)
+    scene.replicas.ends(scene.member)
+    wait(lambda: len(scene.replicas.started) == 3)
+    assert scene.replicas.started == [(0, None), (1, None), (scene.member, COST)]
+    scene.replicas.says(2, hello(scene.member))
+    assert [member for member, _ in scene.replicas.hears(actions.Alone, 3)] == [0, 1, 2]
+    assert scene.supervisor.state().replaced == 1
+    scene.replicas.ends(1 - scene.member)
+    wait(lambda: len(scene.replicas.started) == 4)
+    assert scene.replicas.hears(Start, 3)[-1][0] == 2  # what had gone to the other one
+
+
+def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
+    """What it said before it ended is heard later than its end."""
+    scene.begins()
+    scene.replicas.ends(0)
+    wait(lambda: len(scene.replicas.started) == 3)
+    scene.replicas.says(2, hello(7))
+    scene.replicas.says(3, hello(1))
+    assert [member for member, _ in scene.replicas.hears(End, 2)] == [2, 3]
+    assert sorted(scene.supervisor.state().spans) == [1]
+
+
+def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
+    start = scene.begins()
+    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    wait(lambda: scene.told)
+    scene.replicas.ends(0)
+    scene.replicas.ends(1)
+    wait(lambda: len(scene.replicas.started) == 4)
+    assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+    scene.replicas.says(2, hello(0))
+    found = scene.replicas.hears(Start, 3)
+    assert {(member, each.request.name) for member, each in found[-2:]} == {(2, "a"), (2, "b")}
+    assert [error for _, error in scene.told] == [None]
+
+
+def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
+    """Those of both ranks are lost, and what is started there instead does not come to join."""
+    scene.begins()
+    scene.replicas.ends(0)
+    scene.replicas.ends(1)
+    for count in range(DEFAULT.replicas.starts):
+        wait(lambda count=count: len(scene.replicas.started) == 4 + 2 * count)
+        scene.replicas.ends(0)
+        scene.replicas.ends(1)
+        while len(scene.replicas.started) == 4 + 2 * count and not scene.told:
+            scene.now += 1.0  # until it is tried again
+            time.sleep(0.01)
     wait(lambda: scene.told)
     assert "no replica is left" in str(scene.told[-1][1])
     assert "no replica is left" in str(scene.supervisor.ask(Request("b", (1,), 1)))
-    scene.replicas.says(2, hello(102))
+    scene.replicas.says(2, hello(None))
     scene.replicas.hears(actions.Alone, 3)
     assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+
+
+def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
+    scene = Scene()
+    try:
+        for rank in (0, 1):
+            assert scene.supervisor.failed is None
+            scene.replicas.ends(rank)
+        scene.supervisor.ready.wait()
+        assert "none is left: SIGKILL" in str(scene.supervisor.failed)
+        assert len(scene.replicas.started) == 2
+    finally:
+        scene.supervisor.close()
+
+
+def test_who_starts_when_the_server_ends_is_ended() -> None:
+    scene = Scene()
+    scene.replicas.says(0, hello(0))
+    scene.replicas.hears(actions.Alone)
+    scene.supervisor.close()
+    assert scene.replicas.killed == [1]
+    assert [member for member, _ in scene.replicas.hears(End)] == [0]
+
+
+def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:
+    scene.begins()
+    scene.replicas.says(7, events.Load(0.0, 7, 1, 0, 50, 0, 1))
+    assert scene.replicas.hears(End)[0][0] == 7
 
 
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
@@ -184,14 +261,14 @@ def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
         other = 1 - scene.member
         scene.replicas.says(other, events.Load(0.0, other, other + 1, 0, 50, 0, int(scene.now * 10)))
         time.sleep(0.15)
-    assert scene.replicas.killed == [100 + scene.member]
+    assert scene.replicas.killed == [scene.member]
     assert scene.replicas.hears(End)[0][0] == scene.member
     assert scene.replicas.hears(Start, 2)[1][0] == 1 - scene.member
 
 
 def test_a_replica_of_other_sizes_is_none(scene: Scene) -> None:
     scene.begins()
-    scene.replicas.says(5, hello(105, page=8192))
+    scene.replicas.says(5, hello(None, page=8192))
     assert scene.replicas.hears(End)[0][0] == 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import socket
@@ -21,19 +22,21 @@ import pytest
 import torch
 from fastapi import HTTPException
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import control, runtime
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
 from ballonet.hooks.server.tenants import Loop, asked_slo
 
 from .. import programs
+from ..dashboard import asked, expressions, labels, sample_names
 from ..models import VOCABULARY, build
 from ..pool import take_out
 from ..tuned import Tuned
@@ -125,6 +128,58 @@ def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
     assert serving.figure("ballonet_requests{") == 0
     assert serving.figure("ballonet_batches_total") > 2 * TOKENS
     assert serving.figure("ballonet_created_bytes") <= serving.figure("ballonet_budget_bytes") == 24 * 2**20
+
+
+def test_figures_are_scraped_while_two_models_serve(serving: Serving) -> None:
+    """Each page is whole, counters never fall, and what requests took is counted once for each. The dashboard's names
+    are all on the page, and `top` sees the same models."""
+    client, before = serving.client(), samples(serving.get("/metrics")[1])
+    asked_ = [(model, first) for first in range(3, 11) for model in serving.models[:2]]
+    pages = [before]
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(ask, client, *each) for each in asked_]
+        while not all(each.done() for each in waiting):
+            pages.append(samples(serving.get("/metrics")[1]))
+            assert sum(value for (name, _), value in pages[-1].items() if name == "ballonet_device_bytes") <= 24 * 2**20
+        for each in waiting:
+            each.result()
+
+    def grown(name: str, model: str) -> float:
+        key = name, frozenset({("model", model)})
+        return pages[-1][key] - before.get(key, 0)
+
+    deadline = time.monotonic() + 60
+    while sum(grown("ballonet_ttft_seconds_count", model) for model in serving.models[:2]) < len(asked_):
+        assert time.monotonic() < deadline  # an answer may be there a moment before its request has ended
+        pages.append(samples(serving.get("/metrics")[1]))
+    counted = [key for key in before if key[0].endswith(("_total", "_bucket", "_count", "_sum"))]
+    for one, other in itertools.pairwise(pages):
+        assert [key for key in counted if other[key] < one[key]] == []
+    for model in serving.models[:2]:
+        assert grown("ballonet_ttft_seconds_count", model) == len(asked_) / 2
+        assert 0 < grown("ballonet_tpot_seconds_count", model) <= len(asked_) / 2, "those with more than one token"
+        assert ("ballonet_requests", frozenset({("model", model), ("state", "running")})) in pages[-1]
+
+    known = dict(sample_names(serving.get("/metrics")[1]))
+    for expression in expressions():
+        for name in asked(expression):
+            found = [set(each.labels) for each in known[name].samples if each.name == name]
+            assert all(labels(expression) - {"instance", "le"} <= each for each in found), expression
+
+    look = control.look(serving.process.pid)
+    assert {each["path"] for each in look["models"]} == {*serving.models}
+    assert len({each["name"] for each in look["models"]}) == len(serving.models)
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Values of a page of figures, by name and labels. Each is there once."""
+    found = dict[tuple[str, frozenset[tuple[str, str]]], float]()
+    for family in text_string_to_metric_families(text):
+        for each in family.samples:
+            key = each.name, frozenset(each.labels.items())
+            assert key not in found
+            found[key] = each.value
+    return found
 
 
 @pytest.mark.parametrize("streaming", [True, False])

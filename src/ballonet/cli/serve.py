@@ -12,6 +12,7 @@ from ..allocator.config import Config
 from ..allocator.errors import ConfigError, ManageError
 from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
+from ..hooks.watch.ports import check_free
 from . import arguments, serve_replicas
 from .run import add_options
 
@@ -85,6 +86,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
 
     where = serve_replicas.placed(args, options)
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
+    if where is None or where.hosts:
+        check_free(args.host, args.port)
     if where is not None and where.hosts:
         return serve_replicas.server(args, where, address, _say)
     if args.log is not None and (where is None or where.rank is None):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ..allocator.config import change_environment, environment
+from ..allocator.config import Config, change_environment, environment
 from ..allocator.errors import ConfigError
 from ..hooks.options import OPTIONS, ManageOptions
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..hooks.server.application import Address
 
 SECRET: Final = "BALLONET_REPLICA_SECRET"
+STARTED: Final = "BALLONET_REPLICA_STARTED"
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -69,8 +70,10 @@ def server(
     """Starts the replicas of one model on this machine, and returns what serves them."""
     from ..hooks.replicas.serving import Fleet, ReplicaServer
 
-    here = 1 if where.rank is not None else int(args.replicas)
-    fleet = Fleet(here, _forwarded(args), where, _devices(), environment().get(SECRET))
+    here, devices = 1 if where.rank is not None else int(args.replicas), _devices()
+    if where.rank is None and here:
+        args.budget = _budget_of_each(args, here, devices)
+    fleet = Fleet(here, _forwarded(args), where, devices, environment().get(SECRET))
     return ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline).run
 
 
@@ -90,12 +93,35 @@ def replica(
 
     def serve() -> None:
         try:
-            run(name, runtime.require(), options, where, secret, say, **batching)
+            run(name, runtime.require(), options, where, secret, say, started=environment().get(STARTED), **batching)
         except ReplicaError as error:
             say(str(error))
             sys.exit(2)
 
     return serve
+
+
+def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str | None:
+    """What `--budget` is for each of so many replicas, which fit into memory with that; None: each has a GPU of its
+    own, and decides. ConfigError where they do not fit."""
+    import torch
+
+    from ..allocator import defaults, ram
+    from ..offload.policy.replicas.memory_fit import check_fits, share
+
+    settings = Config.from_env().merge(budget=args.budget, host_budget=args.host_budget)
+    if settings.device == "cpu" or not devices:
+        room = ram.available()
+        each = settings.budget or share(count, room // defaults.STANDIN_BUDGET, defaults.PAGE_SIZE["standin"])
+        check_fits(count, each + (settings.host_budget or 0), [("this machine's memory", room)])
+        return str(each)
+    if settings.budget is None:
+        if count > devices:
+            raise ConfigError(f"{count} replicas share {devices} GPUs: give --budget, for each of them")
+        return None
+    found = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
+    check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(found)])
+    return str(settings.budget)
 
 
 def _devices() -> int:

@@ -35,13 +35,14 @@ def environment(
     link: str | None = None,
     link_latency: str | None = None,
     peer_link: str | None = None,
+    replica_faults: str | None = None,
 ) -> dict[str, str]:
     """Returns variables for the environment of a process, those that are given.
 
     `chaos`: a seed; pages of weights and KV move at random while models run. `fault`: "cuMemMap:7", the seventh such
     call of the driver fails, once; "cuMemMap=700:7", with that CUresult; several with commas between them. `link`, and
     `peer_link` to and from the peer: bandwidth of the stand-in's copies, "2GB/s"; `link_latency`: added to each of
-    them, "10us". ConfigError where one is not understood.
+    them, "10us". `replica_faults`: a file, see hooks/replicas/faults.py. ConfigError where one is not understood.
     """
     given = {
         "BALLONET_CHAOS": chaos,
@@ -49,6 +50,7 @@ def environment(
         "BALLONET_LINK": link,
         "BALLONET_LINK_LATENCY": link_latency,
         "BALLONET_PEER_LINK": peer_link,
+        "BALLONET_REPLICA_FAULTS": replica_faults,
     }
     found = {name: str(value) for name, value in given.items() if value is not None}
     Config.from_env(found)  # says what is wrong here, and not in the process

@@ -1,11 +1,13 @@
 """Drops and restores that fail at any driver call, or are interrupted at any line: all is valid, and can be done again.
 
-Driver calls in processes of their own: faults that were armed and not met must not fire in another test.
+Driver calls in processes of their own: faults that were armed and not met must not fire in another test. With
+BALLONET_SOAK, each call and each second or third line; else some of them.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +42,7 @@ from ...tuned import Tuned, tuning
 from .holding import logits
 
 LAYERS = 3
+ALL = "BALLONET_SOAK" in os.environ
 KEPT = Span(1, 2)
 
 
@@ -120,6 +123,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str) -> None:
             for name, number in counts[phase].items()
             if not name.startswith(ASKS)
             for nth in range(1, number + 1)
+            if ALL or nth in (1, 2, number) or nth % 4 == 0
         ]
         there, host = settle(device), bytes_that_exist("host")
         gc.collect()
@@ -152,14 +156,14 @@ def installed(tuned: Tuned) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("kind", "modules", "step"),
-    [("host", LINES, 2), ("file", LINES, 3), ("host", LOCKS, 7)],
+    [("host", LINES, 2 if ALL else 7), ("file", LINES, 3 if ALL else 8), ("host", LOCKS, 7 if ALL else 17)],
     ids=["host", "file", "locks"],
 )
 @pytest.mark.parametrize("what", ["prepare", "drop", "restore", "release"])
 def test_ctrl_c_at_any_line_leaves_all_valid(
     installed: None, tmp_path: Path, kind: str, what: str, modules: Any, step: int
 ) -> None:
-    """At each second or third line, and in what guards locks at some, where most lines are those of a loop."""
+    """At some lines, and in what guards locks at fewer, where most lines are those of a loop."""
     with install.stock():
         model = build("llama", num_hidden_layers=2)
         expected = logits(model)

@@ -1,0 +1,55 @@
+"""What a process says of itself to whoever watches it: one reading of the device, its log, and what others publish.
+
+Note [A look costs next to nothing]
+    Nothing is counted for those who watch: a look reads what is there. It takes the core's locks for one snapshot and
+    calls each source once, on the thread that was asked, never on one that runs a model. While it runs it holds
+    Python's lock, which a decode step may wait for; so a source reads attributes, and asks no device of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from . import runtime
+from .defaults import LOOK_EVENTS
+
+Source = Callable[[], Any]  # plain values, ready for JSON
+
+READ: Final = (
+    *("page_size", "budget", "created", "pages", "host_pages", "host_free", "host_budget", "spilled", "copied"),
+    *("peer", "peer_budget", "peer_pages", "peer_free", "reclaimed", "driver_ns"),
+)
+
+_sources: dict[str, Source] = {}
+
+
+def publish(name: str, source: Source) -> None:
+    """Has each look of this process call `source` for what it says under this name. The last one of a name counts."""
+    _sources[name] = source
+
+
+def look(since: int | None = None) -> dict[str, Any]:
+    """Returns all of it, ready for JSON. NotInstalled.
+
+    Keys: `pid`; `when` (ns of CLOCK_MONOTONIC); `device` {kind, ordinal}; those of `READ`, as `Device.snapshot` has
+    them; `counts` of decisions, by lever and verb {events, pages, seconds}; `events`: the decisions after the cursor
+    `since`, the last ones at most, oldest first; `cursor`: the next one; and one for each source that was published.
+    """
+    found = runtime.of()
+    found.events.hear()
+    snapshot: Mapping[str, Any] = found.device.snapshot()
+    heard = found.events.since(since or 0)
+    counts = found.events.counts()
+    return {
+        "pid": os.getpid(),
+        "when": time.monotonic_ns(),
+        "device": {"kind": found.device.kind, "ordinal": found.device.ordinal},
+        **{key: snapshot[key] for key in READ},
+        "counts": {lever: {verb: each._asdict() for verb, each in verbs.items()} for lever, verbs in counts.items()},
+        "events": [event.to_dict() for event in heard.events[-LOOK_EVENTS:]],
+        "cursor": heard.cursor,
+        **{name: source() for name, source in tuple(_sources.items())},
+    }

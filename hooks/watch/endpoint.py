@@ -1,0 +1,57 @@
+"""A port at which Prometheus finds the figures of this process, whatever it does: `ballonet.metrics.serve()`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ...allocator.errors import ConfigError, ExtraMissing
+from .ports import refused
+
+
+class Endpoint:
+    """A port that is served by a thread, until `close()`. `host` and `port`: where."""
+
+    def __init__(self, host: str, server: Any, thread: threading.Thread) -> None:
+        """`server`: an HTTPServer, which `thread` runs."""
+        self.host = host
+        self.port = int(server.server_port)
+        self._server = server
+        self._thread = thread
+
+    @property
+    def url(self) -> str:
+        """Where the figures are."""
+        return f"http://{self.host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Frees the port. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __repr__(self) -> str:
+        return f"<metrics at {self.url}>"
+
+
+def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
+    """Serves the figures of this process at `http://host:port/metrics` until what is returned is closed, or the process
+    ends. They are there from `install()` on.
+
+    `port`: 0 for any that is free. `host`: "0.0.0.0" has other machines ask, too; whoever reaches it may. PortInUse;
+    ConfigError where it cannot listen there; ExtraMissing without prometheus-client.
+    """
+    try:
+        from prometheus_client import start_http_server
+
+        from .registry import REGISTRY
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("prometheus_client"):
+            raise
+        raise ExtraMissing("metrics", "prometheus-client", "metrics") from error
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
+        raise ConfigError(f"port is {port!r}, which is no port: write a whole number from 0 to 65535")
+    try:
+        return Endpoint(host, *start_http_server(port, host, REGISTRY))
+    except OSError as error:
+        raise refused(host, port, error) from error

@@ -1,0 +1,79 @@
+"""What those who watch a process are told of one managed model, as plain values that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from ...offload.governor.kv_read_plan import Streamed
+from ..batching import seams
+from ..measure.report import interval_of
+from ..prefix.store import PrefixStore
+from ..streaming.elastic import Elastic
+from ..weights.ranges import Weights
+
+
+def model_facts(model: nn.Module, elastic: Elastic, weights: Weights, prefixes: PrefixStore | None) -> dict[str, Any]:
+    """Keys: `name`, for readers; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without
+    device pages of their own), `interval`, `slots`, `why` it is so; `pages`, `host_pages` of weights; `copied`: bytes
+    of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
+    `prefixes`; `latencies`: histograms in seconds."""
+    batched, last = seams.batched(model), dict(elastic.timings.last)
+    histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in elastic.timings.histograms().items()}
+    if batched is not None:
+        latencies = batched.latencies
+        histograms |= {"ttft": latencies.ttft.to_dict(), "tpot": latencies.tpot.to_dict()}
+    return {
+        "name": elastic.name,
+        "path": str(getattr(getattr(model, "config", None), "name_or_path", "")) or type(model).__name__,
+        "layers": len(elastic.plan.pages),
+        "streamed": list(weights.away()),
+        "interval": interval_of(elastic.plan),
+        "slots": len(elastic.plan.slot_pages),
+        "why": "" if elastic.decision is None else elastic.decision.why,
+        "pages": weights.pages,
+        "host_pages": weights.host_pages,
+        "copied": weights.ring.copied,
+        "seconds": {phase: measured.total for phase, measured in last.items()},
+        "slo": {"decode": elastic.tpot_slo, "prefill": elastic.ttft_slo},
+        "kv": [cache_facts(each) for each in elastic.caches()],
+        "prefixes": None if prefixes is None else prefix_facts(prefixes),
+        "latencies": histograms,
+    }
+
+
+def cache_facts(cache: Streamed) -> dict[str, Any]:
+    """How one KV cache is read: `way`, pages `away`, `slots`, bytes `copied`."""
+    return {"way": str(cache.way), "away": cache.away, "slots": cache.slots, "copied": cache.copied}
+
+
+def prefix_facts(store: PrefixStore) -> dict[str, Any]:
+    """What is kept for prompts: `counts` of tokens, by where they were found; `hits`, `hit_rate`; `tokens`, `nbytes`
+    that are kept; `files`: [folder, bytes], None where there are none."""
+    counts = asdict(store.counts)
+    del counts["why_not"]
+    saver = store.contents.saver
+    return {
+        "counts": counts,
+        "hits": store.counts.hits,
+        "hit_rate": store.counts.hit_rate,
+        "tokens": store.tokens,
+        "nbytes": store.nbytes,
+        "files": None if saver is None else saver.stored_bytes(),
+    }
+
+
+def with_names(models: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives models of one name or path others, so that each has its own: "llama", "llama (2)"."""
+    found = list[dict[str, Any]]()
+    for each in models:
+        for key in ("name", "path"):
+            first, number = each[key], 1
+            while any(each[key] == other[key] for other in found):
+                number += 1
+                each[key] = f"{first} ({number})"
+        found.append(each)
+    return found

@@ -1,0 +1,22 @@
+"""What `top` says where there is no terminal: a line for each process, and one for each new decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .processes import Seen
+from .wording import decision, sections_of, title_of
+
+
+def lines_of(seen: Seen) -> Iterator[str]:
+    """Yields what one look says: all that is shown but the bars, and the decisions that it brought."""
+    parts = [title_of(seen)]
+    if seen.trouble:
+        parts.append(seen.trouble)
+    for section in sections_of(seen):
+        if section.title != "decisions" and section.rows:
+            parts.append(f"{section.title}: " + "; ".join(f"{row.name} {row.text}".strip() for row in section.rows))
+    yield " | ".join(parts)
+    if not seen.trouble:
+        for event in seen.decisions if seen.before is None else seen.now["events"]:
+            yield f"process {seen.pid} | {' | '.join(decision(event, seen.now))}"

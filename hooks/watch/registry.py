@@ -1,0 +1,136 @@
+"""The one registry of this process for Prometheus: what a look says (allocator/looks.py), and what a server adds to it
+(hooks/server/metrics.py). Each scrape is one look; nothing is counted beside the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from ...allocator.errors import NotInstalled
+from ...allocator.looks import look
+from .tiers import kv_tiers
+
+Look = Mapping[str, Any]
+PLACES: Final = ("device", "peer", "host", "disk")  # where tokens of prompts are found
+
+
+class ProcessCollector:
+    """What a look says. Nothing before `install()`."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client."""
+        try:
+            now = look()
+        except NotInstalled:
+            return
+        yield from _memory(now)
+        yield from _traffic(now)
+        yield from _decisions(now)
+        yield from _models(now)
+        yield from _prompts(now)
+        yield from _latencies(now)
+
+
+REGISTRY: Final = CollectorRegistry()
+REGISTRY.register(ProcessCollector())
+
+
+def text() -> bytes:
+    """All figures, as the page at `/metrics`."""
+    return generate_latest(REGISTRY)
+
+
+def _memory(now: Look) -> Iterator[Metric]:
+    page = now["page_size"]
+    yield GaugeMetricFamily("ballonet_page_size_bytes", "Bytes of a page.", page)
+    yield GaugeMetricFamily("ballonet_budget_bytes", "Device memory that ballonet may have.", now["budget"])
+    yield GaugeMetricFamily("ballonet_created_bytes", "Device memory that exists.", now["created"] * page)
+    yield _by("ballonet_device_bytes", "Device memory by owner.", "owner", _scaled(now["pages"], page))
+    used = (now["host_pages"] - now["host_free"]) * page
+    yield GaugeMetricFamily("ballonet_host_bytes", "Host memory that weights and KV have.", used)
+    yield GaugeMetricFamily("ballonet_host_budget_bytes", "Host memory that ballonet may have.", now["host_budget"])
+    spilled = now["spilled"] * page
+    yield GaugeMetricFamily("ballonet_spilled_bytes", "Host memory of allocations that found no device pages.", spilled)
+    yield _by("ballonet_kv_bytes", "Where KV lies.", "tier", kv_tiers(now))
+
+
+def _traffic(now: Look) -> Iterator[Metric]:
+    copied = CounterMetricFamily("ballonet_copied_bytes", "Bytes copied, by owner and way.", labels=["way"])
+    for way, nbytes in now["copied"].items():
+        copied.add_metric([way], nbytes)
+    yield copied
+    reclaimed = now["reclaimed"] * now["page_size"]
+    yield CounterMetricFamily("ballonet_reclaimed_bytes", "Device memory taken from who had it.", reclaimed)
+    driver = CounterMetricFamily("ballonet_driver_seconds", "Time in calls that change page tables.", labels=["who"])
+    for who, spent in now["driver_ns"].items():
+        driver.add_metric([who], spent / 1e9)
+    yield driver
+
+
+def _decisions(now: Look) -> Iterator[Metric]:
+    labels = ["lever", "verb"]
+    count = CounterMetricFamily("ballonet_decisions", "Decisions about pages.", labels=labels)
+    moved = CounterMetricFamily("ballonet_decision_bytes", "Memory that decisions moved.", labels=labels)
+    took = CounterMetricFamily("ballonet_decision_seconds", "Time that decisions took.", labels=labels)
+    for lever, verbs in now["counts"].items():
+        for verb, each in verbs.items():
+            count.add_metric([lever, verb], each["events"])
+            moved.add_metric([lever, verb], each["pages"] * now["page_size"])
+            took.add_metric([lever, verb], each["seconds"])
+    yield from (count, moved, took)
+
+
+def _models(now: Look) -> Iterator[Metric]:
+    page = now["page_size"]
+    layers = GaugeMetricFamily("ballonet_layers", "Decoder layers, by model.", labels=["model"])
+    streamed = GaugeMetricFamily("ballonet_streamed_layers", "Layers with no pages of their own.", labels=["model"])
+    weights = GaugeMetricFamily("ballonet_weights_bytes", "Weights, by model and place.", labels=["model", "place"])
+    for each in now.get("models", ()):
+        layers.add_metric([each["path"]], each["layers"])
+        streamed.add_metric([each["path"]], len(each["streamed"]))
+        weights.add_metric([each["path"], "device"], each["pages"] * page)
+        weights.add_metric([each["path"], "host"], each["host_pages"] * page)
+    yield from (layers, streamed, weights)
+
+
+def _prompts(now: Look) -> Iterator[Metric]:
+    text = "Tokens of prompts, by model and where they were found; no: they were computed."
+    prompts = CounterMetricFamily("ballonet_prompt_tokens", text, labels=["model", "found"])
+    requests = CounterMetricFamily("ballonet_prefix_requests", "Prompts that asked what is kept.", labels=["model"])
+    kept = GaugeMetricFamily("ballonet_prefix_bytes", "Pages under what is kept for prompts.", labels=["model"])
+    for each in now.get("models", ()):
+        if (store := each["prefixes"]) is not None:
+            for place in PLACES:
+                prompts.add_metric([each["path"], place], store["counts"][f"on_{place}"])
+            prompts.add_metric([each["path"], "no"], store["counts"]["prompts"] - store["hits"])
+            requests.add_metric([each["path"]], store["counts"]["requests"])
+            kept.add_metric([each["path"]], store["nbytes"])
+    yield from (prompts, requests, kept)
+
+
+def _latencies(now: Look) -> Iterator[Metric]:
+    forwards = HistogramMetricFamily("ballonet_forward_seconds", "Time of forwards.", labels=["model", "phase"])
+    ttft = HistogramMetricFamily("ballonet_ttft_seconds", "From arrival to the first token.", labels=["model"])
+    tpot = HistogramMetricFamily("ballonet_tpot_seconds", "Time per token after the first.", labels=["model"])
+    for each in now.get("models", ()):
+        for name, found in each["latencies"].items():
+            family = {"ttft": ttft, "tpot": tpot}.get(name, forwards)
+            labels = [each["path"]] if family is not forwards else [each["path"], name]
+            ends = [*map(str, found["bounds"]), "+Inf"]
+            family.add_metric(labels, list(zip(ends, accumulate(found["counts"]), strict=True)), found["seconds"])
+    yield from (forwards, ttft, tpot)
+
+
+def _by(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _scaled(pages: Mapping[str, int], page: int) -> dict[str, int]:
+    return {owner: count * page for owner, count in pages.items()}

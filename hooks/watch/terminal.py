@@ -1,0 +1,145 @@
+"""`top` in a terminal: looks at processes in a thread, draws what they say, and does what keys ask.
+
+Note [Who waits for whom]
+    A process that hangs must not keep `q` from working. So one thread looks, another one asks for a budget, which may
+    take a minute, and the main one only draws and reads keys. Neither of the others is waited for at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.console import Console
+from rich.live import Live
+
+from ...allocator import control
+from ...allocator.errors import BallonetError
+from ...allocator.units import format_size
+from ...offload.policy.tuning import Watching
+from .dialog import Budget, Dialog, keys_of, pressed
+from .processes import Processes
+from .view import screen
+
+
+def usable(console: Console) -> bool:
+    """Can it be drawn on, and are there keys?"""
+    return console.is_terminal and not console.is_dumb_terminal and sys.stdin is not None and sys.stdin.isatty()
+
+
+class Top:
+    """One run of it. `processes` has been looked at once."""
+
+    def __init__(self, processes: Processes, console: Console, period: float, tuning: Watching) -> None:
+        """`period`: seconds between looks."""
+        self._processes = processes
+        self._console = console
+        self._period = period
+        self._tuning = tuning
+        self._dialog = Dialog()
+        self._chosen = processes.seen[0].pid if processes.seen else None
+        self._answers: list[str] = []  # of changed budgets, that are not shown yet
+        self._looked = threading.Event()
+        self._error: BaseException | None = None
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        """Until the user has enough, or the one process has ended."""
+        threading.Thread(target=self._look, name="ballonet-top", daemon=True).start()
+        fd = sys.stdin.fileno()
+        try:
+            with _ended_well(), _unbuffered(fd), Live(console=self._console, screen=True, auto_refresh=False) as live:
+                self._draw(live)
+                while not self._dialog.done and not self._processes.ended:
+                    if self._step(fd):
+                        self._draw(live)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._end.set()
+        if self._error is not None:
+            raise self._error
+        if self._processes.ended and not self._dialog.done:
+            self._console.print(f"process {self._processes.pid} has ended")
+
+    def _step(self, fd: int) -> bool:
+        """Waits a moment for keys. Is there something new to draw?"""
+        ready, _, _ = select.select([fd], [], [], self._tuning.keys)
+        if ready:
+            data = os.read(fd, 1024)
+            if not data:  # the terminal is gone
+                self._dialog = replace(self._dialog, done=True)
+            for key in keys_of(data.decode(errors="replace")):
+                self._press(key)
+        if self._error is not None:
+            self._dialog = replace(self._dialog, done=True)
+        if self._answers:
+            self._dialog = replace(self._dialog, said=self._answers.pop(0))
+            return True
+        looked = self._looked.is_set()
+        self._looked.clear()
+        return looked or bool(ready)
+
+    def _press(self, key: str) -> None:
+        seen = self._processes.seen
+        at = self._place()
+        pid, budget = (seen[at].pid, seen[at].now["budget"]) if seen else (None, 0)
+        self._dialog = pressed(self._dialog, key, pid, budget)
+        if self._dialog.step and seen:
+            self._chosen = seen[(at + self._dialog.step) % len(seen)].pid
+        if (act := self._dialog.act) is not None:
+            threading.Thread(target=self._change, args=(act,), name="ballonet-budget", daemon=True).start()
+
+    def _place(self) -> int:
+        """Returns the place of the chosen process among those that are seen; the first where it is gone."""
+        return next((at for at, each in enumerate(self._processes.seen) if each.pid == self._chosen), 0)
+
+    def _draw(self, live: Live) -> None:
+        drawn = screen(self._processes.seen, self._place(), self._dialog.footer, self._tuning)
+        live.update(drawn, refresh=True)
+
+    def _look(self) -> None:
+        while not self._end.wait(self._period) and not self._processes.ended:
+            try:
+                self._processes.look()
+            except BaseException as error:
+                self._error = error
+                return
+            self._looked.set()
+
+    def _change(self, asked: Budget) -> None:
+        try:
+            now = control.ask(asked.pid, asked.nbytes, self._tuning.budget)
+        except BallonetError as error:
+            self._answers.append(str(error))
+        else:
+            self._answers.append(f"the budget of process {asked.pid} is {format_size(now['budget'])}")
+
+
+@contextlib.contextmanager
+def _ended_well() -> Iterator[None]:
+    """SIGTERM leaves the terminal as it was, too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _unbuffered(fd: int) -> Iterator[None]:
+    """Keys come one by one and are not echoed; afterwards the terminal is as before."""
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,22 @@
+"""Where KV lies, in bytes by tier, of one look at a process (allocator/looks.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def kv_tiers(look: Mapping[str, Any]) -> dict[str, int]:
+    """Returns bytes on the `device`, the `peer` and the `host`, whole pages, and in files on `disk`: there all that the
+    folders of its models hold, of other processes too. Folders that models share count once."""
+    page = look["page_size"]
+    peer = (look["peer_pages"] - look["peer_free"]) * page
+    away = look.get("kv", {}).get("displaced", 0) * page
+    stores = [each["prefixes"] for each in look.get("models", ())]
+    folders = dict(each["files"] for each in stores if each is not None and each["files"] is not None)
+    return {
+        "device": look["pages"]["kv"] * page,
+        "peer": peer,
+        "host": max(0, away - peer),
+        "disk": sum(folders.values()),
+    }

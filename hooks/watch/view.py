@@ -1,0 +1,70 @@
+"""What `top` shows in a terminal: a list of processes where there are several, and one of them in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ...allocator.units import format_size
+from ...offload.policy.tuning import DEFAULT, Watching
+from .processes import Seen
+from .wording import bar, sections_of, title_of
+
+COLOURS: Final = {"weights": "blue", "kv": "green", "activations": "magenta", "host": "yellow"}
+NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
+
+
+def screen(seen: Sequence[Seen], chosen: int, footer: str, tuning: Watching = DEFAULT.watching) -> RenderableType:
+    """All of it. `chosen`: the place in `seen` of the one that is shown in full; `footer`: the last line."""
+    parts: list[RenderableType] = [Text(footer, style="reverse")]
+    if not seen:
+        return Group(*parts, Text(NOBODY))
+    if len(seen) > 1:
+        parts.append(_list(seen, chosen, tuning.bar // 2))
+    return Group(*parts, process(seen[chosen], tuning))
+
+
+def process(seen: Seen, tuning: Watching = DEFAULT.watching) -> RenderableType:
+    """One process in full."""
+    trouble = [Text(seen.trouble, style="red")] if seen.trouble else []
+    return Group(Rule(Text(title_of(seen), style="bold"), align="left"), *trouble, *_sections(seen, tuning.bar))
+
+
+def _sections(seen: Seen, columns: int) -> Iterator[RenderableType]:
+    for section in sections_of(seen):
+        if not section.rows:
+            continue
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True, style="bold", width=9)
+        table.add_column(no_wrap=True, min_width=12)
+        table.add_column(overflow="fold")
+        for number, row in enumerate(section.rows):
+            text = Text(row.text)
+            if row.part is not None:
+                colour = COLOURS.get(row.kind, "white")
+                text = Text.assemble((bar(row.part, columns), colour), " ", row.text)
+            table.add_row("" if number else section.title, Text(row.name), text)
+        yield table
+
+
+def _list(seen: Sequence[Seen], chosen: int, columns: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "pid", "program", "budget", "used"):
+        table.add_column(name, no_wrap=True)
+    for place, each in enumerate(seen):
+        now = each.now
+        used = (sum(now["pages"].values()) - now["pages"]["free"]) * now["page_size"]
+        table.add_row(
+            ">" if place == chosen else "",
+            f"{each.pid}",
+            Text(each.program),
+            format_size(now["budget"]),
+            Text(f"{bar(used / now['budget'], columns)} {format_size(used)}"),
+            style="bold" if place == chosen else "",
+        )
+    return table

@@ -1,0 +1,120 @@
+"""What is shown of a process, as rows of text: the same in a terminal, on plain lines and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ...allocator.units import format_size, format_time
+from .processes import Seen
+from .rates import copy_rates
+from .tiers import kv_tiers
+
+Look = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """`part`: of 1, how much of a bar is full; None for no bar. `kind`: what the bar is of, for its colour."""
+
+    name: str
+    text: str
+    part: float | None = None
+    kind: str = ""
+
+
+class Section(NamedTuple):
+    """Rows under a title."""
+
+    title: str
+    rows: list[Row]
+
+
+def title_of(seen: Seen) -> str:
+    """Which process, on what, and its budget."""
+    now = seen.now
+    place = f"GPU {now['device']['ordinal']}" if now["device"]["kind"] == "cuda" else "CPU (host stand-in)"
+    parts = [f"process {seen.pid}", seen.program, place, f"budget {format_size(now['budget'])}"]
+    return " · ".join(filter(None, parts))
+
+
+def sections_of(seen: Seen) -> list[Section]:
+    """All that is shown."""
+    now = seen.now
+    return [
+        Section("pages", list(_owners(now))),
+        Section("copies", list(_copies(seen.before, now))),
+        Section("KV", list(_kv(now))),
+        Section("models", [Row(each["name"], _model(each, now["page_size"])) for each in now.get("models", ())]),
+        Section("decisions", [Row(*decision(each, now)) for each in reversed(seen.decisions)]),
+    ]
+
+
+def decision(event: Mapping[str, Any], now: Look) -> tuple[str, str]:
+    """(when, what and why)."""
+    age = format_age((now["when"] - event["when"]) / 1e9)
+    what = f"{event['pages']:,} pages ({format_size(event['pages'] * now['page_size'])})"
+    whose = f" of {event['what']}" if event["what"] else ""
+    asked = f", for {event['by']}" if event["by"] else ""
+    took = "" if event["measured"] is None else f", took {format_time(event['measured'])}"
+    expected = "" if event["predicted"] is None else f", expected {format_time(event['predicted'])}"
+    return f"{age} ago", f"{event['lever']}, {event['verb']}: {what}{whose}{asked}{took}{expected}"
+
+
+def format_age(seconds: float) -> str:
+    """In whole units: "3 s", "5 min", "2 h"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def bar(part: float, columns: int) -> str:
+    """Blocks for a part of 1, of as many columns; what is more than nothing has one at least."""
+    full = min(columns, round(part * columns))
+    full = 1 if part > 0 and not full else full
+    return "█" * full + "░" * (columns - full)
+
+
+def _owners(now: Look) -> Iterator[Row]:
+    page, budget = now["page_size"], now["budget"]
+    pages = {**now["pages"], "not made": max(0, budget // page - now["created"])}
+    for owner in ("weights", "kv", "activations", "retiring", "free", "not made"):
+        count = pages[owner]
+        yield Row(owner, f"{format_size(count * page)}, {count:,} pages", count * page / budget, owner)
+    host, most = (now["host_pages"] - now["host_free"]) * page, now["host_budget"]
+    if host:
+        spilled = f", {format_size(now['spilled'] * page)} of it spilled" if now["spilled"] else ""
+        yield Row("on the host", f"{format_size(host)} of {format_size(most)}{spilled}", host / max(1, most), "host")
+
+
+def _copies(before: Look | None, now: Look) -> Iterator[Row]:
+    rates = copy_rates(before, now)
+    for way, nbytes in now["copied"].items():
+        if nbytes:
+            yield Row(way, f"{format_size(round(rates.get(way, 0.0)))}/s, {format_size(nbytes)} so far")
+    if not any(now["copied"].values()):
+        yield Row("none", "")
+
+
+def _kv(now: Look) -> Iterator[Row]:
+    tiers = kv_tiers(now)
+    most = max(1, *tiers.values())
+    for tier, nbytes in tiers.items():
+        yield Row(tier, format_size(nbytes), nbytes / most, "kv")
+    for each in now.get("models", ()):
+        if (store := each["prefixes"]) is not None and store["counts"]["prompts"]:
+            found = f"{store['hit_rate']:.0%} of {store['counts']['prompts']:,} tokens of prompts"
+            yield Row("found again", f"{found} of {each['name']}")
+
+
+def _model(each: Mapping[str, Any], page: int) -> str:
+    streamed, count = each["streamed"], len(each["streamed"])
+    layers = f"{each['layers']} layers, none of them streams"
+    if count:
+        which = f"interval {each['interval']}" if each["interval"] else ", ".join(map(str, streamed))
+        layers = f"{each['layers']} layers, {count} of them stream ({which})"
+    seconds, slo = each["seconds"].get("decode"), each["slo"]["decode"]
+    token = "" if seconds is None else f"; a token {format_time(seconds)}"
+    asked = "" if slo is None else f", SLO {format_time(slo)}"
+    why = f"; {each['why']}" if each["why"] else ""
+    return f"{layers}; weights {format_size(each['pages'] * page)}{token}{asked}{why}"

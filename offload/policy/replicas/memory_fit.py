@@ -1,0 +1,27 @@
+"""Whether replicas fit into the memory of one machine, before any of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....allocator.errors import ConfigError
+from ....allocator.units import format_size
+
+
+def check_fits(replicas: int, each: int, memory: Sequence[tuple[str, int]]) -> None:
+    """ConfigError where one of the memories cannot hold its replicas of `each` bytes. `memory`: (name, bytes) of each
+    device, which replicas get in turns."""
+    fitting = sum(room // each for _, room in memory)
+    for number, (name, room) in enumerate(memory):
+        count = len(range(number, replicas, len(memory)))
+        if count * each > room:
+            needed = f"{count} of {replicas} replicas" if len(memory) > 1 else f"{replicas} replicas"
+            raise ConfigError(
+                f"{needed} with {format_size(each)} each need {format_size(count * each)} of {name}, which has "
+                f"{format_size(room)}: {f'--replicas {fitting} would fit, or ' if fitting else ''}give a lower --budget"
+            )
+
+
+def share(replicas: int, room: int, page: int) -> int:
+    """Bytes for each replica, in whole pages, where all share `room` and nobody said how much each gets."""
+    return max(page, room // replicas // page * page)

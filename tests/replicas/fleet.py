@@ -1,0 +1,289 @@
+"""A server whose replicas are processes, and whose supervisor is in the test: asked over HTTP, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM
+
+from ballonet.allocator.control import ask
+from ballonet.hooks.replicas import faults
+from ballonet.hooks.replicas.faults import Fault
+from ballonet.hooks.replicas.placement import Placement
+from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
+from ballonet.hooks.replicas.serving import ReplicaServer
+from ballonet.hooks.server.application import Address
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.tuning import DEFAULT, Replicas
+
+from ..models import build
+from ..serving.test_server import saved
+
+LAYERS = 8
+PATIENCE = 120.0  # s, that a replica has to say how many pages it has
+# `make kills`: all of it, which takes a quarter of an hour; else what a suite can afford
+ALL = "BALLONET_KILLS" in os.environ
+NEEDS_ALL = pytest.mark.skipif(not ALL, reason="make kills")
+# the smallest whose layers can stream
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+COST = ChunkCost(1e-7, 1e-4, 1e-2)  # nothing is measured, so that decisions are the same each time
+# Every drop that frees memory is made, whatever it is predicted to gain; a loaded machine makes nobody dead; whoever is
+# lost is replaced at once, and its requests are computed as often as it takes.
+EAGER = replace(
+    DEFAULT.replicas,
+    gain=-math.inf,
+    full=0.3,
+    dwell=0.3,
+    looks=4,
+    settle=0.3,
+    again=0.3,
+    silent=300.0,
+    answer=300.0,
+    bulk=900.0,
+    steady=0.0,
+    lives=1000,
+)
+
+
+def made(folder: Path) -> str:
+    """A model that can stream, with a tokenizer."""
+    name = saved(folder, LAYERS)
+    build("llama", num_hidden_layers=LAYERS, max_position_embeddings=2048, **SHAPE).save_pretrained(folder)
+    return name
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def memfd_bytes(process: int, where: str) -> int:
+    """Bytes that the kernel holds for the pool of a process, `where`: on the device or the host."""
+    found = {}
+    for each in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if f"memfd:ballonet-{where}" in os.readlink(each):
+                status = os.stat(each)
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, as numbers of words, and how many words are wanted."""
+
+    prompt: tuple[int, ...]
+    new: int
+
+
+@dataclass
+class Answer:
+    """What a client got, piece by piece, and an error that ended it. `ends`: how often it was told that it has all."""
+
+    pieces: list[str] = field(default_factory=list)
+    error: str | None = None
+    ends: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def drawn(count: int, least: int = 40, most: int = 160, new: int = 16) -> list[Asked]:
+    """Requests, the same each time."""
+    draw = random.Random(count)
+    return [
+        Asked(tuple(draw.randrange(2, 190) for _ in range(draw.randint(least, most))), draw.randint(new // 2, new))
+        for _ in range(count)
+    ]
+
+
+class Stock:
+    """The answers of transformers alone, each computed once."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder)
+        self._known: dict[Asked, str] = {}
+
+    def answer(self, asked: Asked) -> str:
+        if asked not in self._known:
+            self._known[asked] = self._computed(asked)
+        return self._known[asked]
+
+    @torch.no_grad()
+    def _computed(self, asked: Asked) -> str:
+        ids = torch.tensor([self._tokenizer(_text(asked))["input_ids"]])
+        tokens = self._model.generate(ids, do_sample=False, max_new_tokens=asked.new)
+        return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def answers(self, asked: Sequence[Asked]) -> list[str]:
+        return [self.answer(each) for each in asked]
+
+
+def _text(asked: Asked) -> str:
+    return " ".join(f"w{number}" for number in asked.prompt)
+
+
+def post(url: str, model: str, asked: Asked) -> Any:
+    """One request, streamed: what urlopen returns."""
+    body = {"model": model, "prompt": _text(asked), "max_tokens": asked.new, "temperature": 0, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    return urllib.request.urlopen(request)
+
+
+class Fleet:
+    """A server of a model on so many replicas. `faults`: see `fault`."""
+
+    def __init__(self, server: ReplicaServer, said: list[str], model: str, file: Path) -> None:
+        self.server = server
+        self.said = said
+        self.model = model
+        self._file = file
+        self._kv = 0
+        config = uvicorn.Config(server.app, port=server.address.port, log_level="warning")
+        self._listening = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._listening.run)
+        self._thread.start()
+        self.wait(lambda: self._listening.started)
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns once that is so; how long that takes is not judged."""
+        while not until():
+            assert self.server.supervisor.failed is None, self.said
+            time.sleep(0.01)
+
+    @property
+    def members(self) -> list[int]:
+        """The replicas that serve, by their numbers."""
+        return sorted(self.server.supervisor.state().spans)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        return self.server.processes
+
+    def whole(self, replicas: int) -> None:
+        """Waits until so many replicas serve, each with all layers, and nothing of requests is left."""
+        state = self.server.supervisor.state
+        self.wait(lambda: [*state().spans.values()] == [(0, LAYERS)] * replicas and not state().requests)
+
+    def at_rest(self) -> list[dict[str, Any]]:
+        """Waits until no replica has KV of a request, and returns what they say of their pages. What the kernel holds
+        for them is what they count."""
+        found: list[dict[str, Any]] = []
+
+        def rests() -> bool:
+            found[:] = [ask(each, None, PATIENCE) for each in self.processes]
+            kv = {each["pages"]["kv"] for each in found}
+            self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
+            return kv == {self._kv} and not any(each["pages"]["retiring"] for each in found)
+
+        self.wait(rests)
+        for each in found:
+            page = each["page_size"]
+            assert memfd_bytes(each["pid"], "device") == sum(each["pages"].values()) * page <= each["budget"]
+            assert memfd_bytes(each["pid"], "host") == each["host_pages"] * page
+        return found
+
+    def fault(self, *wanted: Fault) -> None:
+        """From now on."""
+        faults.write(self._file, wanted)
+
+    @property
+    def happened(self) -> list[Fault]:
+        """The faults that have, since."""
+        path = faults.done(self._file)
+        if not path.exists():
+            return []
+        rows = [line.split("\t") for line in path.read_text().splitlines()]
+        return [Fault(int(member), point, int(count), how) for member, point, count, how in rows]
+
+    def opened(self, asked: Asked) -> Any:
+        """One request over HTTP, streamed: what urlopen returns."""
+        return post(f"http://127.0.0.1:{self.server.address.port}", self.model, asked)
+
+    def ask(self, asked: Asked) -> Answer:
+        """One request, and all of its answer."""
+        found = Answer()
+        with self.opened(asked) as answer:
+            for line in answer:
+                text = line.decode().strip()
+                if not text.startswith("data: ") or text == "data: [DONE]":
+                    continue
+                part = json.loads(text.removeprefix("data: "))
+                if "error" in part:
+                    found.error = str(part["error"])
+                else:
+                    found.pieces += [choice["text"] for choice in part["choices"]]
+                    found.ends += sum(choice.get("finish_reason") is not None for choice in part["choices"])
+        return found
+
+    def burst(self, asked: Sequence[Asked]) -> list[Answer]:
+        """All at once."""
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(self.ask, asked))
+
+    def close(self) -> None:
+        self._listening.should_exit = True
+        self._thread.join()
+        self.server.close()
+
+
+@contextmanager
+def serving(
+    model: str, folder: Path, replicas: int, budget: str = "37MiB", tuning: Replicas = EAGER, **more: str
+) -> Iterator[Fleet]:
+    """A fleet; at its end no process of it is left."""
+    file, said = folder / "faults", list[str]()
+    faults.write(file, ())
+    sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {
+            "BALLONET_REPLICA_FAULTS": str(file),
+            "BALLONET_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }.items():
+            environment.setenv(name, value)
+        given = [*sizes, "--batch-tokens", "128"]
+        wanted = ReplicaFleet(replicas, given, Placement("127.0.0.1", 0, hosts=True), cost=COST)
+        server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning)
+        fleet = Fleet(server, said, model, file)
+        seen = {*fleet.processes}
+        try:
+            fleet.wait(lambda: len(fleet.members) == replicas)
+            fleet.at_rest()
+            yield fleet
+        finally:
+            seen |= {*fleet.processes}
+            fleet.close()
+            left = [each for each in seen if Path(f"/proc/{each}").exists()]
+        assert left == [], "no orphan"

@@ -1,0 +1,373 @@
+"""Main loops of two replicas in one thread, told what a supervisor would tell: drops, restores, and what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator.errors import WeightsFileChanged
+from ballonet.hooks.replicas.errors import LinkError, NoAnswer
+from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.replica import Replica
+from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.settings import GroupSettings
+from ballonet.hooks.replicas.setup import Setup
+from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.splice.splice import Splice
+from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, StartRestore
+from ballonet.offload.policy.replicas.events import (
+    Committed,
+    Exchanged,
+    Load,
+    Prepared,
+    PrepareFailed,
+    PullFailed,
+    Reason,
+    Restored,
+    Suspected,
+)
+from ballonet.offload.policy.replicas.groups import Group, Span, alone
+from ballonet.offload.policy.replicas.restore_plan import Pull
+
+from ..models import build
+from ..pool import take_out
+from ..serving.batches import prompts
+from ..tuned import Clock, Tuned
+from .grouped import BLOCK, CHUNK, answered, requests
+from .in_process import Inbox, MemoryLink
+
+LAYERS, PAGE = 4, 4096
+PAIR = (Group((0, 1), (Span(0, 2), Span(2, LAYERS))),)
+ONES = (alone(0, LAYERS), alone(1, LAYERS))
+PULLS = (Pull(0, 2, 1), Pull(0, 3, 1), Pull(1, 0, 0), Pull(1, 1, None))
+STEPS = 2000  # of all loops, until a test is given up
+
+
+class Pumped(MemoryLink):
+    """A link whose other end sends layers that are asked for while this one waits."""
+
+    def __init__(self, sent: Inbox, came: Inbox) -> None:
+        super().__init__(sent, came)
+        self.error: LinkError | None = None
+        self.pump: Callable[[], object] = bool
+
+    def has(self, tag: str) -> bool:
+        return self.error is not None or super().has(tag)
+
+    def take(self, tag: str) -> torch.Tensor | None:
+        if self.error is not None:
+            raise self.error
+        return super().take(tag)
+
+    def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> torch.Tensor:
+        self.pump()
+        found = self.take(tag)
+        if found is None:
+            raise NoAnswer(tag, timeout)
+        return found
+
+
+class Desk:
+    """The supervisor, as one replica sees it."""
+
+    def __init__(self) -> None:
+        self.said: deque[Message] = deque()
+        self.heard: list[Message] = []
+
+    def take(self) -> Message | None:
+        return self.said.popleft() if self.said else None
+
+    def has(self) -> bool:
+        return bool(self.said)
+
+    def urgent(self) -> bool:
+        return False
+
+    def post(self, message: Message) -> None:
+        self.heard.append(message)
+
+
+class Loops:
+    """Two replicas, which are on their own in epochs 1 and 2."""
+
+    def __init__(self, members: list[Member], holds: list[HeldLayers]) -> None:
+        self.desks = Desk(), Desk()
+        self.holds = holds
+        self.links: dict[tuple[int, int], Pumped] = {}  # by epoch, and whose end
+        bell: Any = SimpleNamespace(wait=lambda look, timeout: look())
+        self.loops = [
+            Replica(Setup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), Clock(step=0.05)), bell)
+            for n in (0, 1)
+        ]
+        for n in (0, 1):
+            self.tell(n, Alone(n + 1, n))
+            self.until(Committed(0.0, n + 1, n))
+
+    def _connecting(self, me: int) -> Any:
+        def connect(epoch: int, peer: int) -> Pumped:
+            if (epoch, me) not in self.links:
+                self.links[epoch, me], self.links[epoch, peer] = ends = Pumped.pair()
+                for number, end in zip((me, peer), ends, strict=True):
+                    assert isinstance(end, Pumped)
+                    end.pump = self.loops[1 - number]._moves.serve
+            return self.links[epoch, me]
+
+        return connect
+
+    def tell(self, member: int, *messages: Message) -> None:
+        self.desks[member].said.extend(messages)
+
+    def tell_all(self, *messages: Message) -> None:
+        for member in (0, 1):
+            self.tell(member, *messages)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for loop in self.loops:
+                loop.step()
+
+    def until(self, *wanted: Message) -> None:
+        """Runs both until these were heard."""
+        for _ in range(STEPS):
+            if all(any(each in desk.heard for desk in self.desks) for each in wanted):
+                return
+            self.step()
+        raise AssertionError(f"{wanted} was not heard: {[desk.heard[-5:] for desk in self.desks]}")
+
+    def both(self, kind: Callable[..., Message], epoch: int) -> None:
+        self.until(*(kind(0.0, epoch, member) for member in (0, 1)))
+
+    def heard(self, kind: type[Any]) -> list[Any]:
+        return [each for desk in self.desks for each in desk.heard if isinstance(each, kind)]
+
+    def counted(self) -> list[Counted]:
+        """What each has told last of what it sent."""
+        return [[each for each in desk.heard if isinstance(each, Counted)][-1] for desk in self.desks]
+
+    def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:
+        self.tell(member, *(Start(epoch, each, assignment) for each in asked))
+
+    def answers(self, asked: list[Request]) -> list[list[int]]:
+        """What was told of them, once they are over: each token once, in order."""
+        tokens: dict[str, list[int]] = {each.name: [] for each in asked}
+        for _ in range(STEPS):
+            self.step()
+            told = self.heard(Told)
+            if sum(len(each.tokens) for each in told) >= sum(each.new for each in asked):
+                break
+        for each in sorted(told, key=lambda each: each.before):
+            assert each.error is None
+            assert each.before == len(tokens[each.request])
+            tokens[each.request] += each.tokens
+        return [tokens[each.name] for each in asked]
+
+    def drop(self, epoch: int) -> None:
+        self.tell_all(Prepare(epoch, PAIR))
+        self.both(Prepared, epoch)
+        self.tell_all(Commit(epoch))
+        self.both(Committed, epoch)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    return requests(prompts(5, 2 * CHUNK), 10)
+
+
+@pytest.fixture(scope="module")
+def right(model: Any, asked: list[Request]) -> list[list[int]]:
+    ballonet.install(2**24, page_size=PAGE, host_budget=2**22, device="cpu")
+    found = answered(model, asked, 1)
+    take_out()
+    return found
+
+
+def settings_of(model: Any) -> GroupSettings:
+    return GroupSettings.of(model, CHUNK, page_size=BLOCK)
+
+
+@pytest.fixture
+def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    ballonet.install(2**24, page_size=PAGE, host_budget=2**22, device="cpu")
+    models = [build("llama", num_hidden_layers=LAYERS) for _ in range(2)]
+    with ExitStack() as stack:
+        held = [HeldLayers(stack.enter_context(ballonet.manage(each))) for each in models]
+        members = [
+            Member(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
+            for n, each in enumerate(models)
+        ]
+        found = Loops(members, held)
+        yield found
+        found.tell_all(End())
+        while found.loops:
+            found.loops.pop().run()
+        found.links.clear()
+    del found, members
+    gc.collect()
+    device = runtime.require()
+    device.reap(wait=True)
+    assert device.snapshot()["pages"]["kv"] == 0
+    take_out()
+
+
+def test_requests_go_through_a_drop_and_a_restore(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
+    loops.ask(0, 1, *asked[:2])
+    loops.ask(1, 2, asked[2])
+    loops.step(3)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(Prepared, 3)
+    assert [held.dropped for held in loops.holds] == [(), ()]
+    loops.tell_all(Commit(3))
+    loops.ask(0, 3, asked[3])  # before it has taken up the epoch
+    loops.both(Committed, 3)
+    assert [held.dropped for held in loops.holds] == [(2, 3), (0, 1)]
+    loops.both(Exchanged, 3)
+    assert all(each.kv_bytes > 0 and each.layers == 2 for each in loops.counted())
+    loops.step(3)
+    loops.tell_all(Prepare(4, ONES))
+    loops.both(Prepared, 4)
+    loops.tell_all(StartRestore(4, PULLS))
+    loops.both(Restored, 4)
+    assert [held.dropped for held in loops.holds] == [(), ()]
+    assert [(each.layer_bytes, each.layers) for each in loops.counted()] == [
+        (weight_bytes(loops, 1, (0,)), LAYERS),
+        (weight_bytes(loops, 0, (2, 3)), LAYERS),
+    ]
+    loops.tell_all(Commit(4, homes=(("q0", 0), ("q1", 1), ("q2", 1), ("q3", 0))))
+    loops.ask(1, 4, asked[4])
+    loops.both(Committed, 4)
+    loops.both(Exchanged, 4)
+    assert loops.answers(asked) == right
+    assert {each.assignment for each in loops.heard(Told)} == {1}
+
+
+def weight_bytes(loops: Loops, to: int, layers: Sequence[int]) -> int:
+    """Bytes of layers, which another replica pulled."""
+    found = [loops.loops[to]._setup.replica.model.model.layers[layer] for layer in layers]
+    return sum(each.nbytes for module in found for each in (*module.parameters(), *module.buffers()))
+
+
+def test_a_request_that_comes_before_the_others_of_its_group_is_begun(
+    loops: Loops, asked: list[Request], right: list[list[int]]
+) -> None:
+    """The first stage has no KV to wait for, and the second one is late."""
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(Prepared, 3)
+    loops.tell(0, Commit(3))
+    for _ in range(20):
+        loops.loops[0].step()
+    loops.tell(1, Commit(3))
+    loops.both(Committed, 3)
+    loops.ask(0, 3, *asked)
+    for _ in range(5):
+        loops.loops[0].step()
+    assert loops.answers(asked) == right
+
+
+def test_who_goes_on_alone_has_all_its_layers_at_once(
+    loops: Loops, asked: list[Request], right: list[list[int]]
+) -> None:
+    """A link is lost: that is told once, requests are given anew, layers that were dropped stream."""
+    loops.drop(3)
+    loops.ask(0, 3, *asked)
+    loops.step(4)
+    loops.links[3, 0].error = LinkError(3, 1, "planted")
+    loops.until(Suspected(0.0, 3, 0, 1))
+    before = len(loops.heard(Told))
+    loops.step(3)
+    assert len(loops.heard(Told)) == before
+    loops.tell(0, Alone(4, 0))
+    loops.until(Committed(0.0, 4, 0))
+    assert loops.holds[0].dropped == ()
+    delivered = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
+    again = [
+        Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: delivered.get(each.name, 0)]))
+        for each, tokens in zip(asked, right, strict=True)
+    ]
+    loops.ask(0, 4, *again, assignment=2)
+    assert loops.answers(asked) == right
+    assert len(loops.heard(Suspected)) == 1
+
+
+def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
+    loops.ask(0, 1, *asked[:3])
+    loops.ask(1, 2, *asked[3:])
+    loops.step(2)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(Prepared, 3)
+    loops.tell_all(Discard(3, Reason.TIMEOUT), Commit(3))
+    assert loops.answers(asked) == right
+    assert [held.dropped for held in loops.holds] == [(), ()]
+    assert [each for each in loops.heard(Committed) if each.epoch == 3] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (lambda: WeightsFileChanged("a file", "planted"), Reason.FILE_CHANGED),
+        (torch.OutOfMemoryError, Reason.PAGES),
+    ],
+)
+def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
+    loops: Loops, error: Callable[[], Exception], reason: Reason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Iterator[object]:
+        raise error()
+        yield
+
+    loops.step(20)  # all is ready
+    with monkeypatch.context() as planted:
+        planted.setattr(loops.holds[1], "prepare", fails)
+        loops.tell_all(Prepare(3, PAIR))
+        loops.until(PrepareFailed(0.0, 3, 1, reason))
+    loops.drop(4)
+    monkeypatch.setattr(loops.holds[0], "restore", fails)
+    loops.tell_all(Prepare(5, ONES))
+    loops.both(Prepared, 5)
+    loops.tell_all(StartRestore(5, PULLS))
+    loops.until(PullFailed(0.0, 5, 0, reason), Restored(0.0, 5, 1))
+    assert loops.holds[0].dropped == (2, 3)
+
+
+def test_a_request_is_cancelled_wherever_it_is(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:
+    """Before its epoch has begun, and while it runs; others are answered."""
+    loops.ask(0, 1, *asked[:4])
+    loops.step(3)
+    loops.ask(0, 3, asked[4])
+    loops.step()
+    loops.tell(0, Cancel("q4", 3, (0,)), Cancel("q1", 1, (0,)))
+    others = [asked[0], *asked[2:4]]
+    loops.step()
+    known = len([each for each in loops.heard(Told) if each.request == "q1"])
+    loops.drop(3)
+    loops.step(STEPS // 20)
+    told = [each for each in loops.heard(Told) if each.request != "q1"]
+    assert {each.request for each in told} == {each.name for each in others}
+    assert sum(len(each.tokens) for each in told) == sum(each.new for each in others)
+    assert len([each for each in loops.heard(Told) if each.request == "q1"]) == known < asked[1].new
+
+
+def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:
+    loops.ask(0, 1, *asked)
+    loops.step(8)
+    loads = [each for each in loops.desks[0].heard if isinstance(each, Load)]
+    assert [each.progress for each in loads] == sorted({each.progress for each in loads})
+    assert max(each.used for each in loads) > loads[0].used
+    assert max(each.pending for each in loads) > 0
+    assert {each.epoch for each in loads} == {1}

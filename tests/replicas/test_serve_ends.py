@@ -1,0 +1,175 @@
+"""`ballonet serve --replicas` as a program: whom it refuses, and that nothing of it is left at its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+
+import pytest
+
+from .fleet import NEEDS_ALL, Asked, drawn, free_port, made, post
+
+SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
+SECRET = "BALLONET_REPLICA_SECRET"
+ENVIRONMENT = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+class Program:
+    """The server in a process of its own; `said`: a file."""
+
+    def __init__(self, model: str, said: Path, *more: str) -> None:
+        port = free_port()
+        self.model = model
+        self.url = f"http://127.0.0.1:{port}"
+        self._file = said
+        command = [sys.executable, "-m", "ballonet", "serve", model, "--replicas", "2", "--port", str(port), *SIZES]
+        with said.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, "--batch-tokens", "32", "--grace", "5s", *more],
+                stderr=output,
+                env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._file.read_text(errors="replace")
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns once that is so; how long that takes is not judged."""
+        while not until():
+            assert self.process.poll() is None, self.said
+            time.sleep(0.02)
+
+    def serves(self) -> None:
+        """Waits until both replicas do."""
+        self.wait(lambda: self.said.count("has joined") == 2 and "ready: " in self.said)
+
+    def figure(self, name: str) -> float:
+        """The sum of what `/metrics` has by a name."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def left(self) -> list[int]:
+        """Processes of its session, and those of replicas, which have sessions of their own."""
+        found = [int(each) for each in re.findall(r"has joined, process (\d+)", self.said)]
+        session = str(self.process.pid)
+        for each in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                text = each.read_text()
+                environ = (each.parent / "environ").read_bytes()
+            except OSError:
+                continue
+            state, _, _, its = text.rpartition(")")[2].split()[:4]
+            if state != "Z" and (its == session or f"{self.model}\0".encode() in environ):
+                found.append(int(each.parent.name))
+        return [each for each in found if Path(f"/proc/{each}").exists() and each != self.process.pid]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return made(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
+    program = Program(model, tmp_path / "said", *more)
+    try:
+        yield program
+    finally:
+        program.process.kill()
+        program.process.wait()
+        while program.left():
+            time.sleep(0.02)  # nobody has to end them
+
+
+def begin(asked: Asked, program: Program) -> str:
+    """What a client gets, or how its connection ends."""
+    try:
+        with post(program.url, program.model, asked) as answer:
+            return str(answer.read().decode())
+    except (OSError, HTTPException) as error:
+        return f"error: {error}"
+
+
+SCENES = [
+    ("as they load", signal.SIGTERM),
+    ("idle", signal.SIGTERM),
+    ("in requests", signal.SIGTERM),
+    ("in requests", signal.SIGINT),
+    ("in requests", signal.SIGKILL),
+    ("as they load", signal.SIGKILL),
+]
+
+
+@NEEDS_ALL
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    SCENES,
+    ids=lambda each: each if isinstance(each, str) else signal.Signals(each).name,
+)
+def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_path: Path) -> None:
+    """However it ends, and whenever: no process, and so no page; whoever waits is told."""
+    with running(model, tmp_path) as program, ThreadPoolExecutor(32) as pool:
+        answers = []
+        if phase == "as they load":
+            program.wait(lambda: "loading" in program.said)
+        else:
+            program.serves()
+        if phase == "in requests":
+            answers = [pool.submit(begin, asked, program) for asked in drawn(32, new=200)]
+            program.wait(lambda: program.figure("ballonet_replica_requests") > 16)
+        program.process.send_signal(number)
+        code = program.process.wait()
+        for each in answers:
+            assert each.result()
+        while program.left():
+            time.sleep(0.02)
+        if phase != "as they load" and number is not signal.SIGKILL:
+            assert code == 0, program.said
+            assert "Traceback" not in program.said
+
+
+@NEEDS_ALL
+def test_who_is_another_does_not_join(model: str, tmp_path: Path) -> None:
+    """Another secret, none, other weights, another dtype."""
+    from transformers import AutoModelForCausalLM
+
+    others = made(tmp_path / "others"), str(tmp_path / "half")
+    half = AutoModelForCausalLM.from_pretrained(model)
+    half.half().save_pretrained(others[1])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "half" / name).write_bytes((Path(model) / name).read_bytes())
+    changed = AutoModelForCausalLM.from_pretrained(model)
+    changed.lm_head.weight.data += 1
+    changed.save_pretrained(others[0])
+    os.environ[SECRET] = "a secret"
+    try:
+        with running(model, tmp_path) as program:
+            program.serves()
+            where = program.said.partition("others join at ")[2].split()[0]
+            for folder, secret, text in (
+                (model, "another", "another secret"),
+                (model, "", "none was given"),
+                (others[0], "a secret", "weights is"),
+                (others[1], "a secret", "dtype is float16"),
+            ):
+                command = [sys.executable, "-m", "ballonet", "serve", folder, "--join", where, *SIZES]
+                environment = {**os.environ, **ENVIRONMENT, SECRET: secret}
+                found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                assert found.returncode == 2, found.stderr
+                assert text in found.stderr
+            assert program.figure("ballonet_replicas ") == 2
+    finally:
+        del os.environ[SECRET]

@@ -1,0 +1,179 @@
+"""Figures for Prometheus of any process: the registry, the port, what goes wrong, and the dashboard that reads them."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import ballonet
+from ballonet.__main__ import main
+from ballonet.allocator import runtime
+from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
+from ballonet.hooks.watch import registry
+from ballonet.hooks.watch.ports import check_free
+
+from .dashboard import DASHBOARD, asked, expressions, sample_names
+from .models import build, prompts
+from .pool import take_out
+
+PAGE = 65536
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    ballonet.install("32MiB", page_size=PAGE, host_budget="8MiB", device="cpu")
+    yield
+    take_out()
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(url) as answer:
+        return str(answer.read().decode())
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name and labels, such as 'ballonet_device_bytes{owner=kv}'. Each is there once."""
+    found = dict[str, float]()
+    for family in text_string_to_metric_families(text):
+        for each in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(each.labels.items()))
+            name = f"{each.name}{{{labels}}}" if labels else each.name
+            assert name not in found
+            found[name] = each.value
+    return found
+
+
+@pytest.mark.usefixtures("installed")
+def test_any_process_has_figures_at_a_port() -> None:
+    model = build("llama")
+    endpoint = ballonet.metrics.serve(0)
+    try:
+        with ballonet.manage(model, prefix_cache=True):
+            for _ in range(2):
+                model.generate(**prompts(batch=1, longest=9), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+            runtime.of().events.decided("kv", "pull", 3, measured=0.5)
+            now, stats = samples(page(endpoint.url)), ballonet.stats()
+    finally:
+        endpoint.close()
+    owners = {name: now[f"ballonet_device_bytes{{owner={name}}}"] for name in stats.pages}
+    assert owners == {name: count * PAGE for name, count in stats.pages.items()}
+    assert sum(owners.values()) == now["ballonet_created_bytes"] <= now["ballonet_budget_bytes"] == 2**25
+    assert now["ballonet_kv_bytes{tier=device}"] == owners["kv"] > 0
+    assert now["ballonet_decision_bytes_total{lever=kv,verb=pull}"] == 3 * PAGE
+    assert now["ballonet_decision_seconds_total{lever=kv,verb=pull}"] == 0.5
+    name = type(model).__name__
+    assert now[f"ballonet_layers{{model={name}}}"] == model.config.num_hidden_layers
+    assert (
+        now[f"ballonet_forward_seconds_count{{model={name},phase=prefill}}"] >= 1
+    )  # the second prompt may lack one token only
+    tokens = {place: now[f"ballonet_prompt_tokens_total{{found={place},model={name}}}"] for place in ("device", "no")}
+    assert tokens["device"] > 0
+    assert sum(tokens.values()) == 2 * prompts(batch=1, longest=9)["input_ids"].shape[1]
+    with pytest.raises(urllib.error.URLError):
+        page(endpoint.url)
+    again = ballonet.metrics.serve(endpoint.port)
+    again.close()
+    again.close()
+
+
+@pytest.mark.usefixtures("installed")
+def test_buckets_count_all_that_is_shorter() -> None:
+    model = build("llama")
+    with ballonet.manage(model):
+        model.generate(**prompts(batch=1, longest=9), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        (family,) = [each for each in text_string_to_metric_families(registry.text().decode())
+                     if each.name == "ballonet_forward_seconds"]  # fmt: skip
+    decode = [each for each in family.samples if each.labels["phase"] == "decode"]
+    buckets = [each.value for each in decode if each.name.endswith("_bucket")]
+    assert [each.labels["le"] for each in decode if each.name.endswith("_bucket")][-1] == "+Inf"
+    assert buckets == sorted(buckets)
+    (count,) = [each.value for each in decode if each.name.endswith("_count")]
+    (seconds,) = [each.value for each in decode if each.name.endswith("_sum")]
+    assert buckets[-1] == count >= 4
+    assert seconds > 0
+
+
+def test_before_install_there_is_a_page_with_nothing_on_it() -> None:
+    assert registry.text() == b""
+
+
+# -- what goes wrong
+
+
+def test_a_port_in_use_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=rf"127\.0\.0\.1:{port}: end it .*or port 0 for any that is free"):
+            ballonet.metrics.serve(port)
+        with pytest.raises(PortInUse):
+            check_free("localhost", port)
+        assert main(["serve", "no-model", "--port", str(port)]) == 2, "before it loads anything"
+        assert f":{port}: end it" in capsys.readouterr().err
+    check_free("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, True, "9400", 1.5])
+def test_what_is_no_port(port: Any) -> None:
+    with pytest.raises(ConfigError, match="which is no port: write a whole number from 0 to 65535"):
+        ballonet.metrics.serve(port)
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match="Choose an address of this machine"):
+        ballonet.metrics.serve(0, "192.0.2.1")
+    with pytest.raises(ConfigError, match=r"nothing can listen at nowhere\.invalid:9400: .*Name or service|resolution"):
+        check_free("nowhere.invalid", 9400)
+
+
+def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "ballonet.hooks.watch.registry")
+    stock = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("prometheus_client"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return stock(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ExtraMissing, match=r"metrics need prometheus-client.*pip install 'ballonet\[metrics\]'"):
+        ballonet.metrics.serve(0)
+
+
+# -- the dashboard
+
+
+def test_names_in_expressions_are_found() -> None:
+    told = 'histogram_quantile(0.5, sum by (le, model) (rate(a_bucket{b=~"c"}[5m]))) / sum(d_total) * e'
+    assert asked(told) == {"a_bucket", "d_total", "e"}
+    assert asked("label_values(a_bytes, instance)") == {"a_bytes"}
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_dashboard_is_one_and_its_panels_do_not_overlap() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
+    cells = [
+        (x, y)
+        for place in places
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len({*cells})
+    assert max(x for x, _ in cells) == 23
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
+    known = {name for name, _ in sample_names(registry.text().decode())}
+    server = {"ballonet_requests", "ballonet_batches_total", "ballonet_host_buffer_bytes"}
+    assert set().union(*map(asked, expressions())) <= known | server
