@@ -98,6 +98,21 @@ def load_or_measure(
     return Profile(found, path, False, left)
 
 
+def kept(model: nn.Module, device: Device) -> Record | None:
+    """The record of a model in its file; None where there is none for it. A warning where the file is damaged."""
+    key = key_of(model, device)
+    path = record.path_of(cache_dir(runtime.holding(device).settings), key)
+    try:
+        return record.load(path, key)
+    except record.Damaged as why:
+        warnings.warn(
+            f"the performance record of {type(model).__name__} is not used: {why}", RuntimeWarning, stacklevel=4
+        )
+    except record.Unusable:
+        pass
+    return None
+
+
 def measured(
     model: nn.Module, pace: Pace, known: Record, grid: Grid, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Record, dict[Size, str]]:

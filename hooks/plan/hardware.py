@@ -97,25 +97,43 @@ def device_of(gpu: str | None, settings: Config) -> Device:
     return Device("cuda", named(target.facts["name"]), _without_outside(memory), True, target.ordinal)
 
 
+def host_pages(device: Device, settings: Config, page: int) -> int | None:
+    """Pages that its host has for what leaves it: as many as were asked for, or a run takes; None of another machine, of
+    which nobody knows."""
+    if settings.host_budget is None and not device.here:
+        return None
+    return runtime.host_budget(settings, device.kind, page) // page
+
+
 def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:
     """How fast the model is there. See Note [Which figures]."""
-    known = _recorded(device, sizing, settings) if device.here else None
+    known, why = _recorded(device, sizing, settings) if device.here else (None, "")
     if known is not None:
         phases: dict[Phase, dict[Size, float]] = {"prefill": {}, "decode": {}}
         for point, seconds in known.seconds.items():
             phases[point.phase][point.batch, point.length] = seconds
         return Speed(device, "measured on this machine", known.bandwidth, phases)
     if device.hardware is not None:
-        return Speed(device, "by its data sheet", device.hardware.link)
-    return Speed(device, f"not known: python -m ballonet profile {sizing.shape.name}, or --gpu", None)
+        return Speed(device, f"by the {device.hardware.source}", device.hardware.link)
+    return Speed(device, f"not known{why}: python -m ballonet profile {sizing.shape.name}, or --gpu", None)
 
 
-def _recorded(device: Device, sizing: Sizing, settings: Config) -> record.Record | None:
+def _recorded(device: Device, sizing: Sizing, settings: Config) -> tuple[record.Record | None, str]:
+    """The record of the model on this machine; where there is one for something else, what of it differs. ConfigError
+    where it is damaged."""
     key = key_for(sizing.shape.model, device.kind, device.ordinal, settings)
+    path = record.path_of(cache_dir(settings), key)
     try:
-        return record.load(record.path_of(cache_dir(settings), key), key)
-    except record.Unusable:
-        return None
+        return record.load(path, key), ""
+    except record.Missing:
+        return None, ""
+    except record.Damaged as error:
+        raise ConfigError(
+            f"the performance record of {sizing.shape.name} cannot be used: {error}. Delete the file, or measure anew "
+            f"with python -m ballonet profile {sizing.shape.name}"
+        ) from error
+    except record.Unusable as error:
+        return None, f", as {error}"
 
 
 def _without_outside(memory: int) -> int:
@@ -150,6 +168,7 @@ def _of_file(path: Path) -> Hardware:
         sizes["bandwidth"],
         _flops(found["flops"], path),
         sizes["link"],
+        f"file {path}",
     )
 
 

@@ -190,6 +190,10 @@ class Missing(Unusable):
     """There is no file."""
 
 
+class Damaged(Unusable):
+    """The file is not what was written."""
+
+
 def path_of(folder: Path, key: Mapping[str, str]) -> Path:
     """Where the record is kept that is for the same model and device: one file, whatever else of the key changes."""
     owner = json.dumps([key.get(name) for name in ("model", "device")])
@@ -215,18 +219,20 @@ def save(record: Record, path: Path) -> None:
 
 
 def load(path: Path, key: Mapping[str, str]) -> Record:
-    """The record in the file. Missing; Unusable where it is damaged, of another version, or for something else."""
+    """The record in the file. Missing; Damaged; Unusable where it is of another version, or for something else."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is none yet in {path}") from None
     except (OSError, ValueError) as error:
-        raise Unusable(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{path} is damaged: it holds no object of JSON")
+    if found.get("format") != FORMAT:
         raise Unusable(f"{path} was written by another version of ballonet")
     content: dict[str, Any] = {name: found.get(name) for name in ("key", "bandwidth", "points")}
     if found.get("checksum") != _checksum(content):
-        raise Unusable(f"{path} is damaged: its checksum is wrong")
+        raise Damaged(f"{path} is damaged: its checksum is wrong")
     if content["key"] != dict(key):
         differ = sorted(name for name in {*key, *content["key"]} if content["key"].get(name) != key.get(name))
         raise Unusable(f"{path} was measured for another {', '.join(differ)}")
@@ -234,7 +240,7 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
         points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in content["points"]}
         return Record(content["key"], content["bandwidth"], points)
     except (TypeError, ValueError) as error:
-        raise Unusable(f"{path} is damaged: {error}") from error
+        raise Damaged(f"{path} is damaged: {error}") from error
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

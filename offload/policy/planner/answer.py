@@ -1,7 +1,7 @@
 """The answer to a question about a run: what fits, how fast, and what binds.
 
 Note [What binds]
-    `memory`: it does not fit, whatever streams. `link`: tokens wait for copies, of layers or of KV, by more than copies
+    `memory`: it does not fit, whatever streams. `host`: it would, but what leaves the device has no room there. `link`: tokens wait for copies, of layers or of KV, by more than copies
     may add and count as hidden. `compute`: all else, the device's own memory included: with every page resident it
     would be no faster.
 """
@@ -19,7 +19,7 @@ from ..tuning import DEFAULT, Tuning
 from .memory import Budget, Placed, everything, least, placed
 from .needs import Moment, Needs
 
-Limit = Literal["memory", "link", "compute"]
+Limit = Literal["memory", "host", "link", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,16 @@ class Answer:
 
 def answered(models: Sequence[Needs], budget: Budget, tokens: int = 0, tuning: Tuning = DEFAULT) -> Answer:
     """What becomes of these models under the budget, when they have generated so many `tokens`."""
-    found = placed(models, budget, tuning.weights)
-    fewest, whole = least(models, budget, tuning.weights), everything(models)
+    found = placed(models, budget, tuning)
+    fewest, whole = least(models, budget, tuning), everything(models)
     if found is None:
         lacking = [Forecast(each, None, each.weights, sum(each.last.kv), each.last.activations) for each in models]
-        return Answer(False, lacking, fewest, whole, "memory", budget.slo, None if budget.slo is None else False)
+        short = budget.host is not None and placed(models, replace(budget, host=None), tuning) is not None
+        met = None if budget.slo is None else False
+        return Answer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
     forecasts = _forecasts(models, found, budget, tuning)
     if tokens * max((each.tpot or 0.0 for each in forecasts), default=0.0) > tuning.pages.dwell:
-        rested = placed(models, budget, tuning.weights, rested=True)
+        rested = placed(models, budget, tuning, rested=True)
         forecasts = forecasts if rested is None else _forecasts(models, rested, budget, tuning)
     slowest = max(forecasts, key=lambda each: each.tpot or 0.0)
     limit: Limit | None = None
