@@ -123,6 +123,7 @@ def measured(
     left: dict[Size, str] = {}
     missing = _missing(model, grid, known)
     end, each = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
+    beside: dict[Phase, list[float]] = {"prefill": [], "decode": []}
     with steps(f"Measuring {type(model).__name__}", len(missing)) as step:
         for size in missing:
             step(f"{size[0]} x {size[1]}")
@@ -132,7 +133,7 @@ def measured(
                 left[size] = larger or f"it takes longer than the {grid.seconds:.4g} seconds in all"
                 continue
             try:
-                times = _times(model, pace, size, grid)
+                times = _times(model, pace, size, grid, beside)
             except torch.OutOfMemoryError:
                 left[size] = "it does not fit in memory"
             else:
@@ -144,7 +145,9 @@ def measured(
         raise ManageError(
             f"{type(model).__name__} cannot be profiled: {next(iter(left.values()), 'nothing was asked')}"
         )
-    return known, left
+    return replace(
+        known, beside={**known.beside, **{phase: median(each) for phase, each in beside.items() if each}}
+    ), left
 
 
 def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | None:
@@ -167,18 +170,26 @@ def _points(size: Size) -> dict[Phase, Point]:
     return {"prefill": Point("prefill", *size), "decode": Point("decode", *size)}
 
 
-def _times(model: Any, pace: Pace, size: Size, grid: Grid) -> dict[Point, float]:
-    """Seconds of a prefill, and of a decode step, of this size. torch.OutOfMemoryError."""
+def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase, list[float]]) -> dict[Point, float]:
+    """Seconds of a prefill, and of a decode step, of this size; what `generate()` took `beside` them is added there.
+    torch.OutOfMemoryError."""
     prompt = _prompt(model, size)
     settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
     seen: list[Measured] = []
     for round_ in range(1 + grid.rounds):
         with pace.listening() as heard:
+            began = time.perf_counter()
             model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
             if prompt["input_ids"].is_cuda:
                 torch.cuda.synchronize(prompt["input_ids"].device)
+            took = time.perf_counter() - began
             pace.drain()
         seen += heard if round_ else ()
+        gaps = [each.between - each.total for each in heard if each.between is not None]
+        if round_ and gaps:
+            beside["decode"].append(max(0.0, gap := median(gaps)))
+            once = took - sum(each.total for each in heard) - gap * len(heard)
+            beside["prefill"].append(max(0.0, once) + max(0.0, gap))
     times = {point: [each.seconds for each in seen if _phase(each) == phase] for phase, point in _points(size).items()}
     if not all(times.values()):
         raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")

@@ -64,9 +64,14 @@ class Sizing:
         return before - after
 
     def needs(
-        self, name: str, asked: Question, seconds: tuple[float | None, float | None], judged: Judged | None = None
+        self,
+        name: str,
+        asked: Question,
+        seconds: tuple[float | None, float | None],
+        judged: Judged | None = None,
+        aside: tuple[float, float] = (0.0, 0.0),
     ) -> Needs:
-        """Pages; `seconds` of a prefill and of a decode step; `judged`: see Needs. ConfigError."""
+        """Pages; `seconds` of a prefill and of a decode step; `judged` and `aside`: see Needs. ConfigError."""
         shape, tuning = self.shape, governors.composed_with().tuning.weights
         layout = place(shape.blocks(asked.bits), self.page, tuning.large)
         layers = layout.layer_pages(shape.layers)
@@ -85,6 +90,7 @@ class Sizing:
             tuple(self._stages(ranges, asked, first)),
             tuple(self._growth(ranges, asked, last)),
             judged,
+            aside,
         )
 
     def _stages(self, ranges: Sequence[Spread], asked: Question, forward: Seen) -> Iterator[Moment]:

@@ -55,16 +55,17 @@ def plan(
 
     `context`: tokens that each of `batch` sequences holds at the last token; `prompt`: those that are given, all but
     one where nothing is said; `budget`: bytes of device pages, or "24GiB"; `gpu`: a name such as "h100", or a JSON file
-    with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms"; `host_budget`: bytes of host pages, by
-    default as many as a run takes here, and of another machine as many as it needs.
+    with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms";
+    `host_budget`: bytes of host pages, by default as many as a run takes here, and of another machine as many as it
+    needs.
 
-    Returns plain values, ready for JSON. fits; least_budget (bytes); budget, host_budget, page_size, context, prompt, batch, slo,
-    slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators were seen to
-    allocate, at most; exact: those of weights and KV are what a run has, which they are where nothing has to leave
-    while it runs, as what leaves then hangs on the moment; host_pages: {weights, kv}; interval (of every so many layers
-    the last streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None
-    where nobody knows); limit ("memory", "host", "link", "compute", None); hardware: {name, source, link}; changes: the nearest
-    that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
+    Returns plain values, ready for JSON. fits; least_budget (bytes); budget, host_budget, page_size, context, prompt,
+    batch, slo, slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators
+    were seen to allocate, at most; exact: those of weights and KV are what a run has, to the page (policy/planner/
+    memory.py, Note [What cannot be foreseen]); host_pages: {weights, kv}; interval (of every so many layers the last
+    streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where
+    nobody knows); limit ("memory", "host", "link", "compute", None); hardware: {name, source, link}; changes: the
+    nearest that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
     layers_streamed}; models: of each {model, class, dtype, layers, streamed, ...}, with the keys above that are its
     own. Where there are several models all run at once, and times, limit and interval are those of the slowest.
     ConfigError.
@@ -148,10 +149,10 @@ class Planner:
         return [(pages * self.page, each.slowest.tpot) for pages, each in found if each.fits]
 
     def _ask(self, asked: Question) -> Answer:
-        speeds = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
+        seconds_of = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
         needs = [
-            sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds)
-            for number, (sizing, seconds) in enumerate(zip(self.sizings, speeds, strict=True))
+            sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds, speed.judged(asked), speed.beside())
+            for number, (sizing, speed, seconds) in enumerate(zip(self.sizings, self.speeds, seconds_of, strict=True))
         ]
         link = self.speeds[0].link
         budget = Budget(asked.pages, self.page, None if link is None else self.page / link, asked.slo, asked.host)

@@ -100,8 +100,9 @@ def cap(costs: Costs, capped: bool = True) -> int:
 def standing(
     plan: Plan, taken: Iterable[int], costs: Costs, base: int, slots: tuple[int, ...], capped: bool = True
 ) -> Plan:
-    """What a model has to stream once these layers of its plan are `taken`: the fastest plan for the pages that are left
-    to it. Beyond its cap with one slot: pages are so short that the next layer may have to go, and a slot cannot."""
+    """What a model has to stream once these layers of its plan are `taken`: the fastest plan for the pages that are
+    left to it. Beyond its cap with one slot: pages are so short that the next layer may have to go, and a slot
+    cannot."""
     left = plan.device_pages - sum(plan.pages[layer] for layer in taken)
     if left == plan.device_pages:
         return plan

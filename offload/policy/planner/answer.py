@@ -1,9 +1,9 @@
 """The answer to a question about a run: what fits, how fast, and what binds.
 
 Note [What binds]
-    `memory`: it does not fit, whatever streams. `host`: it would, but what leaves the device has no room there. `link`: tokens wait for copies, of layers or of KV, by more than copies
-    may add and count as hidden. `compute`: all else, the device's own memory included: with every page resident it
-    would be no faster.
+    `memory`: it does not fit, whatever streams. `host`: it would, but what leaves the device has no room there.
+    `link`: tokens wait for copies, of layers or of KV, by more than copies may add and count as hidden. `compute`: all
+    else, the device's own memory included: with every page resident it would be no faster.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
         _, _, more = _read(needs.prompt, at.early, needs.prefill, budget, tuning, needs.rows)
         ttft += more
     stall = 0.0 if tpot is None or needs.decode is None else tpot - needs.decode + waits
+    once, each = needs.aside
     return Forecast(
         needs,
         at.plan,
@@ -112,8 +113,8 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
         sum(needs.last.kv) - host + slots,
         needs.last.activations,
         host,
-        ttft,
-        None if tpot is None else tpot + waits,
+        None if ttft is None else ttft + once,
+        None if tpot is None else tpot + waits + each,
         stall,
         at.settled,
     )

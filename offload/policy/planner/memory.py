@@ -121,8 +121,8 @@ def _followed(
 
 @dataclass(slots=True)
 class _Running:
-    """A model that runs. `taken`: layers since `model.plan` was arranged; `away`: pages of its KV on the host; `listed`:
-    full pages of its KV that the core knows of."""
+    """A model that runs. `taken`: layers since `model.plan` was arranged; `away`: pages of its KV on the host;
+    `listed`: full pages of its KV that the core knows of."""
 
     needs: Needs
     model: Model

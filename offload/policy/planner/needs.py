@@ -52,7 +52,7 @@ class Needs:
     many `rows`; `last`: at the last token. `stages`: the prompt, from one layer's append to the next one's; `growth`:
     the answer, from one new page to the next; a single moment each where nothing is said. Seconds, None where nobody
     knows, of iterations with every layer resident: `prefill` of the prompt, `decode` of the last token; `judged`: see
-    there, None for these two."""
+    there, None for these two; `aside`: that `generate()` takes beside the first forward, and beside each other."""
 
     name: str
     layers: tuple[int, ...]
@@ -66,6 +66,7 @@ class Needs:
     stages: tuple[Moment, ...] = ()
     growth: tuple[Moment, ...] = ()
     judged: Judged | None = None
+    aside: tuple[float, float] = (0.0, 0.0)
 
     @property
     def weights(self) -> int:
