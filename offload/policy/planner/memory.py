@@ -15,7 +15,8 @@ Note [What cannot be foreseen]
     of operators are known as at least and at most so many. And whether copies hide is judged by what iterations were
     measured to take, which nobody knows without a record, and which differs by the noise of a machine with one. The run
     is followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
-    lacking at the moment, `Placed.settled` is False.
+    lacking at the moment, `Placed.settled` is False: it fits with the most, and what is said is what the least comes
+    to, which is nearer to what runs do.
 """
 
 from __future__ import annotations
@@ -75,12 +76,13 @@ def placed(
         return found  # with the most nothing is lacking, so that nothing hangs on anything
     known = budget.page_seconds is not None and all(each.judging.decode is not None for each in models)
     noise = tuning.planning.noise
+    likely = _followed(models, managed, budget, tuning, rested, least=True) or found
     settled = all(
-        _followed(models, managed, budget, tuning, rested, least=least, slower=slower) == found
+        _followed(models, managed, budget, tuning, rested, least=least, slower=slower) == likely
         for least in (False, True)
         for slower in ((1 / noise, noise) if known else (0.0, math.inf))
     )
-    return [replace(each, settled=settled) for each in found]
+    return [replace(each, settled=settled) for each in likely]
 
 
 def _followed(
@@ -168,6 +170,8 @@ class _Run:
     def prompt(self) -> bool:
         """Follows the prompts; does all find room?"""
         mapped = [0] * len(self._models)  # pages that operators had so far, as the heap keeps them
+        for each in self._models:
+            each.listed = 0 if each.needs.stages else each.needs.prompt.movable  # where all is one moment
         for stage in range(max(each.needs.steps(Phase.PROMPT) for each in self._models)):
             now = [each.needs.during(Phase.PROMPT, stage) for each in self._models]
             before = [each.needs.during(Phase.PROMPT, max(0, stage - 1)) for each in self._models]
