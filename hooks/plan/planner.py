@@ -155,7 +155,9 @@ class Planner:
             for number, (sizing, speed, seconds) in enumerate(zip(self.sizings, self.speeds, seconds_of, strict=True))
         ]
         link = self.speeds[0].link
-        budget = Budget(asked.pages, self.page, None if link is None else self.page / link, asked.slo, asked.host)
+        known = self.speeds[0].known
+        page_seconds, copying = None if link is None else self.page / link, 0.0 if known is None else known.copying
+        budget = Budget(asked.pages, self.page, page_seconds, asked.slo, asked.host, copying)
         return answered(needs, budget, asked.context - asked.prompt, governors.composed_with().tuning)
 
     def _change(self, change: Change) -> Facts:

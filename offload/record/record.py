@@ -74,13 +74,15 @@ class Lesson(NamedTuple):
 class Record:
     """`key`: what it was measured for and on (model, device, driver, link, versions). `bandwidth`: bytes per second to
     the device. `seconds`: of one iteration, by point. `beside`: that `generate()` takes beside a decode step, and once
-    beside the first forward, by phase; what nobody measured is missing. `lessons`: of what ran since that which `time` remembers, by
-    point, oldest first; `recent`: the last of it, newest first."""
+    beside the first forward, by phase; what nobody measured is missing. `copying`: seconds of the processor that
+    computes, for each second of the link, 0 where others copy. `lessons`: of what ran since that which `time`
+    remembers, by point, oldest first; `recent`: the last of it, newest first."""
 
     key: Mapping[str, str]
     bandwidth: float
     seconds: Mapping[Point, float] = field(default_factory=dict)
     beside: Mapping[Phase, float] = field(default_factory=dict, kw_only=True)
+    copying: float = field(default=0.0, kw_only=True)
     lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     tuning: Records = DEFAULT.records
@@ -89,7 +91,8 @@ class Record:
         times = (self.bandwidth, *self.seconds.values())
         if not all(isinstance(each, int | float) and 0 < each < math.inf for each in times):
             raise ValueError("a bandwidth or a time is not a positive number")
-        if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in self.beside.values()):
+        beside = (*self.beside.values(), self.copying)
+        if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in beside):
             raise ValueError("what is beside an iteration is no number of seconds")
         if not all(point.phase in get_args(Phase) and min(point[1:]) >= 1 for point in self.seconds):
             raise ValueError("a point has no known phase, or no sequences or tokens")
@@ -211,6 +214,7 @@ def save(record: Record, path: Path) -> None:
         "bandwidth": record.bandwidth,
         "points": [[*point, seconds] for point, seconds in sorted(record.seconds.items())],
         **({"beside": dict(record.beside)} if record.beside else {}),
+        **({"copying": record.copying} if record.copying else {}),
     }
     text = json.dumps({"format": FORMAT, "checksum": _checksum(content), **content}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +240,7 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
     if found.get("format") != FORMAT:
         raise Unusable(f"{path} was written by another version of ballonet")
     content: dict[str, Any] = {name: found.get(name) for name in ("key", "bandwidth", "points")}
-    content |= {name: found[name] for name in ("beside",) if name in found}
+    content |= {name: found[name] for name in ("beside", "copying") if name in found}
     if found.get("checksum") != _checksum(content):
         raise Damaged(f"{path} is damaged: its checksum is wrong")
     if content["key"] != dict(key):
@@ -244,7 +248,8 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
         raise Unusable(f"{path} was measured for another {', '.join(differ)}")
     try:
         points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in content["points"]}
-        return Record(content["key"], content["bandwidth"], points, beside=content.get("beside", {}))
+        beside, copying = content.get("beside", {}), content.get("copying", 0.0)
+        return Record(content["key"], content["bandwidth"], points, beside=beside, copying=copying)
     except (TypeError, ValueError) as error:
         raise Damaged(f"{path} is damaged: {error}") from error
 

@@ -123,7 +123,11 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
 def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: Budget) -> float | None:
     if seconds is None or (plan.copied and budget.page_seconds is None):
         return None
-    return Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
+    found = Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
+    beside = (
+        seconds + plan.copied_pages * (budget.page_seconds or 0.0) - found
+    )  # seconds that copies hide behind compute
+    return found + max(0.0, beside) * budget.copying
 
 
 def _read(

@@ -52,13 +52,15 @@ class Placed:
 @dataclass(frozen=True, slots=True)
 class Budget:
     """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where nobody knows; `slo`:
-    seconds that a decode step may take; `host`: pages that the host has for what leaves, None where nobody knows."""
+    seconds that a decode step may take; `host`: pages that the host has for what leaves, None where nobody knows;
+    `copying`: seconds of compute that are lost to each second of copies beside it."""
 
     pages: int
     page_size: int
     page_seconds: float | None = None
     slo: float | None = None
     host: int | None = None
+    copying: float = 0.0
 
 
 def placed(

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME|FILE",
-        help="h100, h200, a100, l40s, l4, a10, t4, rtx4090 and variants, or JSON with memory, bandwidth, flops and link "
+        help="h100, h200, a100, l40s, l4, a10, t4, rtx4090, or JSON with memory, bandwidth, flops and link "
         "(default: this machine)",
     )
     parser.add_argument("--slo", metavar="TIME", type=arguments.seconds, help="that a token may take, such as 80ms")
