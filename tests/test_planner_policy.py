@@ -180,6 +180,7 @@ def test_a_device_takes_the_longest_of_three() -> None:
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L4", "l4"),
         ("Tesla T4", "t4"),

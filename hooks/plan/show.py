@@ -54,7 +54,10 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         if several and each["tpot_seconds"] is not None:
             yield f"{name}per token", format_time(each["tpot_seconds"])
     if facts["fits"] and not facts["exact"]:
-        yield "", "about: what leaves while it runs hangs on when pages are lacking"
+        yield (
+            "",
+            "about: what leaves hangs on what kernels allocate inside of themselves, or on times that nobody measured",
+        )
     yield "first token", _time(facts["ttft_seconds"])
     yield "per token", _time(facts["tpot_seconds"]) + _slo(facts)
     yield "limit", _LIMITS[facts["limit"]] + _of_host(facts)

@@ -16,7 +16,7 @@ Note [What cannot be foreseen]
     measured to take, which nobody knows without a record, and which differs by the noise of a machine with one. The run
     is followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
     lacking at the moment, `Placed.settled` is False: it fits with the most, and what is said is what the least comes
-    to, which is nearer to what runs do.
+    to, which is nearer to what runs do. So it is in 8 of the 40 settings of tests/test_planner_pages.py.
 """
 
 from __future__ import annotations
