@@ -36,7 +36,7 @@ class Spread:
         return self.geometry.parts * self.geometry.pieces(tokens)
 
     def full(self, tokens: int) -> int:
-        """Those of them on which nothing else will come."""
+        """Pages of these on which nothing else will come."""
         return self.geometry.parts * self.geometry.full(tokens)
 
     def takes(self, after: int, until: int) -> Iterator[int]:
