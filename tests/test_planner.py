@@ -364,7 +364,7 @@ def test_what_python_is_given_is_checked_too(folder: str, wrong: dict[str, Any])
 def test_a_curve_falls_from_the_least_budget_on(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planner = Planner(folder, 1024, 2, budget="64MiB", page_size="2MiB", gpu="h100")
+    planner = Planner(folder, 64, 1, budget="64MiB", page_size="2MiB", gpu="h100")
     points = planner.curve(6)
     assert len(points) == 6
     assert points[0][0] == planner.facts()["least_budget"]
