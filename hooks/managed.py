@@ -400,8 +400,18 @@ class Managed:
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
         if self._elastic.options.slo or any(self._elastic.plan.pages):
+            if record is None and grid is None and not self._elastic.options.slo:
+                record = self._kept()
             known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
             self._elastic.start(known, grid is not None or record is not None)
+
+    def _kept(self) -> Record | None:
+        """What was measured of it on this machine before, if anything was: what a plan of this run goes by."""
+        from .profile import kept
+
+        model = self._model()
+        assert model is not None  # manage() holds it
+        return kept(model, self._weights.device)
 
     def _measured(self, grid: Grid | None) -> Record:
         """What its iterations take, all layers being resident."""
