@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, OpenAI
 
-from ballonet.allocator import control
-
 from .engine import SIZES, TOKENS, prompts, transfer
 from .running import MIB, NEEDS_VLLM, PAGE, PYTHON, UNDER, Watcher, change_budget, held
 
@@ -151,7 +149,6 @@ def test_a_signal_leaves_no_process_and_no_page(serving: Serving) -> None:
             each.result(UNDER)  # an answer or an error, but there is one
     until(lambda: not any(map(runs, serving.all)), serving)
     assert not any(map(held, serving.all))
-    assert not [each for folder in control.control_dirs() for each in folder.glob(f"{serving.engine}.sock")]
 
 
 def outcome(serving: Serving, prompt: list[int]) -> list[int] | APIError:
