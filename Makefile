@@ -55,8 +55,12 @@ format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
 sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 	@$(MAKE) --no-print-directory -C tests/native sanitize
 
-soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0
+soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0; PART=serve: requests to two models at once, and a thousand clients
+ifeq ($(PART),serve)
+	@BALLONET_SOAK=$$((60 * $(or $(MINUTES),10))) $(PY) -m pytest -n 0 -s tests/serving/test_soak.py tests/serving/test_clients.py
+else
 	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+endif
 
 kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds, at every row of the fault matrix, and while groups form and part
 	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py

@@ -57,12 +57,14 @@ def run(
     say: Callable[[str], object],
     max_batch_tokens: int | None = None,
     started: str | None = None,
+    cost: ChunkCost | None = None,
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
     """Serves as a replica of the supervisor that `placement` says. `started`: what a supervisor has told who it started
-    (messages.Started); `batching`: what ContinuousBatchingConfig takes, the same for all. ManageError, SpliceError;
-    JoinRefused, SupervisorLost where there is none; torch.OutOfMemoryError."""
+    (messages.Started); `cost`: what chunks take, where that does not say it; None: it is measured; `batching`: what
+    ContinuousBatchingConfig takes, the same for all. ManageError, SpliceError; JoinRefused, SupervisorLost where there
+    is none; torch.OutOfMemoryError."""
     store = open_store(placement, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
@@ -74,7 +76,7 @@ def run(
             layers, marks = len(splice.layers), marks_of(place)
             told = None if started is None else decoded(started)
             assert told is None or isinstance(told, Started)
-            cost = None if told is None else told.cost
+            cost = (None if told is None else told.cost) or cost
             cost = cost or _measured(Member(name, model, runs, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)

@@ -69,6 +69,7 @@ class ReplicaServer:
         self._recording = None if timeline is None else Recording(time.monotonic)
         self._say = say
         self.address = address
+        self.cost = fleet.cost  # then what the first replica has measured
         self._tuning = tuning
         self._log = None if log is None else DecisionFile(log, say)
         self._bell = Bell()
@@ -145,6 +146,7 @@ class ReplicaServer:
         self._say(f"the timeline is in {path}")
 
     def _controller(self, hello: Hello) -> Controller:
+        self.cost = hello.cost
         kv = KVSize(hello.token, hello.page)
         setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
         self._note(setup)

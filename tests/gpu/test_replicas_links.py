@@ -20,7 +20,8 @@ from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
 from ballonet.hooks.replicas.store import Store
 
-from ..replicas.test_serve_replicas import Fleet, burst, expected
+from ..replicas.fleet import Stock, drawn
+from ..replicas.program import Program
 
 SECONDS = 120.0
 pytestmark = pytest.mark.gpu
@@ -78,7 +79,7 @@ def test_tensors_come_back_as_they_were(peer: str) -> None:
         process.kill()
 
 
-class OnGPU(Fleet):
+class OnGPU(Program):
     """Two replicas, on one GPU each or on the same one."""
 
     def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
@@ -90,7 +91,8 @@ class OnGPU(Fleet):
 def test_two_replicas_answer_as_stock(tmp_path: Path) -> None:
     server = OnGPU(tmp_path, 2)
     try:
-        assert burst(server.url, server.model, 1, 8) == expected(server.model, 1, 8)
+        asked = drawn(8)
+        assert server.burst(asked) == Stock(server.model).answers(asked)
         assert server.figure("ballonet_replicas ") == 2
         assert server.end() == 0, server.said()
     finally:

@@ -139,7 +139,7 @@ class Stock:
 
     @torch.no_grad()
     def _computed(self, asked: Asked) -> str:
-        ids = torch.tensor([self._tokenizer(_text(asked))["input_ids"]])
+        ids = torch.tensor([self._tokenizer(text_of(asked))["input_ids"]])
         tokens = self._model.generate(ids, do_sample=False, max_new_tokens=asked.new)
         return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
@@ -147,13 +147,14 @@ class Stock:
         return [self.answer(each) for each in asked]
 
 
-def _text(asked: Asked) -> str:
+def text_of(asked: Asked) -> str:
+    """The prompt."""
     return " ".join(f"w{number}" for number in asked.prompt)
 
 
 def post(url: str, model: str, asked: Asked) -> Any:
     """One request, streamed: what urlopen returns."""
-    body = {"model": model, "prompt": _text(asked), "max_tokens": asked.new, "temperature": 0, "stream": True}
+    body = {"model": model, "prompt": text_of(asked), "max_tokens": asked.new, "temperature": 0, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -201,7 +202,10 @@ class Fleet:
         found: list[dict[str, Any]] = []
 
         def rests() -> bool:
+            held = [memfd_bytes(each, "device") for each in self.processes]
             found[:] = [ask(each, None, PATIENCE) for each in self.processes]
+            if held != [memfd_bytes(each, "device") for each in self.processes]:
+                return False  # pages are created, or go back to the driver
             kv = {each["pages"]["kv"] for each in found}
             self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
             return kv == {self._kv} and not any(each["pages"]["retiring"] for each in found)
@@ -209,7 +213,8 @@ class Fleet:
         self.wait(rests)
         for each in found:
             page = each["page_size"]
-            assert memfd_bytes(each["pid"], "device") == sum(each["pages"].values()) * page <= each["budget"]
+            held = memfd_bytes(each["pid"], "device")
+            assert held == sum(each["pages"].values()) * page <= each["budget"], (held, each)
             assert memfd_bytes(each["pid"], "host") == each["host_pages"] * page
         return found
 
@@ -259,9 +264,16 @@ class Fleet:
 
 @contextmanager
 def serving(
-    model: str, folder: Path, replicas: int, budget: str = "37MiB", tuning: Replicas = EAGER, **more: str
+    model: str,
+    folder: Path,
+    replicas: int,
+    budget: str = "37MiB",
+    tuning: Replicas = EAGER,
+    log: Path | None = None,
+    timeline: Path | None = None,
+    **more: str,
 ) -> Iterator[Fleet]:
-    """A fleet; at its end no process of it is left."""
+    """A fleet; at its end no process of it is left. `log`, `timeline`: as of ReplicaServer; `more`: environment."""
     file, said = folder / "faults", list[str]()
     faults.write(file, ())
     sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
@@ -275,7 +287,8 @@ def serving(
             environment.setenv(name, value)
         given = [*sizes, "--batch-tokens", "128"]
         wanted = ReplicaFleet(replicas, given, Placement("127.0.0.1", 0, hosts=True), cost=COST)
-        server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning)
+        drawing = None if timeline is None else str(timeline)
+        server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning, log, drawing)
         fleet = Fleet(server, said, model, file)
         seen = {*fleet.processes}
         try:

@@ -66,6 +66,13 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--log", metavar="FILE", type=Path, help="what the controller of the replicas is told and answers, JSON lines"
     )
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        type=Path,
+        help="what batches of a replica take, as JSON; where there is no such file it is measured, which takes some "
+        "seconds of each start, and written by the server. As for whatif",
+    )
     arguments.add_timeline(parser)
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
@@ -92,6 +99,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         return serve_replicas.server(args, where, address, _say)
     if args.log is not None and (where is None or where.rank is None):
         raise ConfigError("--log is of the server that has --replicas: it writes what their controller decides")
+    if args.costs is not None and where is None:
+        raise ConfigError("--costs is of replicas, whose batches it says the times of: give --replicas")
     if where is not None:
         serve_replicas.begin(where, args)
     if args.timeline is not None:

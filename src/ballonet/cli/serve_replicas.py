@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..allocator.config import Config, change_environment, environment
@@ -16,6 +18,7 @@ from ..hooks.options import OPTIONS, ManageOptions
 if TYPE_CHECKING:
     from ..hooks.replicas.placement import Placement
     from ..hooks.server.application import Address
+    from ..offload.policy.replicas.chunk_cost import ChunkCost
 
 SECRET: Final = "BALLONET_REPLICA_SECRET"
 STARTED: Final = "BALLONET_REPLICA_STARTED"
@@ -73,8 +76,12 @@ def server(
     here, devices = 1 if where.rank is not None else int(args.replicas), _devices()
     if where.rank is None and here:
         args.budget = _budget_of_each(args, here, devices)
-    fleet = Fleet(here, _forwarded(args), where, devices, environment().get(SECRET))
-    return ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline).run
+    cost = _cost(args.costs)
+    fleet = Fleet(here, _forwarded(args), where, devices, environment().get(SECRET), cost)
+    found = ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline)
+    if args.costs is not None and cost is None and found.cost is not None:
+        args.costs.write_text(json.dumps(asdict(found.cost)) + "\n")
+    return found.run
 
 
 def replica(
@@ -89,11 +96,12 @@ def replica(
     from ..hooks.replicas.errors import ReplicaError
     from ..hooks.replicas.process import run
 
-    name, secret = args.models[0], environment().get(SECRET)
+    name, secret, cost = args.models[0], environment().get(SECRET), _cost(args.costs)
 
     def serve() -> None:
+        told = environment().get(STARTED)
         try:
-            run(name, runtime.require(), options, where, secret, say, started=environment().get(STARTED), **batching)
+            run(name, runtime.require(), options, where, secret, say, started=told, cost=cost, **batching)
         except ReplicaError as error:
             say(str(error))
             sys.exit(2)
@@ -122,6 +130,20 @@ def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str |
     found = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
     check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(found)])
     return str(settings.budget)
+
+
+def _cost(path: Path | None) -> ChunkCost | None:
+    """What chunks take, by a file; None where there is none. ManageError where it says something else; ConfigError
+    where there can be no such file."""
+    if path is None:
+        return None
+    if not path.exists():
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--costs is {path}, which is in no folder: make the folder first")
+        return None
+    from ..hooks.whatif.replicas.costs import read_costs
+
+    return read_costs(path)[0]
 
 
 def _devices() -> int:

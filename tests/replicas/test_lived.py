@@ -1,0 +1,162 @@
+"""A live run of two replicas through a drop, a restore and a loss: what clients get, what is to be seen of it, and its
+log, which has the decisions of the simulation of the same script."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import urllib.request
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from ballonet.hooks.replicas.decision_file import read_decisions
+from ballonet.hooks.replicas.supervisor import State
+from ballonet.hooks.whatif.replicas.dropping import Drop
+from ballonet.hooks.whatif.replicas.failing import play_faults
+from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
+from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
+from ballonet.offload.policy.replicas.actions import Commit, Prepare
+from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, replayed
+from ballonet.offload.policy.replicas.events import Arrived, Joined
+from ballonet.offload.policy.tuning import DEFAULT
+
+from .fleet import Answer, Asked, Stock, drawn, made, serving
+from .same import outline, script
+
+TOKENS = 48
+BURST = 40  # which is about twice what two replicas have KV for
+# A drop whatever it is predicted to gain, and nobody is dead on a loaded machine. One drop only until the restore,
+# which comes when all has been quiet for some seconds. `chunk`: --batch-tokens, as of the replicas.
+TUNING = replace(
+    DEFAULT.replicas,
+    gain=-math.inf,
+    full=0.3,
+    dwell=3.0,
+    settle=1e9,
+    again=1.0,
+    silent=300.0,
+    answer=300.0,
+    bulk=900.0,
+    chunk=128,
+)
+LATER = 300.0  # seconds by which what follows the restore comes later in simulation, however long that took live
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What is left of the run."""
+
+    model: str
+    asked: list[Asked]
+    answers: list[Answer]
+    after: list[Answer]  # to the first request again: after the restore, and after the loss
+    figures: str  # what `/metrics` said after the restore
+    state: State  # of that time
+    said: list[str]
+    log: list[Entry]
+    timeline: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Lived:
+    """Two replicas, asked for more than they have KV for: a drop, and the restore. Then a request, and another one
+    after a replica was killed and replaced."""
+    folder = tmp_path_factory.mktemp("lived")
+    model, asked, log, timeline = made(folder), drawn(BURST, 50, 110, TOKENS), folder / "log", folder / "timeline.json"
+    with serving(model, folder, 2, "44MiB", TUNING, log=log, timeline=timeline) as fleet:
+        state = fleet.server.supervisor.state
+        answers = fleet.burst(asked)
+        fleet.wait(lambda: state().restores)
+        fleet.whole(2)
+        with urllib.request.urlopen(f"http://127.0.0.1:{fleet.server.address.port}/metrics") as answer:
+            figures = answer.read().decode()
+        seen, after = state(), [fleet.ask(asked[0])]
+        os.kill(fleet.processes[0], signal.SIGKILL)
+        fleet.wait(lambda: state().replaced and len(state().spans) == 2)
+        after.append(fleet.ask(asked[0]))
+    said, drawing = fleet.said, json.loads(timeline.read_text())
+    return Lived(model, asked, answers, after, figures, seen, said, read_decisions(log), drawing)
+
+
+def simulated(log: list[Entry]) -> list[Entry]:
+    """The log of a simulation of what happened in another, on replicas of the same sizes, with the same costs."""
+    setup = log[0]
+    assert isinstance(setup, Setup)
+    joined = next(each.event for each in log if isinstance(each, Decision) and isinstance(each.event, Joined))
+    page, layers = setup.kv.page, len(setup.pages)
+    shape = Shape(tuple(pages * page for pages in setup.pages), 0, setup.kv.token, setup.kv.token // layers)
+    memory = joined.pages * page
+    link = setup.tuning.link
+    fleet = Fleet(shape, 0, memory, page, 2**26, link, link, batch=setup.tuning.chunk, block=16)
+    arrivals, faults = script(log)
+    restored = [
+        each for each in log if isinstance(each, Decision) and any(isinstance(it, Commit) for it in each.actions)
+    ][-1]
+    begin = next(each.event.at for each in log if isinstance(each, Decision))
+    after = restored.event.at - begin
+    arrivals = [replace(each, at=each.at + LATER * (each.at > after)) for each in arrivals]
+    faults = [replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
+    found: list[Entry] = []
+    run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, found.append)
+    keeper = Drop(run)
+    play_faults(keeper, faults)
+    run.answers(keeper.arrive, lambda done: None)
+    return found
+
+
+def test_every_answer_is_stocks(lived: Lived) -> None:
+    right = Stock(lived.model).answers(lived.asked)
+    assert [(each.text, each.error, each.ends) for each in lived.answers] == [(text, None, 1) for text in right]
+    assert [each.text for each in lived.after] == [right[0]] * 2
+
+
+def test_the_drop_and_the_restore_are_seen(lived: Lived) -> None:
+    """In the state, in `/metrics`, and in what is said to people."""
+    state, said = lived.state, lived.said
+    assert (state.drops, state.restores, state.fenced) == (1, 1, 0), said
+    assert state.moved[0] > 0, "KV of requests that ran went over"
+    assert state.moved[1] > 0, "layers came from the other one"
+    assert 0 < state.busy < state.open
+    assert 0 < state.bubble < 1
+    assert f"ballonet_pipeline_bubble {state.bubble}" in lived.figures
+    assert sorted(state.errors) == [0, 1]
+    assert 'ballonet_replica_cost_error{replica="1"}' in lived.figures
+    assert 'ballonet_replica_resident_layers{replica="1"}' in lived.figures
+    assert any("layers come home" in line for line in said)
+    assert any("of 8 layers again" in line for line in said)
+
+
+def test_the_timeline_has_all_processes_on_one_clock(lived: Lived) -> None:
+    found = lived.timeline
+    lanes = {(process, lane) for process, lane, *_ in found["bars"]}
+    expected = {"epoch", "microbatches", "next epoch", "exchange", "layers", "restore"}
+    for process in ("replica 0", "replica 1"):
+        assert expected <= {lane for who, lane in lanes if who == process}
+        mine = sorted(bar[3:] for bar in found["bars"] if bar[:2] == [process, "microbatches"])
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(mine)), "a stage computes one at a time"
+    assert ("server", "requests") in lanes
+    assert all(-1 < begin <= end <= found["seconds"] for *_, begin, end in found["bars"])
+    assert {"drop", "restore"} <= {name.partition(": ")[2] for name, _ in found["marks"]}
+
+
+def test_a_live_run_and_its_simulation_take_the_same_decisions(lived: Lived) -> None:
+    """First, a controller of the live one's setup, told the live one's events at their times, answers exactly what that
+    answered, request by request and to the last bit of a verdict. Second, the simulation of what came from outside,
+    with times of its own, takes the same decisions (same.py)."""
+    there = lived.log
+    again = [*replayed(there)]
+    assert [one for one, other in again if one != other] == []
+    assert sum(isinstance(one.event, Arrived) for one, _ in again) == BURST + 2
+    here = simulated(there)
+    assert here[0] == there[0], "the same setup"
+    wanted, found = outline(there), outline(here)
+    assert found.changes == wanted.changes
+    assert found.said == wanted.said
+    assert found.requests == wanted.requests
+    spans = [each for each in wanted.changes if each[0] == Prepare.__name__]
+    assert [len(each[2]) for each in spans] == [1, 2], "a drop of both to a pair, and a restore to two"  # type: ignore[arg-type]
