@@ -32,7 +32,7 @@ test-vllm: build $(VLLM)/.ready  ## the vLLM connector under vLLM's CPU build, i
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
 
 test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
-	@$(call extra,build,release)
+	@$(call extra,auditwheel,release)
 	@BALLONET_RELEASE=1 $(PY) -m pytest -q -n 0 tests/test_release.py
 
 mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU
@@ -63,7 +63,7 @@ else
 endif
 
 kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds, at every row of the fault matrix, and while groups form and part
-	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
+	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_rejoin.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
 
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))

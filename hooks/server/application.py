@@ -27,6 +27,7 @@ from transformers.cli.serving.utils import GenerationState
 from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError
 from ..device import governors
+from ..watch import registry
 from .load import SLOS
 from .tenants import asked_seed, asked_slo
 
@@ -67,17 +68,14 @@ class Application:
         names: Iterable[str],
         models: ModelManager,
         loops: GenerationState,
-        figures: Callable[[], bytes],
         address: Address,
         say: Callable[[str], None],
     ) -> None:
         """`names`: of the models that are served; `models`: finds them and their tokenizers; `loops`: generate, and
-        have `tell()`, which ends all without waiting; `figures`: the page at `/metrics`; `say`: is called with each
-        line for people."""
+        have `tell()`, which ends all without waiting; `say`: is called with each line for people."""
         self._names = {models.process_model_name(name) for name in names}
         self._models = models
         self._loops: Any = loops
-        self._figures = figures
         self._address = address
         self._say = say
         self.app = self._application()
@@ -123,7 +121,7 @@ class Application:
                 self._say("shutting down")
 
         app.router.lifespan_context = lifespan
-        app.get("/metrics")(lambda: Response(self._figures(), media_type="text/plain; version=0.0.4"))
+        app.get("/metrics")(lambda: Response(registry.text(), media_type="text/plain; version=0.0.4"))
         app.middleware("http")(self._checked)
         app.exception_handler(HTTPException)(_refused)
         return app
