@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from ...allocator.errors import DriverError
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
+from . import length
 
 # what errors say for which the server is not to blame: a request waited too long, or alone had no memory; a shutdown
 _LATER = ("cannot be kept", "memory", "Generation loop finished", "is stopping")
@@ -28,8 +29,8 @@ asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # o
 
 class Loop(CBGenerateManager):
     """The generation loop of one model. A request is refused before it waits, as HTTP errors: 400 where it has no
-    tokens; 413 where it can never run, with the numbers; 422 where it cannot have the SLO that it asks for, with the
-    nearest that it can; 429 where too many wait."""
+    tokens; 413 where it can never run, or is longer than the model, with the numbers; 422 where it cannot have the SLO
+    that it asks for, with the nearest that it can; 429 where too many wait."""
 
     def __init__(self, settings: Any, most_waiting: int) -> None:
         """`settings`: a ContinuousBatchingConfig; `most_waiting`: requests that may wait."""
@@ -54,7 +55,7 @@ class Loop(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
         """As transformers', or HTTPException."""
-        self._admit(request_id, inputs, gen_config)
+        self._admit(request_id, model, inputs, gen_config)
         try:
             return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
         except BaseException:
@@ -65,7 +66,7 @@ class Loop(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """As transformers', or HTTPException; the request is cancelled where its client goes away."""
-        self._admit(request_id, inputs, gen_config)
+        self._admit(request_id, model, inputs, gen_config)
         try:
             found: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
@@ -116,11 +117,12 @@ class Loop(CBGenerateManager):
         processor = None if self._cb is None else self._cb.batch_processor
         return None if processor is None else processor.scheduler
 
-    def _admit(self, request: str, inputs: Any, options: Any) -> None:
+    def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
         if self.queued[1] >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
+        length.fit(request, model, len(inputs["input_ids"]), options)
         scheduler = self._scheduler
         if isinstance(scheduler, ElasticScheduler):
             refusal = scheduler.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)

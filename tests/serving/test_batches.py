@@ -52,7 +52,10 @@ def _seams(nothing_is_left: None) -> Iterator[None]:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe", "gpt_neo", "mpt"],
+    [
+        *("llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe", "gpt_neo"),
+        *("mpt", "gpt2", "phi", "granite"),
+    ],
 )
 def test_tokens_are_stocks(name: str, attention: str) -> None:
     model = build(name)
@@ -99,9 +102,12 @@ def test_a_host_budget_of_nothing_is_no_host_page() -> None:
     assert device.snapshot()["host_pages"] == ballonet.stats().copied.kv_d2h == 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tokens_are_stocks_while_pages_move(seed: int) -> None:
-    model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)
+@pytest.mark.parametrize(
+    ("name", "seed", "changes"),
+    [("llama", 1, {"num_hidden_layers": 4}), ("mixtral", 2, {"num_hidden_layers": 4}), ("gemma3_text", 3, {})],
+)
+def test_tokens_are_stocks_while_pages_move(name: str, seed: int, changes: dict[str, int]) -> None:
+    model, asked = build(name, **changes), prompts(12, 60)
     expected = stock(model, asked, 30)
     install(64)
     with testing.manage(model, chaos=seed) as managed:
@@ -402,6 +408,23 @@ def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered
     assert large.tokens == empty.tokens == []
     assert "no tokens" in str(empty.error)
     assert re.search(r"req_2 needs .* of KV and activations, of which the device can have .*KiB", str(large.error))
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "gpt2"])
+def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where positions are computed requests go on as stock's do."""
+    model, rotary = build(name, max_position_embeddings=32), build("llama", max_position_embeddings=32)
+    asked = prompts(2, 8)
+    fits, over = [[5] * 21, *asked], [[5] * 22, *asked]
+    expected = stock(model, fits), stock(rotary, over)
+    install(64)
+    with ballonet.manage(model), ballonet.manage(rotary):
+        assert answers(model, fits) == expected[0]
+        refused, *others = answers(model, over)
+        assert answers(rotary, over) == expected[1]
+    caplog.clear()  # which holds the traceback
+    assert others == expected[0][1:]
+    assert "has 22 tokens and asks for 12 more, and the model's longest sequence has 32" in str(refused.error)
 
 
 def test_a_program_that_knows_nothing_batches_on_the_pool() -> None:

@@ -44,13 +44,14 @@ from ..tuned import Tuned
 KEY = "a key"
 ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
 TOKENS = 8
+LONGEST = 512  # tokens of a sequence
 
 
 class Serving:
     """A server in a process of its own, of models with so many layers."""
 
-    def __init__(self, folder: Path, *options: str, layers: Sequence[int] = (2, 3, 4)) -> None:
-        self.models = [saved(folder / f"{count} layers", count) for count in layers]
+    def __init__(self, folder: Path, *options: str, layers: Sequence[int] = (2, 3, 4), longest: int = LONGEST) -> None:
+        self.models = [saved(folder / f"{count} layers", count, longest, chat=count != 4) for count in layers]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -91,12 +92,18 @@ class Serving:
         return self._program.ended().returncode
 
 
-def saved(folder: Path, layers: int) -> str:
-    """A tiny model with a tokenizer of whole words."""
+CHAT = """{% for each in messages %}{% if each.role == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}
+{{ each.content }} w9{% endfor %}"""
+
+
+def saved(folder: Path, layers: int, longest: int = LONGEST, *, chat: bool = False) -> str:
+    """A tiny model with a tokenizer of whole words. `longest`: tokens of a sequence; `chat`: has it a chat template?"""
     words = Tokenizer(kinds.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0").save_pretrained(folder)
-    build("llama", num_hidden_layers=layers).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0")
+    tokenizer.chat_template = CHAT if chat else None
+    tokenizer.save_pretrained(folder)
+    build("llama", num_hidden_layers=layers, max_position_embeddings=longest).save_pretrained(folder)
     return str(folder)
 
 
@@ -220,7 +227,7 @@ def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
     said = " ".join(f"w{3 + n * n % 50}" for n in range(530))
     found = list[float]()
     for turn in range(2):
-        server = Serving(tmp_path, *options, layers=(2,))
+        server = Serving(tmp_path, *options, layers=(2,), longest=1024)
         try:
             prompt = f"{said} w{7 + turn} w{9 + turn}"
             answer = server.client().completions.create(
@@ -246,23 +253,72 @@ def by_stock(folder: str, prompt: str) -> str:
 
 
 def test_what_is_refused(serving: Serving) -> None:
-    body: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
-    cases: list[tuple[str, str | None, bytes, int, str]] = [
-        ("no key", None, json.dumps(body).encode(), 401, "API key"),
-        ("no JSON", KEY, b'{"model": ', 400, "no JSON"),
-        ("no object", KEY, b"[1]", 400, "not a JSON object"),
-        ("another model", KEY, json.dumps(body | {"model": "gpt-5"}).encode(), 404, serving.models[1]),
-        ("no tokens", KEY, json.dumps(body | {"prompt": ""}).encode(), 400, "no tokens"),
-        ("cannot be read", KEY, json.dumps(body | {"max_tokens": 400}).encode(), 413, "a step can read"),
-        ("too long", KEY, json.dumps(body | {"max_tokens": 10**6}).encode(), 413, "of KV and activations"),
+    text: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
+    chat: dict[str, Any] = {"model": serving.models[0], "messages": [{"role": "user", "content": "w3"}]}
+    bare = {"model": serving.models[2], "input": "w3"}  # without a chat template; its loop has not begun
+    judged = chat | {"messages": [{"role": "judge", "content": "w3"}]}
+    settings = json.dumps({"max_new_tokens": -1})
+    cases: list[tuple[str, str | None, Any, int, str]] = [
+        ("completions", None, text, 401, "API key"),
+        ("completions", "another key", text, 401, "API key"),
+        ("completions", KEY, b'{"model": ', 400, "no JSON"),
+        ("completions", KEY, b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 400, "nested too deeply"),
+        ("completions", KEY, [1], 400, "not a JSON object"),
+        ("completions", KEY, text | {"model": "gpt-5"}, 404, serving.models[1]),
+        ("completions", KEY, {"prompt": "w3"}, 400, f"names no model: {serving.models[0]}"),
+        ("completions", KEY, text | {"prompt": ""}, 400, "no tokens"),
+        ("completions", KEY, text | {"max_tokens": "many"}, 400, "max_tokens is"),
+        ("completions", KEY, text | {"max_tokens": 0}, 400, "max_tokens is 0"),
+        ("completions", KEY, text | {"seed": 10**26}, 400, "64 bits"),
+        ("completions", KEY, text | {"generation_config": "{"}, 400, "settings of the request"),
+        ("completions", KEY, text | {"generation_config": settings}, 400, "max_new_tokens"),
+        ("completions", KEY, text | {"max_tokens": 400}, 413, "a step can read"),
+        ("completions", KEY, text | {"max_tokens": LONGEST}, 413, f"has 1 tokens and asks for {LONGEST} more"),
+        ("chat/completions", KEY, chat | {"messages": "x"}, 400, "messages is"),
+        ("chat/completions", KEY, chat | {"model": serving.models[2]}, 400, "no chat template"),
+        ("chat/completions", KEY, judged, 400, "no judges here"),
+        ("responses", KEY, bare, 400, "no chat template"),
+        ("audio/transcriptions", KEY, {}, 403, "serves text"),
     ]
-    body["model"] = serving.models[2]  # whose loop has not begun
-    for name, key, sent, status, says in cases:
-        found = serving.get("/v1/completions", key, sent)
-        assert found[0] == status, (name, found)
-        assert says in found[1], (name, found)
+    for path, key, sent, status, says in cases:
+        found = serving.get(f"/v1/{path}", key, sent if isinstance(sent, bytes) else json.dumps(sent).encode())
+        assert found[0] == status, (path, sent, found)
+        assert says in json.loads(found[1])["error"]["message"], (path, sent, found)
     assert serving.get("/load_model", KEY, b"{}")[0] == 403
     assert serving.get("/health", None)[0] == 200
+    assert serving.get("/metrics", None)[0] == 401
+    assert "Traceback" not in serving.said()
+
+
+def test_what_no_header_calls_json_is_looked_at_too(serving: Serving) -> None:
+    """Without a type of content the body reaches transformers' handlers, which would load what it names."""
+    with socket.create_connection(("127.0.0.1", int(serving.url.rpartition(":")[2]))) as link:
+        sent = b'{"model": "gpt-5", "prompt": "w3"}'
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer ")
+        link.sendall(f"{KEY}\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        assert b" 404 " in link.makefile("rb").readline()
+
+
+def test_the_models_are_listed(serving: Serving) -> None:
+    assert [each.id for each in serving.client().models.list()] == sorted(serving.models)
+    assert serving.get("/v1/models", None)[0] == 401
+
+
+def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
+    """At once, or in pieces."""
+    client, model = serving.client(), serving.models[0]
+    text = client.completions.create(model=model, prompt="w3 w4 w9", max_tokens=TOKENS, temperature=0).choices[0].text
+    chat: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "w3 w4"}], "temperature": 0}
+    whole = client.chat.completions.create(**chat, max_tokens=TOKENS)
+    pieces = list(client.chat.completions.create(**chat, max_completion_tokens=TOKENS, stream=True))
+    assert whole.choices[0].message.content == text
+    assert "".join(each.choices[0].delta.content or "" for each in pieces) == text
+    assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "length"
+    asked: dict[str, Any] = {"model": model, "input": "w3 w4", "temperature": 0, "max_output_tokens": TOKENS}
+    assert client.responses.create(**asked, stream=False).output_text == text
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == text
+    assert events[-1].type == "response.completed"
 
 
 def test_a_flood_is_refused_and_the_rest_is_answered(serving: Serving) -> None:
