@@ -50,6 +50,7 @@ class ElasticScheduler(Scheduler):
         self.tuning = tuning
         self._passed: dict[str, int] = {}
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
+        self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
         self._caution = 0  # bytes that stay free beside the reserve
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -41,13 +43,15 @@ CLOSED = {  # paths of transformers' server that load other models, or forget th
 @dataclass(frozen=True)
 class Address:
     """Where a server listens, and who may ask. `key`: what clients send as `Authorization: Bearer KEY`; None: anybody.
-    `waiting`: requests of a model that may wait; `grace`: seconds that requests may take to end at a shutdown."""
+    `waiting`: requests of a model that may wait; `grace`: seconds that requests may take to end at a shutdown;
+    `as_json`: is a line of JSON printed once it listens?"""
 
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None
     waiting: int = 1024
     grace: float = 30.0
+    as_json: bool = False
 
 
 class _Listening(uvicorn.Server):
@@ -121,6 +125,9 @@ class Application:
             async with stock(running) as state:
                 at = f"http://{self._address.host}:{self._address.port}"
                 self._say(f"ready: {', '.join(self._models.served)} at {at}")
+                if self._address.as_json:
+                    ready = {"ready": True, "url": at, "models": self._models.served, "pid": os.getpid()}
+                    print(json.dumps(ready), flush=True)
                 yield state
                 self._say("shutting down")
 

@@ -21,6 +21,7 @@ from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, StepCosts
 
@@ -69,7 +70,10 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("pages", [24, 16])
-def test_requests_that_do_not_fit_wait(pages: int) -> None:
+def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are admitted find their pages: no step lacks any in the middle."""
+    lacked = list[object]()
+    monkeypatch.setattr(ElasticScheduler, "lacked", lacked.append)
     model = build("llama", num_hidden_layers=4)
     asked = prompts(24, 60)
     expected = stock(model, asked, 40)
@@ -77,6 +81,7 @@ def test_requests_that_do_not_fit_wait(pages: int) -> None:
     with ballonet.manage(model):
         assert answers(model, asked, 40) == expected
         assert runtime.require().snapshot()["pages"]["kv"] == 0
+    assert lacked == []
 
 
 @pytest.mark.parametrize("host", [64, 1])
@@ -366,6 +371,20 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         del manager
         gc.collect()
         assert found.wanted is None
+
+
+@pytest.mark.parametrize("name", ["_create_batch_processor", "_generation_step"])
+def test_what_others_have_replaced_since_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
+    owner = manager if name in vars(manager) else processor
+    monkeypatch.setattr(owner, name, stock_s := getattr(owner, name))  # which is put back at the end
+    install(64)
+    model = build("llama")
+    with ballonet.manage(model):
+        mine = getattr(owner, name)
+        assert mine is not stock_s
+        setattr(owner, name, theirs := lambda *args, **kwargs: mine(*args, **kwargs))
+    assert getattr(owner, name) is theirs
 
 
 def test_other_models_stay_stock() -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.error
@@ -21,7 +22,15 @@ from typing import Any
 import pytest
 import torch
 from fastapi import HTTPException
-from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
+from openai import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    AsyncOpenAI,
+    BadRequestError,
+    OpenAI,
+    UnprocessableEntityError,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
@@ -69,6 +78,10 @@ class Serving:
         """What it has written so far."""
         return self._program.err
 
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return self._program.out
+
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
@@ -86,9 +99,9 @@ class Serving:
         lines = self.get("/metrics")[1].splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def end(self) -> int:
-        """SIGTERM, and what it ends with."""
-        self.process.send_signal(signal.SIGTERM)
+    def end(self, by: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal, and returns what it ends with."""
+        self.process.send_signal(by)
         return self._program.ended().returncode
 
 
@@ -222,8 +235,9 @@ async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
 
 
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
-    """A conversation's next turn computes what is new, and less than a block of the files, which has 256 tokens."""
-    options = ("--prefix-dir", str(tmp_path / "prefixes"), "--batch-tokens", "128")
+    """A conversation's next turn computes what is new, and less than a block of the files, which has 256 tokens. The
+    first server ends by Ctrl-C."""
+    options = ("--json", "--prefix-dir", str(tmp_path / "prefixes"), "--batch-tokens", "128")
     said = " ".join(f"w{3 + n * n % 50}" for n in range(530))
     found = list[float]()
     for turn in range(2):
@@ -237,7 +251,10 @@ def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
             assert text == by_stock(server.models[0], prompt)
             said = f"{prompt} {text}"
             found.append(server.figure('ballonet_prompt_tokens_total{found="disk"'))
-            assert server.end() == 0, server.said()
+            ready = {"ready": True, "url": server.url, "models": server.models, "pid": server.process.pid}
+            assert json.loads(server.printed()) == ready
+            assert server.end((signal.SIGINT, signal.SIGTERM)[turn]) == 0, server.said()
+            assert "Traceback" not in server.said(), server.said()
         finally:
             server.process.kill()
     assert found == [0, 512]
@@ -363,8 +380,8 @@ def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
     trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
-        done = programs.python("-m", "ballonet", *command, *options)
-        assert done.returncode == 0, done.stderr
+        done = programs.python("-m", "ballonet", *command, *options, "--json")
+        assert done.returncode == (1 if failed else 0), done.stderr
         said = json.loads(done.stdout)
         assert (said["failed"], said["refused"]) == (failed, failed)
         assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
@@ -474,3 +491,38 @@ def test_models_that_have_not_run_are_measured(
         assert len(list(tmp_path.glob("cache/**/*.json"))) == records
     finally:
         take_out()
+
+
+def test_a_program_that_starts_transformers_server_serves_on_the_pool(tmp_path: Path) -> None:
+    """Nothing of it is changed: `transformers serve --continuous-batching`, under `ballonet run`."""
+    model = saved(tmp_path / "model", 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = """
+        import sys, ballonet
+        from transformers.cli.serve import Serve
+        try:
+            Serve(sys.argv[1], continuous_batching=True, port=int(sys.argv[2]), device="cpu", cb_max_batch_tokens=64)
+        except KeyboardInterrupt:
+            pass
+        print("elastic" if ballonet.stats().pages.weights > 0 else "stock")
+    """
+    command = ["-m", "ballonet", "run", "--budget", "24MiB", "-c", textwrap.dedent(program), model, port]
+    said = Path(tempfile.mkdtemp(dir=tmp_path))
+    running = programs.Program(command, said, programs.ROOT, ENVIRONMENT | {"BALLONET_PAGE_SIZE": "64KiB"})
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    try:
+        while True:
+            assert running.process.poll() is None, running.err
+            try:
+                text = ask(client, model, 3)
+                break
+            except APIConnectionError:
+                time.sleep(0.1)
+        assert text == by_stock(model, "w3 w4 w5 w6 w7")
+        running.process.send_signal(signal.SIGINT)
+        done = running.ended()
+    finally:
+        running.process.kill()
+    assert "elastic" in done.stdout, (done.stdout, done.stderr)
