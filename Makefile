@@ -35,7 +35,7 @@ test-vllm: build  ## the vLLM connector under vLLM's CPU build, in an environmen
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
 
 test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
-	@$(call extra,build,release)
+	@$(call extra,auditwheel,release)
 	@BALLONET_RELEASE=1 $(PY) -m pytest -q -n 0 tests/test_release.py
 
 mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU
@@ -58,11 +58,15 @@ format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
 sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 	@$(MAKE) --no-print-directory -C tests/native sanitize
 
-soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0
+soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0; PART=serve: requests to two models at once, and a thousand clients
+ifeq ($(PART),serve)
+	@BALLONET_SOAK=$$((60 * $(or $(MINUTES),10))) $(PY) -m pytest -n 0 -s tests/serving/test_soak.py tests/serving/test_clients.py
+else
 	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+endif
 
 kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds, at every row of the fault matrix, and while groups form and part
-	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
+	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_rejoin.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
 
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))

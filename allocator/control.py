@@ -3,7 +3,8 @@
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
 user can enter. A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout": seconds}` has
 `{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`; or it is
-`{"ok": false, "kind": the error's class, "message": ...}`.
+`{"ok": false, "kind": the error's class, "message": ...}`. Both may name a runtime of the process by its number,
+`"device": null | number`, else they are about the first.
 
 Note [The end of a process]
     The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that comes back
@@ -31,6 +32,7 @@ from . import runtime
 from .config import control_dirs
 from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
 from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
+from .looks import KEYS
 from .looks import look as look_here
 
 LONGEST: Final = 4096  # bytes of a request
@@ -39,13 +41,13 @@ LONGEST_PATH: Final = 107  # bytes of a socket's path
 
 SHOWN: Final = ("budget", "page_size", "pages", "host_pages", "peer", "peer_budget", "peer_pages", "spilled")
 
-SetBudget = Callable[[int, float], None]  # bytes, timeout in seconds
+SetBudget = Callable[[int, float, int | None], None]  # bytes, timeout in seconds, the runtime's number
 
 
-def describe() -> dict[str, Any]:
+def describe(number: int | None = None) -> dict[str, Any]:
     """Who owns what now: pid, budget and page_size in bytes, pages by owner, host_pages, peer (where), its budget
-    in bytes and its pages, spilled ones. NotInstalled."""
-    snapshot = runtime.require().snapshot()
+    in bytes and its pages, spilled ones. `number`: of the runtime, None for the first. NotInstalled."""
+    snapshot = runtime.of(number).device.snapshot()
     return {"pid": os.getpid(), **{key: snapshot[key] for key in SHOWN}}
 
 
@@ -101,22 +103,22 @@ class Control:
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             request = json.loads(line)
+            number = _whole(request.get("device"))
             if "look" in request:
-                since = request["look"]
-                act = partial(look_here, None if since is None else int(since))
+                act = partial(look_here, _whole(request["look"]), number)
             else:
-                act = partial(self._budget, request["budget"], request["timeout"])
-        except (ValueError, TypeError, KeyError):
+                act = partial(self._budget, request["budget"], request["timeout"], number)
+        except (ValueError, TypeError, KeyError, AttributeError):
             return {"ok": False, "kind": "ValueError", "message": "the request is not understood"}
         try:
             return {"ok": True, **act()}
         except Exception as error:
             return {"ok": False, "kind": type(error).__name__, "message": str(error).removeprefix("ballonet: ")}
 
-    def _budget(self, budget: Any, timeout: Any) -> dict[str, Any]:
+    def _budget(self, budget: Any, timeout: Any, number: int | None) -> dict[str, Any]:
         if budget is not None:
-            self._set_budget(int(budget), float(timeout))
-        return describe()
+            self._set_budget(int(budget), float(timeout), number)
+        return describe(number)
 
 
 _control: Control | None = None
@@ -154,20 +156,30 @@ def ask(
     timeout: float,
     folders: Sequence[Path] | None = None,
     patience: float = CONTROL_PATIENCE,
+    device: int | None = None,
 ) -> dict[str, Any]:
     """What `describe` says in another process of this user, after its budget has become so many bytes, unless None.
 
-    `timeout`: seconds that it may take to get pages back; `patience`: that a line may take. Raises NoSuchProcess,
-    NotPermitted, NotReachable, and ControlRefused with what it said.
+    `timeout`: seconds that it may take to get pages back; `patience`: that a line may take; `device`: the number of the
+    runtime, None for its first. Raises NoSuchProcess, NotPermitted, NotReachable, and ControlRefused with what it said.
     """
-    return _asked(pid, {"budget": budget, "timeout": timeout}, timeout + 2 * patience, folders, patience)
+    request = {"budget": budget, "timeout": timeout, "device": device}
+    return _asked(pid, request, timeout + 2 * patience, folders, patience)
 
 
 def look(
-    pid: int, since: int | None = None, folders: Sequence[Path] | None = None, patience: float = CONTROL_PATIENCE
+    pid: int,
+    since: int | None = None,
+    folders: Sequence[Path] | None = None,
+    patience: float = CONTROL_PATIENCE,
+    device: int | None = None,
 ) -> dict[str, Any]:
-    """What `looks.look` says in another process of this user. Raises as `ask`."""
-    return _asked(pid, {"look": since}, patience, folders, patience)
+    """What `looks.look` says in another process of this user. Raises as `ask`; NotReachable where that runs another
+    version of ballonet, which says something else."""
+    found = _asked(pid, {"look": since, "device": device}, patience, folders, patience)
+    if not found.keys() >= {*KEYS}:
+        raise NotReachable(pid, "runs another version of ballonet: watch it with the `ballonet top` of that one")
+    return found
 
 
 def listening(folders: Sequence[Path] | None = None) -> list[int]:
@@ -275,6 +287,11 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     size = struct.calcsize("3i")
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, user
+
+
+def _whole(value: Any) -> int | None:
+    """The number that a request has, None for none. TypeError, ValueError."""
+    return None if value is None else int(value)
 
 
 def _line(connection: socket.socket, longest: int) -> bytes:

@@ -156,7 +156,12 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
     force again, where it took longer than `timeout` or another call asked for another budget meanwhile. ConfigError,
     NotInstalled, DriverError.
     """
-    found = runtime.of()
+    set_budget_of(None, size, timeout)
+
+
+def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> None:
+    """As `set_budget`, of the runtime of that number; None: of the first."""
+    found = runtime.of(number)
     device = found.device
     nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
     _, there = device.free_memory()
@@ -325,11 +330,16 @@ def _put(installed: _Installed) -> None:
         raise
 
 
+def listen() -> None:
+    """Has this process be looked at and be given budgets from outside (control.py). OSError where it cannot listen."""
+    control.start(lambda nbytes, timeout, number: set_budget_of(number, nbytes, timeout))
+
+
 def _listen(of: Runtime) -> None:
     """For `python -m ballonet budget`."""
     if of.settings.control:
         try:
-            control.start(set_budget)
+            listen()
         except OSError as error:
             warnings.warn(
                 f"`python -m ballonet budget` cannot reach this process: {error}. Set XDG_RUNTIME_DIR to a folder of "

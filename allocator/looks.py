@@ -1,4 +1,4 @@
-"""What a process says of itself to whoever watches it: one reading of the device, its log, and what others publish.
+"""What a process says of itself to whoever watches it: one reading of a device, its log, and what others publish.
 
 Note [A look costs next to nothing]
     Nothing is counted for those who watch: a look reads what is there. It takes the core's locks for one snapshot and
@@ -15,30 +15,37 @@ from typing import Any, Final
 
 from . import runtime
 from .defaults import LOOK_EVENTS
+from .runtime import Runtime
 
-Source = Callable[[], Any]  # plain values, ready for JSON
+Source = Callable[[Runtime], Any]  # plain values of what is on that device, ready for JSON
 
 READ: Final = (
     *("page_size", "budget", "created", "pages", "host_pages", "host_free", "host_budget", "spilled", "copied"),
     *("peer", "peer_budget", "peer_pages", "peer_free", "reclaimed", "driver_ns"),
 )
 
+# what every look has, beside what others publish
+KEYS: Final = ("pid", "when", "device", "devices", *READ, "counts", "events", "cursor")
+
 _sources: dict[str, Source] = {}
 
 
 def publish(name: str, source: Source) -> None:
-    """Has each look of this process call `source` for what it says under this name. The last one of a name counts."""
+    """Has each look call `source` with the runtime that is looked at, for what it says under this name. The last one
+    of a name counts."""
     _sources[name] = source
 
 
-def look(since: int | None = None) -> dict[str, Any]:
-    """Returns all of it, ready for JSON. NotInstalled.
+def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
+    """Returns all of it, ready for JSON, of the runtime of that number, or where none is given of the first.
+    NotInstalled.
 
-    Keys: `pid`; `when` (ns of CLOCK_MONOTONIC); `device` {kind, ordinal}; those of `READ`, as `Device.snapshot` has
-    them; `counts` of decisions, by lever and verb {events, pages, seconds}; `events`: the decisions after the cursor
-    `since`, the last ones at most, oldest first; `cursor`: the next one; and one for each source that was published.
+    Keys: `pid`; `when` (ns of CLOCK_MONOTONIC); `device` {kind, ordinal, number}; `devices`: the numbers of all
+    runtimes of this process; those of `READ`, as `Device.snapshot` has them; `counts` of decisions, by lever and verb
+    {events, pages, seconds}; `events`: the decisions after the cursor `since`, the last ones at most, oldest first;
+    `cursor`: the next one; and one for each source that was published.
     """
-    found = runtime.of()
+    found = runtime.of(number)
     found.events.hear()
     snapshot: Mapping[str, Any] = found.device.snapshot()
     heard = found.events.since(since or 0)
@@ -46,10 +53,11 @@ def look(since: int | None = None) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "when": time.monotonic_ns(),
-        "device": {"kind": found.device.kind, "ordinal": found.device.ordinal},
+        "device": {"kind": found.device.kind, "ordinal": found.device.ordinal, "number": found.number},
+        "devices": [each.number for each in runtime.every()],
         **{key: snapshot[key] for key in READ},
         "counts": {lever: {verb: each._asdict() for verb, each in verbs.items()} for lever, verbs in counts.items()},
         "events": [event.to_dict() for event in heard.events[-LOOK_EVENTS:]],
         "cursor": heard.cursor,
-        **{name: source() for name, source in tuple(_sources.items())},
+        **{name: source(found) for name, source in tuple(_sources.items())},
     }

@@ -216,15 +216,15 @@ def elastic_of(managed: Managed) -> Elastic:
     return managed._elastic
 
 
-def _published() -> list[dict[str, Any]]:
-    """For those who watch this process: each managed model, in the order in which they came."""
+def _published(on: Runtime) -> list[dict[str, Any]]:
+    """For those who watch: each managed model of the device, in the order in which they came."""
     from .watch.facts import model_facts, with_names
 
     found = list[dict[str, Any]]()
     for known in _managed.keyrefs():  # a list of its own: other threads manage and release meanwhile
         model = known()
         handle = None if model is None else _managed.get(model)
-        if model is not None and handle is not None:
+        if model is not None and handle is not None and handle._weights.device is on.device:
             found.append(model_facts(model, handle._elastic, handle._weights, handle._prefixes))
     return with_names(found)
 

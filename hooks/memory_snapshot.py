@@ -59,8 +59,8 @@ def _weights(device: Device) -> Iterator[Contents]:
 def _caches(device: Device) -> Iterator[Contents]:
     """What lies in the pages of KV."""
     for name, ranges in governors.of(device).ranges():
-        for number, opened in enumerate(ranges):
-            yield Contents(opened.address, opened.nbytes, f"range {number + 1} of {len(ranges)}", name)
+        for what, opened in ranges:
+            yield Contents(opened.address, opened.nbytes, what, name)
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

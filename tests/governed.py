@@ -247,6 +247,7 @@ class FakeCache:
         self.governor = governor
         self.clock = clock
         self.name = name
+        self.whose = ""
         self.running = False
         self.used = -math.inf
         self.kept = False

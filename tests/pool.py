@@ -97,7 +97,8 @@ def in_use() -> str:
     ours = [each for each in everything if str(type(each).__module__).startswith("ballonet.")]
     names = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in ours)
     lines.append(", ".join(f"{count} {name}" for name, count in sorted(names.items())))
-    having = [each for each in ours if type(each).__name__ in _HAVING]
+    having = [each for each in ours if type(each).__name__ in _HAVING or isinstance(each, BaseException)]
+    having.sort(key=lambda each: sum(type(each) is type(other) for other in having))  # what is rare says most
     chosen = [*found[:8], *having[:8]]
     holders = _holders(chosen, (everything, found, ours, having))
     lines += [line for each in chosen for line in (_told(each), *_tree(each, holders))]
@@ -107,7 +108,8 @@ def in_use() -> str:
     return "\n".join(lines)
 
 
-_HAVING = ("Elastic", "Backing", "Slot", "KVRange", "KVExtent", "CachedSequence")  # classes whose objects have ranges
+# classes whose objects have ranges, or refer to such
+_HAVING = ("Elastic", "Backing", "Slot", "KVRange", "KVExtent", "CachedSequence", "_Request", "Lookup")
 
 
 def _in_pool(tensor: torch.Tensor, by: list[tuple[int, int]]) -> bool:

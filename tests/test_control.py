@@ -61,7 +61,9 @@ def listening(folder: Path) -> Iterator[Listening]:
     """Starts one that obeys by a function of the test."""
     opened: list[Control] = []
 
-    def start(set_budget: Callable[[int, float], None] = lambda nbytes, timeout: None, **grace: float) -> Control:
+    def start(
+        set_budget: Callable[[int, float, int | None], None] = lambda nbytes, timeout, number: None, **grace: float
+    ) -> Control:
         opened.append(Control(set_budget, [folder], **grace))
         return opened[-1]
 
@@ -105,7 +107,7 @@ def test_it_says_its_budget_and_who_owns_what(listening: Listening, folder: Path
 @pytest.mark.usefixtures("installed")
 def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder: Path) -> None:
     asked: list[tuple[int, float, str]] = []
-    listening(lambda nbytes, timeout: asked.append((nbytes, timeout, threading.current_thread().name)))
+    listening(lambda nbytes, timeout, number: asked.append((nbytes, timeout, threading.current_thread().name)))
     assert ask(ME, 2**20, 7.5, [folder])["budget"] == 2**21
     assert asked == [(2**20, 7.5, "ballonet-control")]
 
@@ -117,7 +119,7 @@ def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder
 def test_what_it_raises_is_a_refusal_with_the_number(
     listening: Listening, folder: Path, error: Exception | None
 ) -> None:
-    def refuse(nbytes: int, timeout: float) -> None:
+    def refuse(nbytes: int, timeout: float, number: int | None) -> None:
         if error is not None:
             raise error
 
@@ -197,16 +199,16 @@ def test_a_folder_that_is_open_or_another_s_is_not_used(
         folder.mkdir(mode=0o700)
         monkeypatch.setattr(control.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(OSError, match=r"not a folder that only this user|a directory"):
-        Control(lambda nbytes, timeout: None, [folder])
+        Control(lambda nbytes, timeout, number: None, [folder])
     if how != "other":
-        opened = Control(lambda nbytes, timeout: None, [folder, second])
+        opened = Control(lambda nbytes, timeout, number: None, [folder, second])
         assert opened.path.parent == second
         opened.close()
 
 
 def test_a_folder_with_too_long_a_name_is_passed_over(folder: Path) -> None:
     with pytest.raises(OSError, match="too long for a socket"):
-        Control(lambda nbytes, timeout: None, [folder.parent / ("d" * 120)])
+        Control(lambda nbytes, timeout, number: None, [folder.parent / ("d" * 120)])
 
 
 def gone() -> int:
@@ -243,7 +245,7 @@ def test_when_it_ends_nothing_is_left(listening: Listening, folder: Path) -> Non
 def test_the_end_waits_for_an_answer_that_is_being_made(listening: Listening, folder: Path) -> None:
     begun, goes_on, answers = threading.Event(), threading.Event(), []
 
-    def set_budget(nbytes: int, timeout: float) -> None:
+    def set_budget(nbytes: int, timeout: float, number: int | None) -> None:
         begun.set()
         assert goes_on.wait(600)
 
@@ -267,7 +269,7 @@ def test_the_end_waits_for_an_answer_that_is_being_made(listening: Listening, fo
 def test_the_end_does_not_wait_for_ever(listening: Listening, folder: Path) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
-    def set_budget(nbytes: int, timeout: float) -> None:
+    def set_budget(nbytes: int, timeout: float, number: int | None) -> None:
         begun.set()
         goes_on.wait(600)
 
@@ -309,7 +311,7 @@ def test_a_socket_of_another_process_under_this_pid_is_not_believed(listening: L
 @pytest.mark.usefixtures("installed")
 def test_one_that_does_not_answer_is_given_up(listening: Listening, folder: Path) -> None:
     goes_on = threading.Event()
-    listening(lambda nbytes, timeout: goes_on.wait(600) and None)
+    listening(lambda nbytes, timeout, number: goes_on.wait(600) and None)
     with pytest.raises(NotReachable, match=r"did not answer .*: it may be ending"):
         ask(ME, 2**20, 0.01, [folder], patience=0.01)
     goes_on.set()

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import inspect
+import json
 import pickle
 import pickletools
+import re
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, NotRequired
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 from torch.cuda import _memory_viz as viewer
+from typing_extensions import TypedDict
 
 import ballonet
 from ballonet.allocator import install, runtime
@@ -73,6 +82,22 @@ def check_format(found: dict[str, Any]) -> None:
         assert segment["allocated_size"] == sum(used) == viewer.calc_active(segment)
 
 
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> TypeAdapter[Any]:
+    """The format as torch declares it, in the documentation of `_snapshot`: typed dictionaries, here as a schema."""
+    text = inspect.cleandoc(str(torch.cuda.memory._snapshot.__doc__))
+    found = re.search(r"code-block:: python\n\n(.*?)\nArgs:", text, re.DOTALL)
+    assert found is not None
+    code = re.sub(r"(fx_\w+): str", r"\1: NotRequired[str]", textwrap.dedent(found[1]))  # "optional", it says
+    code = code.replace("active_awaiting_free", "active_pending_free")  # as torch itself writes it
+    module = ModuleType("declared")
+    monkeypatch.setitem(sys.modules, "declared", module)
+    names = {"List": list, "Tuple": tuple, "Literal": Literal, "NotRequired": NotRequired, "TypedDict": TypedDict}
+    vars(module).update(names)
+    exec(f"from __future__ import annotations\n{code}", vars(module))
+    return TypeAdapter(module.Snapshot)
+
+
 def flames(found: dict[str, Any]) -> str:
     """What torch makes a flame graph of: a line per block, the outermost frame first."""
     text: str = viewer.memory(found, format_flamegraph=str)
@@ -127,9 +152,9 @@ def test_all_pages_are_in_it_and_named() -> None:
         if segment["ballonet_owner"] == "weights"
     }
     assert all(held[name] == each.nbytes for name, each in model.named_parameters())
-    assert names(found, "kv") == {f"range {number} of 3" for number in (1, 2, 3)}  # one per layer
+    assert names(found, "kv") == {f"keys and values of layer {number}" for number in range(3)}
     assert f"ballonet:0:weights;{type(model).__name__}:0:model.layers.2.mlp.up_proj.weight " in flames(found)
-    assert ";ballonet:0:kv;KV cache:0:range 1 of 3 " in flames(found)
+    assert f";ballonet:0:kv;KV cache of {type(model).__name__}:0:keys and values of layer 1 " in flames(found)
     assert any(
         block["address"] == kept.data_ptr() and block["requested_size"] == kept.nbytes
         for segment in found["segments"]
@@ -137,6 +162,59 @@ def test_all_pages_are_in_it_and_named() -> None:
         if segment["ballonet_owner"] == "activations"
     )
     del answer
+    managed.release()
+
+
+def test_layers_are_named_by_their_numbers_in_the_model() -> None:
+    """Of layers that share a range all are named, and windows, which are not in the pool, count as well."""
+    ballonet.install(budget=2**24, page_size=2**16, device="cpu")
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = build("qwen2", num_hidden_layers=5, layer_types=kinds, use_sliding_window=True, sliding_window=4)
+    with ballonet.manage(model):
+        answer = model.generate(**prompts(batch=1, longest=9), max_new_tokens=2, return_dict_in_generate=True)
+        own = ballonet.KVCache()
+        for number in range(2):
+            own.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), number)
+        twin = copy.deepcopy(own)
+        twin.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 2)
+        found, _ = settled()
+    named = [
+        tuple(frame["name"] for frame in block["frames"])
+        for segment in found["segments"]
+        for block in segment["blocks"]
+        if segment["ballonet_owner"] == "kv" and len(block["frames"]) > 1
+    ]
+    assert sorted({name for name, _ in named}) == [
+        "keys and values of layer 0",
+        "keys and values of layer 1",
+        "keys and values of layer 2",
+        "keys and values of layers 1, 2, 4",
+    ]
+    assert len(named) == 6, "two layers of a cache without a model, and three of its copy"
+    assert f":0:kv;KV cache of {type(model).__name__}:0:keys and values of layers 1, 2, 4 " in flames(found)
+    assert ":0:kv;KV cache:0:keys and values of layer 1 " in flames(found)
+    del answer, own, twin
+    gc.collect()
+    take_out()
+
+
+@pytest.mark.usefixtures("pool")
+def test_the_schema_that_torch_declares_accepts_it(declared: TypeAdapter[Any]) -> None:
+    with install.stock():
+        model = build("llama")
+    managed = ballonet.manage(model)
+    answer = model.generate(**prompts(batch=2, longest=9), max_new_tokens=4, return_dict_in_generate=True)
+    kept = torch.ones(3 * PAGE // 4)
+    found, _ = settled()
+    assert {segment["ballonet_owner"] for segment in found["segments"]} >= {"weights", "kv", "activations"}
+    declared.validate_python(found, strict=True)
+    declared.validate_json(json.dumps(found), strict=True)
+    for change in ({"state": "active"}, {"size": "4096"}, {"frames": None}):
+        wrong = copy.deepcopy(found)
+        wrong["segments"][0]["blocks"][0] |= change
+        with pytest.raises(ValidationError, match=next(iter(change))):
+            declared.validate_json(json.dumps(wrong), strict=True)
+    del answer, kept
     managed.release()
 
 

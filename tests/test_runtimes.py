@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import runtime
+from ballonet.allocator import looks, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import InstallError, NotInstalled
 from ballonet.allocator.runtime import Runtime
 from ballonet.hooks.device import governors
+from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.managed import Managed, managed
 from ballonet.hooks.options import ManageOptions
@@ -102,7 +103,13 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
         assert pages(first, "kv") > 0
         assert [pages(each, "weights") for each in two] == weights
         assert [len(governors.of(each.device)._known.clients.paged) for each in two] == [1, 1]
-        del kept, also
+        said = [looks.look(number=each.number) for each in two]
+        assert [[model["name"] for model in each["models"]] for each in said] == names
+        kv_range = kept.past_key_values.layers[0].kv_range
+        with GroupLease(kv_range.group):
+            assert kv_range.pages.displace(0)
+        assert [looks.look(number=each.number)["kv"]["displaced"] for each in two] == [0, 1]
+        del kept, also, kv_range
     for each in two:
         gc.collect()
         each.device.reap(wait=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from ballonet.hooks.watch.lines import lines_of
 from ballonet.hooks.watch.processes import Processes, Seen, program_of
 from ballonet.hooks.watch.rates import copy_rates, plain_look
 from ballonet.hooks.watch.tiers import kv_tiers
-from ballonet.hooks.watch.wording import bar, format_age, sections_of
+from ballonet.hooks.watch.wording import bar, format_age, sections_of, title_of
 
 PAGE = 65536
 ME = os.getpid()
@@ -50,11 +51,12 @@ def model(**changes: Any) -> dict[str, Any]:
 def said(seconds: float = 10.0, **changes: Any) -> dict[str, Any]:
     """A look at that time."""
     pages = {"free": 4, "weights": 60, "activations": 6, "kv": 20, "retiring": 0}
-    plain = {"pid": 7, "when": int(seconds * 1e9), "device": {"kind": "standin", "ordinal": 0}, "page_size": PAGE}
+    plain = {"pid": 7, "when": int(seconds * 1e9), "page_size": PAGE}
+    device = {"device": {"kind": "standin", "ordinal": 0, "number": 0}, "devices": [0]}
     memory = {"budget": 100 * PAGE, "created": 90, "pages": pages, "host_pages": 30, "host_free": 5, "spilled": 2}
     peer = {"host_budget": 50 * PAGE, "peer": "", "peer_budget": 0, "peer_pages": 8, "peer_free": 3}
     rest = {"copied": {"kv_d2h": 1000, "kv_h2d": 0}, "events": [], "cursor": 4, "kv": {"displaced": 12}, "models": []}
-    return {**plain, **memory, **peer, **rest, **changes}
+    return {**plain, **device, **memory, **peer, **rest, **changes}
 
 
 # -- rates, tiers, histograms
@@ -253,7 +255,7 @@ def installed() -> Iterator[runtime.Runtime]:
 
 @pytest.fixture
 def listening(folder: Path, installed: runtime.Runtime) -> Iterator[Control]:
-    opened = Control(lambda nbytes, timeout: None, [folder])
+    opened = Control(lambda nbytes, timeout, number: None, [folder])
     yield opened
     opened.close()
 
@@ -283,10 +285,20 @@ def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: runtime.
 @pytest.mark.usefixtures("listening")
 def test_others_publish_what_they_know(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "_sources", {})
-    looks.publish("weather", lambda: {"rain": True})
-    assert control.look(ME, None, [folder])["weather"] == {"rain": True}
-    looks.publish("weather", lambda: 1 / 0)
+    looks.publish("weather", lambda on: {"rain": on.number})
+    assert control.look(ME, None, [folder])["weather"] == {"rain": 0}
+    looks.publish("weather", lambda on: 1 / 0)
     with pytest.raises(ControlRefused, match="division by zero"):
+        control.look(ME, None, [folder])
+
+
+def test_an_answer_of_another_version_is_not_taken_for_a_look(
+    listening: Control, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {*looks.KEYS} <= looks.look().keys()
+    answer = {key: value for key, value in looks.look().items() if key != "devices"}
+    monkeypatch.setattr(listening, "_answer", lambda line: {"ok": True, **answer})
+    with pytest.raises(NotReachable, match=f"process {ME} runs another version of ballonet: watch it with"):
         control.look(ME, None, [folder])
 
 
@@ -361,6 +373,40 @@ def test_one_process_that_ends_has_ended(answers: dict[int, Any]) -> None:
     one.look()
     assert one.ended
     assert one.seen == ()
+
+
+def test_all_devices_of_a_process_are_looked_at(installed: runtime.Runtime, folder: Path) -> None:
+    second = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**22), number=1)
+    second.events.decided("kv", "pull", 3)
+    here = Processes(ME, folders=[folder])
+    here.look()
+    installed.events.decided("kv", "pull", 5)
+    here.look()
+    assert [(each.number, each.now["budget"]) for each in here.seen] == [(0, 2**21), (1, 2**22)]
+    assert [[each["pages"] for each in one.decisions] for one in here.seen] == [[5], [3]]
+    assert [title_of(each).split(" · ")[-2] for each in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
+    _, decision, _ = [line for each in here.seen for line in lines_of(each)]
+    assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, pull: 5 pages", decision)
+    runtime.stop(1)
+    here.look()
+    assert [each.number for each in here.seen] == [0]
+    assert not here.seen[0].one_of_several
+
+
+def test_a_device_that_ends_between_two_answers_is_left_out(answers: dict[int, Any], monkeypatch: Any) -> None:
+    asked, answered = [], control.look
+
+    def look(pid: int, since: int | None, folders: Any, patience: float, device: int | None = None) -> Any:
+        asked.append(device)
+        if device == 2:
+            raise ControlRefused(pid, "no runtime", "NotInstalled")
+        return answered(pid, since) | {"device": {"kind": "cuda", "ordinal": device or 0, "number": device or 0}}
+
+    monkeypatch.setattr(control, "look", look)
+    answers[7] = said(devices=[0, 1, 2])
+    one = Processes(7)
+    one.look()
+    assert (asked, [each.key for each in one.seen]) == ([None, 1, 2], [(7, 0), (7, 1)])
 
 
 def test_this_process_needs_no_socket(installed: runtime.Runtime, folder: Path) -> None:

@@ -79,10 +79,9 @@ def of(device: Device) -> Governor:
         return governor
 
 
-def _away() -> dict[str, int]:
-    """For those who watch: pages of KV of all caches that lie on the host or a peer."""
-    found = runtime.current()
-    governor = None if found is None else _governors.get(found)
+def _away(found: Runtime) -> dict[str, int]:
+    """For those who watch: pages of KV of all caches of the device that lie on the host or a peer."""
+    governor = _governors.get(found)
     return {"displaced": 0 if governor is None else governor.displaced}
 
 

@@ -24,20 +24,20 @@ class KVCache(DynamicCache):
         runtime.require()
         super().__init__(config=config)
         self._ranges = CacheRanges.of(config, elastic_layers(config) if config else 1, max_length)
-        self.layers = [elastic_counterpart(layer, self._ranges) for layer in self.layers]
+        self.layers = [elastic_counterpart(each, self._ranges, number) for number, each in enumerate(self.layers)]
         if config is None:
             self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, self._ranges))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes a copy, or what comes from a pickle, whose layers are stock: see layer.py, Note [Pickled as stock]."""
         self.__dict__.update(state)
-        self.layers = [self._elastic(layer) for layer in self.layers]
+        self.layers = [self._elastic(layer, number) for number, layer in enumerate(self.layers)]
 
-    def _elastic(self, layer: Any) -> Any:
-        """What becomes of a layer that may be in use."""
+    def _elastic(self, layer: Any, number: int) -> Any:
+        """What becomes of a layer that may be in use. `number`: its place in the cache."""
         if isinstance(layer, ElasticLayer):
             return layer
-        counterpart = elastic_counterpart(layer, self._ranges)
+        counterpart = elastic_counterpart(layer, self._ranges, number)
         if counterpart is not layer:
             counterpart.adopt(layer)
         return counterpart

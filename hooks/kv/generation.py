@@ -29,9 +29,10 @@ from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Finalizer, guarded
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, layer_types
+from ..device.references import label
 from ..forward.lease import ForwardLease, opened
 from .grouping import CacheRanges
-from .kinds import ELASTIC, elastic_layers, reason_to_leave
+from .kinds import ELASTIC, elastic_numbers, reason_to_leave
 from .layer import ElasticLayer
 
 _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cache which grows on the device
@@ -40,23 +41,25 @@ _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cac
 class Building:
     """A managed model that may be building caches: makes their elastic layers."""
 
-    def __init__(self, config: Any, alone: bool, device: Device | None, expected: int = 0) -> None:
-        """`expected`: tokens that a sequence will reach in the first cache, 0 if unknown. The others: see `attach`."""
+    def __init__(self, config: Any, alone: bool, device: Device | None, name: str, expected: int = 0) -> None:
+        """`name`: of the model, for readers; `expected`: tokens that a sequence will reach in the first cache, 0 if
+        unknown. The others: see `attach`."""
+        self._name = name
         self._config = config
         self._alone = alone
         self._device = device
         self._expected = expected
         self._ranges: CacheRanges | None = None
-        self._left = 0  # layers that the present cache still lacks
+        self._left: list[int] = []  # numbers of the layers that the present cache still lacks
 
     def layer(self, stock: type, **kwargs: Any) -> ElasticLayer:
         """The next layer, in the place of one of the class `stock`; it shares ranges with the others of its cache."""
         if self._ranges is None or not self._left:
-            self._left = max(1, elastic_layers(self._config))
-            self._ranges = CacheRanges.of(self._config, self._left, self._expected, self._alone, self._device)
+            self._left = elastic_numbers(self._config) or [0]
+            self._ranges = CacheRanges.of(self._config, len(self._left), self._expected, self._alone, self._device)
+            self._ranges.whose = self._name
             self._expected = 0  # what comes next is as long as what an encoder says
-        self._left -= 1
-        return ELASTIC[stock](self._ranges, **kwargs)
+        return ELASTIC[stock](self._ranges, number=self._left.pop(0), **kwargs)
 
 
 class Listener(Protocol):
@@ -75,7 +78,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 _lock = threading.RLock()  # a model may be collected, and so detached, anywhere
 # id of a model that lives -> the configuration of what writes text, whether something acts on single layers, its device
-_attached: dict[int, tuple[Any, bool, Device | None]] = {}
+# and its name
+_attached: dict[int, tuple[Any, bool, Device | None, str]] = {}
 _undo: list[Callable[[], None]] = []
 _preparing: set[type] = set()  # classes whose preparation of a cache is wrapped
 
@@ -98,9 +102,9 @@ def attach(model: nn.Module, device: Device | None = None, *, alone: bool = Fals
         if not _undo:
             growing = [kind for kind, stock in table.items() if inspect.unwrap(stock) in ELASTIC]
             _undo.extend(_patch_layer_type(table, kind) for kind in growing)
-        _attached[id(model)] = (parts[0].config, alone, device)
+        _attached[id(model)] = (parts[0].config, alone, device, label(model))
         for part in parts:
-            _attached[id(part)] = (part.config, alone, device)
+            _attached[id(part)] = (part.config, alone, device, label(model))
             for owner in type(part).__mro__:
                 if PREPARE_CACHE in vars(owner) and owner not in _preparing:
                     _preparing.add(owner)

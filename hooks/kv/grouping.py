@@ -44,6 +44,7 @@ class CacheRanges:
         """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: tokens likely to come;
         0 if unknown. `alone`: something acts on single layers. `device`: whose pages it gets while it has a runtime;
         else it gets those of the runtime whose device torch has the tokens on."""
+        self.whose = ""  # the name of the model, for readers
         self._wanted = device
         self._layers = max(1, layers)
         self._longest = longest
@@ -54,6 +55,7 @@ class CacheRanges:
         self._tier: KVTier | None = None
         self._kept: ThreadLease | None = None
         self._ranges: list[weakref.ref[KVRange]] = []
+        self._numbered = 0  # layers that were told their number
 
     @classmethod
     def of(
@@ -72,10 +74,17 @@ class CacheRanges:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
         make, settings = self.__reduce__()
-        return make(*settings, self._wanted)
+        made = make(*settings, self._wanted)
+        made.whose, made._numbered = self.whose, self._numbered
+        return made
 
     def __reduce__(self) -> tuple[type[CacheRanges], tuple[int, int, int, bool]]:
         return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
+
+    def number(self) -> int:
+        """Returns the number of the next layer that is made, of those of a cache whose layers come in order."""
+        self._numbered += 1
+        return self._numbered - 1
 
     def device_at(self, place: torch.device) -> Device | None:
         """The device whose pages tokens get that torch has at `place`; None where there is none."""
@@ -94,8 +103,9 @@ class CacheRanges:
         """What the governor knows of this cache; None before it has a range, and where there are no host pages."""
         return self._tier
 
-    def join(self, device: Device, shape: Shape, tokens: int) -> tuple[KVRange, int] | None:
+    def join(self, device: Device, shape: Shape, tokens: int, number: int) -> tuple[KVRange, int] | None:
         """A place for a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new one.
+        `number`: of the layer in its model.
 
         None where attention kernels could not index so many tokens (`geometry`, Note [int32]). DriverError.
         """
@@ -107,7 +117,7 @@ class CacheRanges:
                 and kv_range.geometry.tokens >= tokens
                 and kv_range.reaches(tokens)
             ):
-                place = kv_range.join()
+                place = kv_range.join(number)
                 if place is not None:
                     return kv_range, place
         geometry = geometry_for(
@@ -124,13 +134,13 @@ class CacheRanges:
             return None
         group = self.group(device)
         if self._tier is None and device.host_pages:
-            self._tier, self._kept = KVTier(device, group, governors.of(device)), ThreadLease(group)
+            self._tier, self._kept = KVTier(device, group, governors.of(device), self.whose), ThreadLease(group)
         more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
         kv_range = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
         self._ranges.append(weakref.ref(kv_range))
         if self._tier is not None:
             self._tier.client.block = max(self._tier.client.block, len(self._ranges), 1 + more)
-        place = kv_range.join()
+        place = kv_range.join(number)
         assert place is not None
         return kv_range, place
 

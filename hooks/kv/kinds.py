@@ -99,15 +99,21 @@ def reason_to_leave(model_class: type, config: Any) -> str:
 
 def elastic_layers(config: Any) -> int:
     """How many layers of one `DynamicCache` for `config` are elastic."""
-    return sum(stock in ELASTIC for _, stock in layer_classes(config))
+    return len(elastic_numbers(config))
 
 
-def elastic_counterpart(layer: Any, ranges: CacheRanges) -> Any:
-    """An elastic layer over `ranges` in the place of the unused `layer`, where there is such a class; else itself."""
+def elastic_numbers(config: Any) -> list[int]:
+    """Returns which layers of one `DynamicCache` for `config` are elastic."""
+    return [number for number, (_, stock) in enumerate(layer_classes(config)) if stock in ELASTIC]
+
+
+def elastic_counterpart(layer: Any, ranges: CacheRanges, number: int) -> Any:
+    """An elastic layer over `ranges` in the place of the unused `layer`, where there is such a class; else itself.
+    `number`: of the layer in its model."""
     counterpart = type(layer) if isinstance(layer, ElasticLayer) else ELASTIC.get(type(layer))
     if counterpart is None:
         return layer
-    return counterpart(ranges, number_of_states=getattr(layer, "number_of_states", 1))
+    return counterpart(ranges, number=number, number_of_states=getattr(layer, "number_of_states", 1))
 
 
 def _cross_plans(cache: DynamicCache, count: int) -> Iterator[LayerPlan]:

@@ -47,9 +47,11 @@ class ElasticLayer(DynamicLayer):
 
     stock: ClassVar[type[DynamicLayer]] = DynamicLayer  # what transformers has in its place
 
-    def __init__(self, ranges: CacheRanges | None = None, **kwargs: Any) -> None:
-        """`ranges`: shared with the other layers of the cache. `kwargs`: what transformers gives to any layer."""
+    def __init__(self, ranges: CacheRanges | None = None, *, number: int | None = None, **kwargs: Any) -> None:
+        """`ranges`: shared with the other layers of the cache. `number`: of the layer in its model, None where layers
+        are made in order. `kwargs`: what transformers gives to any layer."""
         self._ranges = CacheRanges() if ranges is None else ranges
+        self._number = self._ranges.number() if number is None else number
         self._range: KVRange | None = None
         self._place = 0
         self._latest: Latest | None = None  # in `_range`
@@ -198,6 +200,11 @@ class ElasticLayer(DynamicLayer):
     # -- for those who keep caches for later (hooks/prefix)
 
     @property
+    def number(self) -> int:
+        """The number of the layer in its model."""
+        return self._number
+
+    @property
     def ranges(self) -> CacheRanges:
         """The ranges that it shares with the other layers of its cache."""
         return self._ranges
@@ -262,7 +269,7 @@ class ElasticLayer(DynamicLayer):
         device = self._ranges.device_at(shape.device)
         if device is None:
             return False
-        found = self._ranges.join(device, shape, room)
+        found = self._ranges.join(device, shape, room, self._number)
         if found is None:
             return False
         kv_range, place = found

@@ -105,11 +105,12 @@ class KVPages:
             else:
                 self._tier.show(self._extent, self.stream)
 
-    def joined(self) -> None:
-        """One more layer is in the range."""
+    def joined(self, number: int) -> None:
+        """One more layer is in the range. `number`: of the layer in its model."""
         if self._tier is not None and self._extent is not None:
             self._tier.turns.layers += 1
             self._extent.layers += 1
+            self._extent.numbers.append(number)
 
     def map(self, first: int, end: int, tokens: int) -> None:
         """Backs the pieces [first, end), so that there is room for so many tokens. torch.OutOfMemoryError,

@@ -115,12 +115,12 @@ class KVRange:
         self._mapped: _Mapped | None = None
         self._open()
 
-    def join(self) -> int | None:
-        """A place for one more layer, None where all are taken."""
+    def join(self, number: int) -> int | None:
+        """A place for one more layer, None where all are taken. `number`: of the layer in its model, for readers."""
         if self._joined == self.geometry.layers:
             return None
         self._joined += 1
-        self.pages.joined()
+        self.pages.joined(number)
         return self._joined - 1
 
     def leave(self, place: int) -> None:

@@ -298,7 +298,7 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
             if not isinstance(layer, ElasticLayer) or not layer.is_initialized:
                 made.append(None)
                 continue
-            made.append(elastic_counterpart(layer, ranges))
+            made.append(elastic_counterpart(layer, ranges, layer.number))
             if layer.kv_range is not None:
                 lease.enter_group(layer.kv_range.group)
             keys, values = cast(Pair, (layer.keys, layer.values))

@@ -32,7 +32,7 @@ Recipe = Callable[[int, ChunkCost | None], tuple[Sequence[str], Mapping[str, str
 
 
 class Children:
-    """See supervisor.Processes. Used by one thread at a time. To be closed."""
+    """See ranks.Processes. Used by one thread at a time. To be closed."""
 
     def __init__(self, recipe: Recipe, forks: bool = True) -> None:
         """`forks`: see Note [Where they come from]."""
@@ -57,13 +57,13 @@ class Children:
         return tuple(each.pid for each in self._running.values() if each.pid is not None)
 
     def ended(self) -> list[tuple[int, str]]:
-        """See supervisor.Processes."""
+        """See ranks.Processes."""
         gone = {rank: each.exitcode for rank, each in self._running.items() if each.exitcode is not None}
         self._running = {rank: each for rank, each in self._running.items() if rank not in gone}
         return [(rank, _how(code)) for rank, code in gone.items()]
 
     def end(self, rank: int) -> None:
-        """See supervisor.Processes."""
+        """See ranks.Processes."""
         if rank in self._running:
             self._running[rank].kill()
 

@@ -5,6 +5,9 @@ Note [Measured as served]
     requests are computed together, and others decode beside them. A cost that was fitted to such forwards was wrong by
     56 % of what batches took, one that is fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a
     group of one replica serves made-up requests, which come one after the other, as its stages will.
+
+    On a CPU batches with prompts beside many decoding requests take a third longer than predicted: probably because
+    attention is computed there between all new tokens and all keys of the batch, which no sum over chunks says.
 """
 
 from __future__ import annotations
@@ -25,13 +28,19 @@ from .stage_times import Mark, Ran, StageTimes
 
 def measured(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas) -> Fit:
     """Serves the same requests several times, and fits a cost to the least that each batch took: what disturbs a batch,
-    or loads kernels, makes it longer. `layers`: of the model. ValueError where that says nothing;
-    torch.OutOfMemoryError."""
+    or loads kernels, makes it longer. Where that says nothing it is done again, as all of it may have been disturbed.
+    `layers`: of the model. ValueError where it says nothing in the end; torch.OutOfMemoryError."""
     least: dict[tuple[tuple[int, int], ...], float] = {}
-    for _ in range(tuning.rounds_measured):
-        for each in _batches(member, layers, mark, tuning):
-            least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
-    return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
+    for left in reversed(range(tuning.tries_measured)):
+        for _ in range(tuning.rounds_measured):
+            for each in _batches(member, layers, mark, tuning):
+                least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+        try:
+            return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
+        except ValueError:
+            if not left:
+                raise
+    raise AssertionError("it is tried at least once")
 
 
 def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
@@ -55,8 +64,8 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
 
 
 def made(tuning: Replicas, most: int) -> Iterator[Request]:
-    """Requests with prompts of up to a batch of `most` tokens, of which most are short."""
+    """Requests with prompts of some batches of `most` tokens, but most are short."""
     random = Random(0)
     for number in range(tuning.requests_measured):
-        prompt = max(2, round(most * random.random() ** 2))
+        prompt = max(2, round(most * tuning.batches_measured * random.random() ** 4))
         yield Request(f"measured {number}", (0,) * prompt, 2 + random.randrange(tuning.answer_measured))

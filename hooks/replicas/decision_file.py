@@ -1,26 +1,38 @@
-"""A file that the log of a controller is written to, or read from (policy/replicas/decisions.py)."""
+"""A file that the log of a controller is written to, or read from (policy/replicas/decisions.py).
+
+Note [Two files]
+    A server runs for months, and each replica adds some kilobytes in a second. So a file that has reached its size is
+    renamed, in the place of the one before, and another one is begun: the latest part of the log is there, between one
+    and two sizes of it. While nothing was given up, both together are the whole log, and are read as that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 
 from ...allocator.errors import ManageError
-from ...offload.policy.replicas.decisions import Entry, from_line, to_line
+from ...offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, to_line
 
 
 class DecisionFile:
-    """Call it with each entry. Lines are written at once, so they are there whatever ends the process; a replica adds
-    some hundred bytes a second. Call `close` at the end."""
+    """Call it with each entry. Lines are written at once, so they are there whatever ends the process. Call `close` at
+    the end."""
 
-    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        """Begins a new file. `say`: with why it ends early, as a full disk ends no server. ManageError where there can
-        be no such file."""
+    def __init__(self, path: Path, say: Callable[[str], object], most: int | None = None) -> None:
+        """Begins a new file. `say`: with why it ends early, as a full disk ends no server; `most`: bytes of a file; see
+        Note [Two files]; None: any. ManageError where there can be no such file."""
         self._path = path
         self._say = say
+        self._most = most
         self._broken = False
+        self._written = 0  # bytes of this file
+        self._decisions = 0  # of all files
+        self._setup: Setup | None = None
         try:
-            self._file = path.open("w", encoding="utf-8", buffering=1)
+            self._file = self._opened()
+            _earlier(path).unlink(missing_ok=True)
         except OSError as error:
             raise ManageError(f"no log of decisions can be written to {path}: {error.strerror}") from None
 
@@ -29,10 +41,15 @@ class DecisionFile:
         if self._broken or self._file.closed:
             return
         try:
-            self._file.write(to_line(entry) + "\n")
+            if self._most is not None and self._written >= self._most:
+                self._go_on()
+            self._write(entry)
         except OSError as error:
             self._broken = True
             self._say(f"the log of decisions ends here: {self._path} cannot be written to: {error.strerror}")
+        if isinstance(entry, Setup):
+            self._setup = entry
+        self._decisions += isinstance(entry, Decision)
 
     def close(self) -> None:
         """Idempotent."""
@@ -41,9 +58,38 @@ class DecisionFile:
         except OSError:
             self._broken = True  # what is left cannot be written either
 
+    def _opened(self) -> TextIOWrapper:
+        return self._path.open("w", encoding="utf-8", buffering=1)
+
+    def _go_on(self) -> None:
+        """Begins the next file. OSError."""
+        self._file.close()
+        self._path.replace(_earlier(self._path))
+        self._file, self._written = self._opened(), 0
+        self._write(Continued(self._decisions))
+        if self._setup is not None:
+            self._write(self._setup)
+
+    def _write(self, entry: Entry) -> None:
+        self._written += self._file.write(to_line(entry) + "\n")  # characters, which are bytes: JSON escapes others
+
 
 def read_decisions(path: Path) -> list[Entry]:
-    """All entries of a file. ManageError where a line is none; OSError."""
+    """All entries of a log that are left; it begins with a setup where that is all of it. ManageError where a line is
+    none; OSError."""
+    found = _entries(path)
+    if not found or not isinstance(found[0], Continued):
+        return found
+    earlier = _entries(_earlier(path)) if _earlier(path).exists() else []
+    before = sum(isinstance(each, Decision) for each in earlier)
+    if earlier and isinstance(earlier[0], Continued):
+        before += earlier[0].decisions
+    if not earlier or before != found[0].decisions:
+        return found
+    return [*earlier, *(each for each in found if isinstance(each, Decision))]
+
+
+def _entries(path: Path) -> list[Entry]:
     found = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -51,3 +97,8 @@ def read_decisions(path: Path) -> list[Entry]:
         except ValueError as error:
             raise ManageError(f"{path}, line {number}: {error}") from None
     return found
+
+
+def _earlier(path: Path) -> Path:
+    """The file before, of the same log."""
+    return path.with_name(f"{path.name}.1")

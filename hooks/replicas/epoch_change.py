@@ -4,7 +4,8 @@ Note [Taking up an epoch]
     A committed epoch is taken up in steps. The first stage of the old group plans nothing new; once all that was in
     flight has come back it tells everybody concerned which requests it had (handover.py). A replica turns when it has
     heard that from its own first stage: layers outside of its new span are dropped, a cache is made for those inside,
-    and what it had goes over. Where an epoch fails everything of it is forgotten: the supervisor has the requests.
+    and what it had goes over. Where an epoch fails everything of it is forgotten: the supervisor has the requests. That
+    is so, too, where layers cannot be dropped after all, as their file was written to behind the preparation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...allocator.errors import BallonetError
+from ...allocator.errors import BallonetError, DropRefused, PoolExhausted, WeightsFileChanged
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.events import Reason
 from .coming import Coming
@@ -58,6 +59,7 @@ class EpochChange:
         if mine is None:
             return
         self.drop_coming()
+        self._moves.prepare_anew()
         old = None if stage is None else stage.group
         peers = sorted({*mine.members, *(() if old is None else old.members)} - {me})
         links = {peer: self._setup.connect(wanted.epoch, peer) for peer in peers}
@@ -86,7 +88,7 @@ class EpochChange:
             self._place.leader.plans = True
 
     def step(self) -> bool:
-        """Does what can be done now. Did anything happen? LinkError, Interrupted, and what Place.take_up raises."""
+        """Does what can be done now. Did anything happen? LinkError, Interrupted, ModelInUse, DriverError."""
         coming, stage = self.coming, self._place.stage
         if coming is None:
             return False
@@ -98,7 +100,11 @@ class EpochChange:
         if not coming.released:
             return False
         self.coming = None
-        self._place.take_up(coming, self._moves)
+        try:
+            self._place.take_up(coming, self._moves)
+        except (DropRefused, WeightsFileChanged, PoolExhausted, torch.OutOfMemoryError):
+            self._place.leave()
+            self._setup.supervisor.post(events.Suspected(0.0, coming.epoch, self._setup.me, next(iter(coming.links))))
         return True
 
     def _make_ready(self, coming: Coming) -> bool:

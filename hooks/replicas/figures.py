@@ -1,26 +1,21 @@
-"""What a supervisor says of replicas at `/metrics`, in Prometheus' format."""
+"""What a supervisor adds to the figures of its process (hooks/watch/registry.py): replicas, groups and epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .supervisor import State
+from ..watch.registry import Addition
+from .fleet_state import State
 
 
-class ReplicaFigures:
-    """Asks the supervisor when it is asked."""
+class ReplicaFigures(Addition):
+    """Asks the supervisor when it is asked, from now until `close()`."""
 
     def __init__(self, state: Callable[[], State]) -> None:
         self._state = state
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        """All figures, as the page at `/metrics`."""
-        return generate_latest(self._registry)
+        super().__init__()
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""

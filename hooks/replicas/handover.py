@@ -4,8 +4,8 @@ Note [Who sends what]
     The first stage of an old group tells all replicas concerned which requests it had, and how many tokens of each have
     KV. From that and the spans each works out the same list: which layers of a request go from whom to whom. A replica
     sends what it has, takes in what comes, and tells the first stage of the request's new group once it has all layers
-    of its span, or that some were damaged. When all stages have told, the request goes on there, or begins again with
-    all of its tokens. New requests are served meanwhile, beside it.
+    of its span, or that they do not come. When all stages have told, the request goes on there, or begins again with
+    all of its tokens; one that was damaged waits for the supervisor. New requests are served meanwhile, beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...offload.policy.replicas.groups import Group
 from .errors import ChecksumError
-from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
+from .kv_exchange import Arrival, Arrivals, Piece, checksum, exported, moves, pieces
 from .link import Link
 from .requests import Request
 from .span_cache import SpanCache
@@ -49,7 +49,7 @@ class HandedOver:
 @dataclass(slots=True)
 class _Coming:
     handed: Handed
-    verdicts: dict[int, bool]  # by member of its new group: did all of its layers come?
+    arrivals: dict[int, Arrival]  # by member of its new group
 
 
 class Handover:
@@ -64,11 +64,13 @@ class Handover:
         links: Mapping[int, Link],
         leaders: frozenset[int],
         took: Callable[[Handed], object],
+        damaged: Callable[[int, str], object],
         most: int,
     ) -> None:
         """`old`: the cache that the replica had; `stage`: its new place; `home`: the new group of a request; `leaders`:
         first stages of the old groups, all of which tell; `took`: is called on the new first stage with each request
-        before it goes on there; `most`: blocks of a piece."""
+        before it goes on there; `damaged`: there, with the member whose part of a request's KV was damaged, once all
+        stages have freed theirs; `most`: blocks of a piece."""
         self.sent = 0
         self._me = me
         self._old = old
@@ -77,6 +79,7 @@ class Handover:
         self._links = links
         self._silent = set(leaders)
         self._took = took
+        self._damaged = damaged
         self._most = most
         self._arrivals = Arrivals(stage.cache)
         self._outgoing: deque[tuple[Group, Handed]] = deque()
@@ -84,7 +87,7 @@ class Handover:
         self._sends = False
         self._mine: set[str] = set()  # requests whose layers come to this replica, and have not
         self._coming: dict[str, _Coming] = {}  # requests that will go on here, where this one leads
-        self._early: dict[str, dict[int, bool]] = {}  # verdicts that came before their request was known
+        self._early: dict[str, dict[int, Arrival]] = {}  # what members told before the request was known
         self._header: dict[int, Piece] = {}  # of a piece whose bytes have not come
         self._cancelled: set[str] = set()
 
@@ -114,7 +117,7 @@ class Handover:
             if handed.held:
                 self._mine.add(name)
             if self._me == home.members[0]:
-                none = dict.fromkeys(home.members, False) if not handed.held else {}
+                none = dict.fromkeys(home.members, Arrival.ABSENT) if not handed.held else {}
                 self._coming[name] = _Coming(handed, none | self._early.pop(name, {}))
 
     def step(self) -> bool:
@@ -172,35 +175,35 @@ class Handover:
                     break
                 happened = True
                 self._take(self._header.pop(member), tensor)
-            while link.has("verdict") and (found := link.take("verdict")) is not None:
+            while link.has("arrival") and (found := link.take("arrival")) is not None:
                 name, came = json.loads(text_of(found))
-                self._judge(name, member, came)
+                self._note(name, member, Arrival(came))
                 happened = True
         return happened
 
     def _take(self, piece: Piece, tensor: torch.Tensor) -> None:
         complete = self._arrivals.take(piece, tensor)
-        lost = piece.request in self._arrivals.lost
-        if complete or lost:
-            self._tell(piece.request, complete, piece.held)
+        arrival = Arrival.COMPLETE if complete else self._arrivals.lost.get(piece.request)
+        if arrival is not None:
+            self._tell(piece.request, arrival, piece.held)
 
-    def _tell(self, name: str, complete: bool, held: int) -> None:
+    def _tell(self, name: str, arrival: Arrival, held: int) -> None:
         if name not in self._mine:
             return  # it was told when the first piece was lost
         self._mine.discard(name)
-        if complete and self._stage.follower is not None:
+        if arrival is Arrival.COMPLETE and self._stage.follower is not None:
             state = RequestState(name, [])
             state.position_offset = held
             self._stage.follower.adopt(state)
         first = self._home(name).members[0]
         if first == self._me:
-            self._judge(name, self._me, complete)
+            self._note(name, self._me, arrival)
         else:
-            self._links[first].send(tensor_of(json.dumps([name, complete])), "verdict", urgent=True)
+            self._links[first].send(tensor_of(json.dumps([name, arrival.value])), "arrival", urgent=True)
 
-    def _judge(self, name: str, member: int, came: bool) -> None:
-        verdicts = self._coming[name].verdicts if name in self._coming else self._early.setdefault(name, {})
-        verdicts[member] = came
+    def _note(self, name: str, member: int, arrival: Arrival) -> None:
+        arrivals = self._coming[name].arrivals if name in self._coming else self._early.setdefault(name, {})
+        arrivals[member] = arrival
 
     # -- going on
 
@@ -208,20 +211,25 @@ class Handover:
         leader = self._stage.leader
         if leader is None:
             return False
-        done = [name for name, each in self._coming.items() if len(each.verdicts) == self._stage.group.size]
+        done = [name for name, each in self._coming.items() if len(each.arrivals) == self._stage.group.size]
         for name in done:
             coming = self._coming.pop(name)
             request = coming.handed.request
-            if all(coming.verdicts.values()):
+            if {*coming.arrivals.values()} == {Arrival.COMPLETE}:
                 self._took(coming.handed)
                 leader.adopt(request, coming.handed.held)
                 if name in self._cancelled:
                     leader.cancel(name)
                 continue
             leader.forget(name)
-            if name not in self._cancelled:
-                self._took(coming.handed)
-                leader.add(request)
+            damaged = [member for member, each in coming.arrivals.items() if each is Arrival.DAMAGED]
+            if name in self._cancelled:
+                continue
+            if damaged:
+                self._damaged(damaged[0], name)
+                continue
+            self._took(coming.handed)
+            leader.add(request)
         return bool(done)
 
 

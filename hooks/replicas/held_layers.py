@@ -79,6 +79,7 @@ class HeldLayers:
         self._transfer = Transfer(self._device)
         self._lock = threading.RLock()
         self._withdraw: Callable[[], None] | None = None
+        self._kept: dict[int, Range] = {}  # pages for layers that come home, by layer
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -109,9 +110,10 @@ class HeldLayers:
         """Makes layers ready to be dropped, one in each step, while forwards run. Layers that are ready, or on the
         host, are passed over. For the background: a thread that runs through it.
 
-        Raises as `ReadyLayers.make`, and those before are ready."""
+        Raises as `ReadyLayers.check`, first, and `ReadyLayers.make`, and those before are ready."""
         with self._lock:
             self._check_managed()
+            self._ready.check()
             wanted = [layer for layer in layers if layer in self._droppable() and not self._ready.is_ready(layer)]
             if wanted:
                 self._look_for_files()
@@ -132,6 +134,7 @@ class HeldLayers:
         """
         with self._lock:
             self._check_managed()
+            self.give_back()
             layers = self._outside(span)
             self._reserve(layers)
             return between_forwards(self._handle, lambda: self._drop(layers))
@@ -150,10 +153,30 @@ class HeldLayers:
             if found is not None:
                 yield found
 
+    def keep_room(self) -> None:
+        """Takes the pages that dropped layers need, as far as they are free, so that nobody else has them until
+        `restore` does: KV would, and the layers would stream as long as there are requests."""
+        with self._lock:
+            for layer in self.dropped:
+                each = self._weights.ring.layer(layer)
+                if each is None or layer in self._kept:
+                    continue
+                try:
+                    self._kept[layer] = self._open(layer, each.pages)
+                except torch.OutOfMemoryError:
+                    return
+
+    def give_back(self) -> None:
+        """Gives up the pages that `keep_room` took. Idempotent."""
+        with self._lock:
+            while self._kept:
+                self._kept.popitem()[1].close()
+
     def release(self) -> None:
         """The governor decides about all layers again, and brings home what there are pages for. Idempotent.
         ModelInUse, ManageError."""
         with self._lock:
+            self.give_back()
             if self.dropped:
                 between_forwards(self._handle, self._elastic.release)
 
@@ -216,7 +239,7 @@ class HeldLayers:
         if each is None:  # an interrupt came between
             return None
         given = None if source is None else source(layer)
-        filled = self._open(layer, each.pages)
+        filled = self._kept.pop(layer, None) or self._open(layer, each.pages)
         try:
             came = self._fill(each, filled, given)
             peer = between_forwards(self._handle, lambda: self._bring(layer, filled, came))

@@ -9,7 +9,8 @@ Note [Pieces]
 
 Note [What is wrong is computed again]
     A piece whose checksum differs, or that finds no memory, loses the request nothing but time: its tokens are known,
-    so it is computed again on all stages.
+    so it is computed again on all stages. Memory is the group's own affair, whose first stage begins anew. Damage is a
+    fault: the supervisor is told, and says where the request is computed, and when that was tried often enough.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Self
 
 import torch
@@ -89,11 +91,19 @@ def checksum(tensor: torch.Tensor) -> int:
     return int((words * weights).sum())
 
 
+class Arrival(Enum):
+    """What became of a request's KV on its way to one replica."""
+
+    COMPLETE = "all of it came"
+    ABSENT = "there was none, or no memory for it"
+    DAMAGED = "a checksum was wrong"
+
+
 class Arrivals:
-    """What comes to one replica's new cache. `lost`: requests that have to be computed again."""
+    """What comes to one replica's new cache. `lost`: requests that have to be computed again, and why."""
 
     def __init__(self, cache: SpanCache) -> None:
-        self.lost: set[str] = set()
+        self.lost: dict[str, Arrival] = {}
         self._cache = cache
         self._missing: dict[str, dict[int, set[int]]] = {}  # by request and layer: blocks that have not come
 
@@ -103,8 +113,11 @@ class Arrivals:
         name = piece.request
         if name in self.lost:
             return False
-        if checksum(tensor) != piece.check or not self._placed(name, piece.held):
-            self.lose(name)
+        if checksum(tensor) != piece.check:
+            self._lose(name, Arrival.DAMAGED)
+            return False
+        if not self._placed(name, piece.held):
+            self._lose(name, Arrival.ABSENT)
             return False
         rows, index = _rows(self._cache, piece)
         with GroupLease(self._cache.group), torch.no_grad():
@@ -117,9 +130,9 @@ class Arrivals:
         del self._missing[name]
         return True
 
-    def lose(self, request: str) -> None:
+    def _lose(self, request: str, why: Arrival) -> None:
         """Frees what has come of a request; what still comes of it is dropped."""
-        self.lost.add(request)
+        self.lost[request] = why
         self._missing.pop(request, None)
         self._cache.give(request)
 

@@ -4,6 +4,9 @@ Note [Pulled layers]
     Who brings a layer home asks the replica that holds it, over their link, and waits for the tensors; where there is
     no such link the layer comes from its own backing. While it waits it sends what others ask for: two that pull from
     each other would wait for ever otherwise.
+
+    Who is on its own and lacks layers keeps their pages from KV at once, while it has none, and brings them home
+    between its microbatches: from its backing, until the supervisor says from where.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ class LayerMoves:
         self._preparing = None
         return False
 
+    def prepare_anew(self) -> None:
+        """The next `prepare` looks at all layers: files may have changed since they were made ready."""
+        self._preparing = None
+
     def prepare_idle(self) -> bool:
         """The same while there is nothing else to do."""
         try:
@@ -67,11 +74,18 @@ class LayerMoves:
     def hold(self, group: Group) -> None:
         """Drops the layers that are not of this replica's span."""
         if not group.is_dropped:
+            self._setup.holds.keep_room()
             return
         span, notes = group.span(self._setup.me), self._setup.notes
         notes.now("layers", f"drop to layers {span.begin} to {span.end - 1}")
         self._setup.holds.drop(span)
         notes.now("layers", None)
+
+    def go_home(self, group: Group, epoch: int) -> None:
+        """Layers that a replica on its own lacks come home from now on; call `pull`."""
+        dropped = () if group.is_dropped else self._setup.holds.dropped
+        if dropped:
+            self.begin(epoch, [Pull(self._setup.me, layer, None) for layer in dropped], {})
 
     def release(self, group: Group) -> None:
         """Layers are a usual plan's again, where the group drops none and none is on its way."""

@@ -8,7 +8,7 @@ from ...offload.policy.replicas import actions
 from .mailbox import SUPERVISOR, Mailbox
 from .messages import End, Message, decoded, encoded
 
-_URGENT = (actions.Alone, actions.Discard, End)
+_URGENT = (actions.Alone, actions.Discard, actions.Rejoin, End)
 
 
 class ToSupervisor:

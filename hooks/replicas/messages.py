@@ -46,11 +46,12 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """From a replica that has joined. `process`: its id, on its machine; `pages`: for layers and KV together; `layers`:
-    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there; `rank`: on
-    the supervisor's machine, None where somebody else started it."""
+    """From a replica that has joined. For people: its `process`, on that `host`. `pages`: for layers and KV together;
+    `layers`: pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there;
+    `rank`: on the supervisor's machine, None where somebody else started it."""
 
     process: int
+    host: str
     pages: int
     layers: tuple[int, ...]
     token: int

@@ -46,7 +46,7 @@ class Place:
         beat, urgent = setup.tuning.beat, setup.supervisor.urgent
         over = {peer: Over(link, beat, self._beat, urgent) for peer, link in links.items()}
         self.stage = Stage(setup.replica, group, setup.me, epoch, over, self._requests.told, setup.form)
-        moves.release(group)
+        moves.go_home(group, epoch)
         self._requests.start_early(epoch, self.leader)
         setup.supervisor.post(events.Committed(0.0, epoch, setup.me))
 
@@ -62,7 +62,9 @@ class Place:
         assert self.stage is not None
         old = None if self._old is None else self._old.cache
         took, most = self._requests.take, setup.tuning.piece
-        self.handover = Handover(setup.me, old, self.stage, coming.home, self.links, coming.leaders, took, most)
+        self.handover = Handover(
+            setup.me, old, self.stage, coming.home, self.links, coming.leaders, took, self._damaged, most
+        )
         for each in coming.heard:
             self.handover.hear(each)
 
@@ -78,6 +80,10 @@ class Place:
             self.handover = self._old = None
             self._setup.supervisor.post(events.Exchanged(0.0, self.epoch, self._setup.me))
         return happened
+
+    def _damaged(self, member: int, request: str) -> None:
+        """A member got a request's KV damaged: the supervisor says where it is computed anew."""
+        self._setup.supervisor.post(events.Damaged(0.0, self.epoch, member, request))
 
     def leave(self) -> None:
         """Ends its part in its group, with all KV and requests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..managed import Managed, elastic_of, managed
+from ..managed import Managed, elastic_of, managed, weights_of
 from ..options import ManageOptions
 from ..sectors.room import memory_of
 from ..server.loading import loaded
@@ -74,6 +75,8 @@ def run(
             settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
             place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(place)
+            fingerprint = fingerprint_of(model, device)
+            me = join(store, secret, fingerprint, tuning.joining)  # who is refused hears it before it measures
             told = None if started is None else decoded(started)
             assert told is None or isinstance(told, Started)
             cost = (None if told is None else told.cost) or cost
@@ -83,8 +86,9 @@ def run(
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
             replica = Member(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
-            me = join(store, secret, fingerprint_of(model, device), tuning.joining)
-            _live(me, store, secret, replica, handle, place, hello, notes, say, tuning)
+            while _live(me, store, secret, replica, handle, place, hello, notes, say, tuning):
+                say(f"replica {me} was taken for lost, and joins anew")
+                me = join(store, secret, fingerprint, tuning.joining)
     finally:
         handle.release()
 
@@ -100,8 +104,8 @@ def _live(
     notes: Notes,
     say: Callable[[str], object],
     tuning: Replicas,
-) -> None:
-    """The life of a member, until the supervisor ends it or is gone."""
+) -> bool:
+    """The life of a member, until the supervisor ends it or is gone. Is it to join anew?"""
     bell = Bell()
     box = Mailbox(store, me, secret or "", bell)
     supervisor: Speaks = ToSupervisor(box)
@@ -126,13 +130,14 @@ def _live(
     setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning, notes)
     loop = Replica(setup, bell)
     try:
-        loop.run()
+        return loop.run()
     except SupervisorLost:
         say(f"replica {me} ends: its supervisor has gone")
     finally:
         del loop, setup
         gc.collect()
         box.close()
+    return False
 
 
 def _measured(member: Member, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
@@ -158,6 +163,6 @@ def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, ra
     token = round(cache.token_bytes)
     now = memory_of(device, cache.pages.client, cache.pages.client.governor.tuning.serving)
     cache.user = lambda: None
-    own = device.snapshot()["pages"]["weights"] - sum(layers)  # of what is no layer
+    own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of what is no layer
     free = device.budget // device.page_size - own - now.reserve // device.page_size
-    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost, rank)
+    return Hello(os.getpid(), platform.node(), max(0, free), layers, token, device.page_size, cost, rank)

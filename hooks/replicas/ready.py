@@ -59,6 +59,16 @@ class ReadyLayers:
         """Has each range of the layer a backing with its bytes, as far as known?"""
         return all(is_away(opened) or opened.address in self._weights.ready for opened in self._ranges(layer))
 
+    def check(self) -> None:
+        """WeightsFileChanged where something that is ready lies in a file which is another one; nothing that does is
+        ready then."""
+        try:
+            for backing in list(self._weights.ready.values()):
+                backing.check()
+        except WeightsFileChanged:
+            self._forget_changed()
+            raise
+
     def make(self, layer: int, module: nn.Module) -> None:
         """Makes the layer ready, while forwards run; layers are neither moved nor taken meanwhile. DropRefused where
         there are no host pages for it, or somebody writes to it; WeightsFileChanged, and the next attempt looks at the

@@ -25,7 +25,7 @@ from .messages import End, Message, Record, Start
 from .place import Place
 from .setup import Setup
 
-_NEWS = ("kv", "verdict", "handover", "pull", "old")  # tags that somebody who idles has to take in
+_NEWS = ("kv", "arrival", "handover", "pull", "old")  # tags that somebody who idles has to take in
 
 
 class Replica:
@@ -42,13 +42,13 @@ class Replica:
         self._moves = LayerMoves(setup, self._beat, self._links)
         self._change = EpochChange(setup, self._place, self._moves, self._requests)
         self._counts = CountReport(setup, self._place, self._moves)
-        self._ended = False
+        self._ended = self._rejoins = False
         setup.holds.offer(self._load.wish)
 
     # -- the loop
 
-    def run(self) -> None:
-        """Until the supervisor says so, or is gone. SupervisorLost."""
+    def run(self) -> bool:
+        """Until the supervisor says so, or is gone. Is it to join anew, with nothing of what it had? SupervisorLost."""
         try:
             while not self._ended:
                 self.step()
@@ -59,6 +59,8 @@ class Replica:
                 self._counts.tell(at_once=True)
             self._place.close()
             self._setup.holds.end_offer()
+            self._setup.holds.give_back()
+        return self._rejoins
 
     def step(self) -> None:
         """One turn of the loop, which waits a little where there is nothing to do."""
@@ -158,6 +160,8 @@ class Replica:
                 self._moves.begin(message.epoch, message.pulls, links)
             case Record():
                 self._setup.notes.on = True
+            case actions.Rejoin():
+                self._ended = self._rejoins = True
             case End():
                 self._ended = True
 

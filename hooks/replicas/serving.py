@@ -71,7 +71,7 @@ class ReplicaServer:
         self.address = address
         self.cost = fleet.cost  # then what the first replica has measured
         self._tuning = tuning
-        self._log = None if log is None else DecisionFile(log, say)
+        self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._bell = Bell()
         secret = fleet.secret or secrets.token_hex(16)
         store = open_store(fleet.where, tuning.store)
@@ -99,14 +99,14 @@ class ReplicaServer:
             self._note,
             self._recording,
         )
+        self._figures = ReplicaFigures(self.supervisor.state)
         self._front = Front(self.supervisor)
         loop = FrontLoop(self._front, self.supervisor, address.waiting)
         state = FrontState(loop, self._front)
         try:
             models = ShapeOnly([name], "cpu")
             models.load_model_and_processor(models.process_model_name(name))
-            figures = ReplicaFigures(self.supervisor.state)
-            self._application = Application(models, state, figures.text, address, say)
+            self._application = Application(models, state, address, say)
             self.app = self._application.app
             say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
             self.supervisor.start()
@@ -128,6 +128,7 @@ class ReplicaServer:
 
     def close(self) -> None:
         """Tells all who wait, and ends supervisor and replicas. Idempotent."""
+        self._figures.close()
         self.supervisor.close()
         self._children.close(self._tuning.joining)
         self._write()

@@ -39,6 +39,7 @@ class SectorClient:
     """Used by the thread that schedules; the governor asks on any. `lock`: held while pages are moved, and while others
     begin or end to read: see prompt_blocks.py, Note [Two threads]."""
 
+    whose = ""
     block = 1
     near = on_peer = leaving = 0
 
@@ -87,9 +88,9 @@ class SectorClient:
         return len(self._in_use) - self._mover.away
 
     @property
-    def ranges(self) -> list[Range]:
+    def ranges(self) -> list[tuple[str, Range]]:
         """The one range of all sectors."""
-        return [self._range]
+        return [("blocks of keys and values of all layers", self._range)]
 
     @property
     def streamed(self) -> Streamed:

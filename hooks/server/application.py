@@ -26,6 +26,7 @@ from transformers.cli.serving.utils import GenerationState
 from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError
 from ..device import governors
+from ..watch import registry
 from . import body, length
 from .handlers import ChatCompletions, Completions, Responses
 from .load import SLOS
@@ -75,15 +76,13 @@ class Application:
         self,
         models: Models,
         loops: GenerationState,
-        figures: Callable[[], bytes],
         address: Address,
         say: Callable[[str], None],
     ) -> None:
         """`models`: finds those that are served and their tokenizers; `loops`: generate, and have `tell()`, which ends
-        all without waiting; `figures`: the page at `/metrics`; `say`: is called with each line for people."""
+        all without waiting; `say`: is called with each line for people."""
         self._models = models
         self._loops: Any = loops
-        self._figures = figures
         self._address = address
         self._say = say
         self.app = self._application()
@@ -132,7 +131,7 @@ class Application:
                 self._say("shutting down")
 
         app.router.lifespan_context = lifespan
-        app.get("/metrics")(lambda: Response(self._figures(), media_type="text/plain; version=0.0.4"))
+        app.get("/metrics")(lambda: Response(registry.text(), media_type="text/plain; version=0.0.4"))
         app.middleware("http")(self._checked)
         app.exception_handler(HTTPException)(_refused)
         app.exception_handler(TemplateError)(_unfit)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Final
 
-NESTED: Final = (
-    64  # objects and lists within each other: tools and messages have a dozen, Python's parser stops at 1,000
-)
+from ...offload.policy.tuning import DEFAULT
+
 SEEDS: Final = range(-(2**63), 2**63)  # those that torch takes, and every wire format carries
 TEXTS: Final = ("text", "input_text", "output_text")  # types of parts of a message that have a text
 LIMITS: Final = (
@@ -29,16 +28,18 @@ class BadBody(ValueError):
 
 def read(sent: bytes) -> dict[str, Any]:
     """Returns the JSON object that was sent. BadBody."""
+    most = DEFAULT.serving.nested
+    deep = BadBody(f"the body is nested too deeply: at most {most} objects and lists within each other")
     try:
         body = json.loads(sent)
     except RecursionError:
-        raise BadBody(f"the body is nested too deeply: at most {NESTED} objects and lists within each other") from None
+        raise deep from None
     except ValueError as error:
         raise BadBody(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadBody("the body is not a JSON object")
-    if _is_deep(body):
-        raise BadBody(f"the body is nested too deeply: at most {NESTED} objects and lists within each other")
+    if _is_deep(body, most):
+        raise deep
     return body
 
 
@@ -130,9 +131,9 @@ def _check_arguments(place: str, text: str) -> None:
         raise BadBody(f"{place}.arguments is {_shown(text)}: give JSON in a text") from None
 
 
-def _is_deep(body: dict[str, Any]) -> bool:
+def _is_deep(body: dict[str, Any], most: int) -> bool:
     level: list[Any] = [body]
-    for _ in range(NESTED):
+    for _ in range(most):
         level = [
             each
             for each in chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)

@@ -26,7 +26,7 @@ class _Told(BaseHandler):
 
 
 class _Templated(_Told):
-    """Of messages, which a chat template makes a prompt of."""
+    """Makes a prompt of messages, by the model's chat template."""
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         """HTTPException where the model has no chat template."""

@@ -33,7 +33,7 @@ class Models(ModelManager):
             raise HTTPException(404, f"no model {name!r} here: {', '.join(self.served)}")
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those that are served, as OpenAI's clients list models."""
+        """Lists the models that are served, as OpenAI's clients read it."""
         return [{"id": name, "object": "model", "created": self._began, "owned_by": "ballonet"} for name in self.served]
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:

@@ -6,20 +6,16 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..watch import registry
+from ..watch.registry import Addition
 from .tenants import Tenants
 
 
-class RequestCollector:
+class RequestCollector(Addition):
     """Reads the loops when it is asked, from now until `close()`."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        registry.REGISTRY.register(self)
-
-    def close(self) -> None:
-        """Takes them out of the registry."""
-        registry.REGISTRY.unregister(self)
+        super().__init__()
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""

@@ -17,7 +17,6 @@ from ..device import governors
 from ..managed import Managed, managed
 from ..options import ManageOptions
 from ..profile import Grid
-from ..watch import registry
 from .application import Address, Application
 from .loading import load, models_on
 from .metrics import RequestCollector
@@ -45,7 +44,7 @@ class Server:
         grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
         for name in names:
             self._load(name, options, grid)
-        self._application = Application(self._models, self.tenants, registry.text, address, say)
+        self._application = Application(self._models, self.tenants, address, say)
         self._figures = RequestCollector(self.tenants)
         self.app = self._application.app
 

@@ -35,7 +35,7 @@ class EngineCache:
         self._started = None if found is not None else runtime.start(settings, torch.cuda.is_available())
         self._device = (found or self._started).device  # type: ignore[union-attr]
         if self._started is not None and settings.control:
-            control.start(install.set_budget)
+            install.listen()
         self._blocks = blocks
         self._nbytes = nbytes
         self._group = self._device.group()

@@ -20,20 +20,23 @@ _SINGLE: Final = {"\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A process is to have another budget, in bytes. The user has confirmed it."""
+    """A process is to have another budget, in bytes. The user has confirmed it. `device`: the number of its runtime
+    where it has several, else None."""
 
     pid: int
     nbytes: int
+    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dialog:
-    """`stage`: watching; a size is typed; it is to be confirmed. `pid`, `had`: whose budget, and what that is, in
-    bytes; `text`: what was typed; `said`: the answer to the last key or change, "" for none. `step`: by how many places
-    another process is chosen; `done`: the user has had enough; `act`: what is to be done now."""
+    """`stage`: watching; a size is typed; it is to be confirmed. `pid`, `device`, `had`: whose budget, and what that
+    is, in bytes; `text`: what was typed; `said`: the answer to the last key or change, "" for none. `step`: by how many
+    places another process is chosen; `done`: the user has had enough; `act`: what is to be done now."""
 
     stage: Literal["watch", "type", "confirm"] = "watch"
     pid: int = 0
+    device: int | None = None
     had: int = 0
     text: str = ""
     said: str = ""
@@ -42,19 +45,30 @@ class Dialog:
     act: Budget | None = None
 
     @property
+    def whose(self) -> str:
+        """Whose budget it is about, in words."""
+        return whose(self.pid, self.device)
+
+    @property
     def footer(self) -> str:
         """The line for the user."""
         if self.stage == "type":
-            asked = f"budget of process {self.pid}, now {format_size(self.had)}: {self.text}_"
+            asked = f"budget of {self.whose}, now {format_size(self.had)}: {self.text}_"
             return f"{asked}   [Enter] go on  [Esc] leave it   {self.said}".rstrip()
         if self.stage == "confirm":
             sizes = f"from {format_size(self.had)} to {format_size(parse_size(self.text))}"
-            return f"change the budget of process {self.pid} {sizes}?   [y] yes  [n] no"
+            return f"change the budget of {self.whose} {sizes}?   [y] yes  [n] no"
         return f"[b] budget  [up] [down] process  [q] quit   {self.said}".rstrip()
 
 
-def pressed(dialog: Dialog, key: str, pid: int | None, budget: int) -> Dialog:
-    """Returns what comes after a key. `pid`, `budget`: of the process that is chosen, None for none."""
+def whose(pid: int, device: int | None) -> str:
+    """A process, and the number of its device where it has several, in words."""
+    return f"process {pid}" if device is None else f"device {device} of process {pid}"
+
+
+def pressed(dialog: Dialog, key: str, pid: int | None, budget: int, device: int | None = None) -> Dialog:
+    """Returns what comes after a key. `pid`, `budget`: of the process that is chosen, None for none; `device`: the
+    number of the chosen device where it has several."""
     now = replace(dialog, step=0, act=None, said="")
     if now.stage == "type":
         return _typed(now, key)
@@ -62,8 +76,8 @@ def pressed(dialog: Dialog, key: str, pid: int | None, budget: int) -> Dialog:
         watching = Dialog()
         if key in ("y", "Y"):
             size = parse_size(now.text)
-            said = f"process {now.pid} is asked to have {format_size(size)} ..."
-            return replace(watching, act=Budget(now.pid, size), said=said)
+            said = f"{now.whose} is asked to have {format_size(size)} ..."
+            return replace(watching, act=Budget(now.pid, size, now.device), said=said)
         return replace(watching, said="the budget is as it was") if key in ("n", "N", ESCAPE, "q") else now
     if key == "q":
         return replace(now, done=True)
@@ -72,7 +86,7 @@ def pressed(dialog: Dialog, key: str, pid: int | None, budget: int) -> Dialog:
     if key == "b":
         if pid is None:
             return replace(now, said="there is no process")
-        return Dialog("type", pid, budget)
+        return Dialog("type", pid, device, budget)
     return now
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .dialog import whose
 from .processes import Seen
 from .wording import decision, sections_of, title_of
 
@@ -19,4 +20,6 @@ def lines_of(seen: Seen) -> Iterator[str]:
     yield " | ".join(parts)
     if not seen.trouble:
         for event in seen.decisions if seen.before is None else seen.now["events"]:
-            yield f"process {seen.pid} | {' | '.join(decision(event, seen.now))}"
+            yield " | ".join(
+                [whose(seen.pid, seen.number if seen.one_of_several else None), *decision(event, seen.now)]
+            )

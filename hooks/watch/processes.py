@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...allocator import control, runtime
-from ...allocator.errors import BallonetError, ControlError, NoSuchProcess, NotReachable
+from ...allocator.errors import (
+    BallonetError,
+    ControlError,
+    ControlRefused,
+    NoSuchProcess,
+    NotInstalled,
+    NotReachable,
+)
 from ...allocator.looks import look
 from ...offload.policy.tuning import DEFAULT, Watching
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One process. `now`, `before`: its last two looks (allocator/looks.py); `decisions`: the last ones, oldest first;
-    `trouble`: why it did not answer the last time, "" where it did."""
+    """One device of one process. `now`, `before`: its last two looks (allocator/looks.py); `decisions`: the last ones,
+    oldest first; `trouble`: why the process did not answer the last time, "" where it did."""
 
     pid: int
     program: str
@@ -25,6 +33,21 @@ class Seen:
     before: dict[str, Any] | None = None
     decisions: tuple[dict[str, Any], ...] = ()
     trouble: str = ""
+
+    @property
+    def number(self) -> int:
+        """The number of the device's runtime in its process."""
+        return int(self.now["device"]["number"])
+
+    @property
+    def one_of_several(self) -> bool:
+        """Does its process have other devices, too?"""
+        return len(self.now["devices"]) > 1
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(pid, number of the runtime)."""
+        return self.pid, self.number
 
     def after(self, now: dict[str, Any], most: int) -> Seen:
         """The same with one look more, and so many decisions at most."""
@@ -37,14 +60,15 @@ def last(before: Sequence[dict[str, Any]], now: dict[str, Any], most: int) -> tu
 
 
 class Processes:
-    """Looks at one process, or at all that there are. One thread may look while others read `seen`."""
+    """Looks at one process, or at all that there are, and at all devices of each. One thread may look while others read
+    `seen`."""
 
     def __init__(
         self, pid: int | None = None, *, folders: Sequence[Path] | None = None, tuning: Watching = DEFAULT.watching
     ) -> None:
         """`pid`: the one; None: all. `folders`: where their sockets may be."""
         self.pid = pid
-        self.seen: tuple[Seen, ...] = ()  # by pid, ascending
+        self.seen: tuple[Seen, ...] = ()  # by pid, ascending, and of each its devices, in the order of their start
         self.ended = False  # is the one gone?
         self._folders = folders
         self._tuning = tuning
@@ -53,28 +77,38 @@ class Processes:
         """Looks at each. The first time NoSuchProcess, NotPermitted, NotReachable, ControlRefused where the one that is
         wanted cannot be looked at; later it has `trouble`, or is `ended`. Of all, those that never answered are left
         out."""
-        known, found = {each.pid: each for each in self.seen}, list[Seen]()
+        found = list[Seen]()
         for pid in self._pids():
-            each = known.get(pid)
+            known = [each for each in self.seen if each.pid == pid]
             try:
-                now = self._ask(pid, None if each is None else each.now["cursor"])
+                found.extend(self._looked(pid, known))
             except NoSuchProcess:
-                if self.pid is not None and each is None:
+                if self.pid is not None and not known:
                     raise
                 self.ended = self.pid is not None
             except BallonetError as error:
-                if each is not None:
-                    why = error.reason if isinstance(error, ControlError) else str(error)
-                    found.append(replace(each, trouble=why))
-                elif self.pid is not None:
+                if self.pid is not None and not known:
                     raise
-            else:
-                most = self._tuning.decisions
-                if each is None:
-                    found.append(Seen(pid, program_of(pid), now, decisions=last((), now, most)))
-                else:
-                    found.append(each.after(now, most))
+                why = error.reason if isinstance(error, ControlError) else str(error)
+                found.extend(replace(each, trouble=why) for each in known)
         self.seen = tuple(found)
+
+    def _looked(self, pid: int, known: Sequence[Seen]) -> list[Seen]:
+        """Looks at all devices of a process, of which so much is `known`. Raises as `_ask`."""
+        first = self._ask(pid, known[0].now["cursor"] if known else None)
+        before, looks = {each.number: each for each in known}, [first]
+        for number in first["devices"]:
+            if number != first["device"]["number"]:
+                each = before.get(number)
+                with suppress(NotInstalled, ControlRefused):  # it was stopped in between
+                    looks.append(self._ask(pid, None if each is None else each.now["cursor"], number))
+        return [self._seen(pid, before.get(now["device"]["number"]), now) for now in looks]
+
+    def _seen(self, pid: int, before: Seen | None, now: dict[str, Any]) -> Seen:
+        most = self._tuning.decisions
+        if before is None:
+            return Seen(pid, program_of(pid), now, decisions=last((), now, most))
+        return before.after(now, most)
 
     def _pids(self) -> list[int]:
         if self.pid is not None:
@@ -82,12 +116,12 @@ class Processes:
         here = [os.getpid()] if runtime.current() is not None else []
         return sorted({*control.listening(self._folders), *here})
 
-    def _ask(self, pid: int, since: int | None) -> dict[str, Any]:
+    def _ask(self, pid: int, since: int | None, number: int | None = None) -> dict[str, Any]:
         if pid == os.getpid():
             if runtime.current() is None:
                 raise NotReachable(pid, "is this one, and ballonet is not installed in it: call ballonet.install()")
-            return look(since)
-        return control.look(pid, since, self._folders, self._tuning.patience)
+            return look(since, number)
+        return control.look(pid, since, self._folders, self._tuning.patience, number)
 
 
 def program_of(pid: int, read: Callable[[Path], bytes] = Path.read_bytes) -> str:

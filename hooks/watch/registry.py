@@ -1,14 +1,17 @@
-"""The one registry of this process for Prometheus: what a look says (allocator/looks.py), and what a server adds to it
-(hooks/server/metrics.py). Each scrape is one look; nothing is counted beside the work."""
+"""The one registry of this process for Prometheus: what a look says (allocator/looks.py), and what others add to it: a
+server (hooks/server/metrics.py), a supervisor of replicas (hooks/replicas/figures.py). Each scrape is one look; nothing
+is counted beside the work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ...allocator.errors import NotInstalled
 from ...allocator.looks import look
@@ -18,7 +21,7 @@ Look = Mapping[str, Any]
 PLACES: Final = ("device", "peer", "host", "disk")  # where tokens of prompts are found
 
 
-class ProcessCollector:
+class ProcessCollector(Collector):
     """What a look says. Nothing before `install()`."""
 
     def collect(self) -> Iterator[Metric]:
@@ -37,6 +40,19 @@ class ProcessCollector:
 
 REGISTRY: Final = CollectorRegistry()
 REGISTRY.register(ProcessCollector())
+
+
+class Addition(Collector):
+    """Figures that someone adds to the registry, from now until `close()`. Subclasses say in `collect` which, when they
+    are asked."""
+
+    def __init__(self) -> None:
+        REGISTRY.register(self)
+
+    def close(self) -> None:
+        """Takes them out of the registry. Idempotent."""
+        with suppress(KeyError):
+            REGISTRY.unregister(self)
 
 
 def text() -> bytes:

@@ -25,7 +25,7 @@ from ...allocator import control
 from ...allocator.errors import BallonetError
 from ...allocator.units import format_size
 from ...offload.policy.tuning import Watching
-from .dialog import Budget, Dialog, keys_of, pressed
+from .dialog import Budget, Dialog, keys_of, pressed, whose
 from .processes import Processes
 from .view import screen
 
@@ -45,7 +45,7 @@ class Top:
         self._period = period
         self._tuning = tuning
         self._dialog = Dialog()
-        self._chosen = processes.seen[0].pid if processes.seen else None
+        self._chosen = processes.seen[0].key if processes.seen else None
         self._answers: list[str] = []  # of changed budgets, that are not shown yet
         self._looked = threading.Event()
         self._error: BaseException | None = None
@@ -91,16 +91,19 @@ class Top:
     def _press(self, key: str) -> None:
         seen = self._processes.seen
         at = self._place()
-        pid, budget = (seen[at].pid, seen[at].now["budget"]) if seen else (None, 0)
-        self._dialog = pressed(self._dialog, key, pid, budget)
+        if seen:
+            device = seen[at].number if seen[at].one_of_several else None
+            self._dialog = pressed(self._dialog, key, seen[at].pid, seen[at].now["budget"], device)
+        else:
+            self._dialog = pressed(self._dialog, key, None, 0)
         if self._dialog.step and seen:
-            self._chosen = seen[(at + self._dialog.step) % len(seen)].pid
+            self._chosen = seen[(at + self._dialog.step) % len(seen)].key
         if (act := self._dialog.act) is not None:
             threading.Thread(target=self._change, args=(act,), name="ballonet-budget", daemon=True).start()
 
     def _place(self) -> int:
-        """Returns the place of the chosen process among those that are seen; the first where it is gone."""
-        return next((at for at, each in enumerate(self._processes.seen) if each.pid == self._chosen), 0)
+        """Returns the place of the chosen one among those that are seen; the first where it is gone."""
+        return next((at for at, each in enumerate(self._processes.seen) if each.key == self._chosen), 0)
 
     def _draw(self, live: Live) -> None:
         drawn = screen(self._processes.seen, self._place(), self._dialog.footer, self._tuning)
@@ -117,11 +120,11 @@ class Top:
 
     def _change(self, asked: Budget) -> None:
         try:
-            now = control.ask(asked.pid, asked.nbytes, self._tuning.budget)
+            now = control.ask(asked.pid, asked.nbytes, self._tuning.budget, device=asked.device)
         except BallonetError as error:
             self._answers.append(str(error))
         else:
-            self._answers.append(f"the budget of process {asked.pid} is {format_size(now['budget'])}")
+            self._answers.append(f"the budget of {whose(asked.pid, asked.device)} is {format_size(now['budget'])}")
 
 
 @contextlib.contextmanager

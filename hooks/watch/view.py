@@ -1,4 +1,5 @@
-"""What `top` shows in a terminal: a list of processes where there are several, and one of them in full."""
+"""What `top` shows in a terminal: a list of processes and their devices where there are several, and one of them in
+full."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rich.text import Text
 from ...allocator.units import format_size
 from ...offload.policy.tuning import DEFAULT, Watching
 from .processes import Seen
-from .wording import bar, sections_of, title_of
+from .wording import bar, device_of, sections_of, title_of
 
 COLOURS: Final = {"weights": "blue", "kv": "green", "activations": "magenta", "host": "yellow"}
 NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
@@ -54,7 +55,7 @@ def _sections(seen: Seen, columns: int) -> Iterator[RenderableType]:
 
 def _list(seen: Sequence[Seen], chosen: int, columns: int) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("", "pid", "program", "budget", "used"):
+    for name in ("", "pid", "program", "device", "budget", "used"):
         table.add_column(name, no_wrap=True)
     for place, each in enumerate(seen):
         now = each.now
@@ -63,6 +64,7 @@ def _list(seen: Sequence[Seen], chosen: int, columns: int) -> Table:
             ">" if place == chosen else "",
             f"{each.pid}",
             Text(each.program),
+            Text(device_of(each)),
             format_size(now["budget"]),
             Text(f"{bar(used / now['budget'], columns)} {format_size(used)}"),
             style="bold" if place == chosen else "",

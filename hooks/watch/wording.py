@@ -31,10 +31,16 @@ class Section(NamedTuple):
 
 def title_of(seen: Seen) -> str:
     """Which process, on what, and its budget."""
-    now = seen.now
-    place = f"GPU {now['device']['ordinal']}" if now["device"]["kind"] == "cuda" else "CPU (host stand-in)"
-    parts = [f"process {seen.pid}", seen.program, place, f"budget {format_size(now['budget'])}"]
+    parts = [f"process {seen.pid}", seen.program, device_of(seen), f"budget {format_size(seen.now['budget'])}"]
     return " · ".join(filter(None, parts))
+
+
+def device_of(seen: Seen) -> str:
+    """Which device: its number is told where its process has several."""
+    device = seen.now["device"]
+    if device["kind"] == "cuda":
+        return f"GPU {device['ordinal']}"
+    return f"CPU (host stand-in {seen.number})" if seen.one_of_several else "CPU (host stand-in)"
 
 
 def sections_of(seen: Seen) -> list[Section]:

@@ -106,6 +106,10 @@ class PageClient(Client, Protocol):
     no lock may be taken for it that is held while the governor is called."""
 
     @property
+    def whose(self) -> str:
+        """The name of its model, for readers; "" where nobody knows, or its own name has it."""
+
+    @property
     def used(self) -> float:
         """When tokens were appended last, by the governor's clock."""
 
@@ -134,8 +138,9 @@ class PageClient(Client, Protocol):
         """The device pages that it has."""
 
     @property
-    def ranges(self) -> list[Range]:
-        """The ranges that its pages lie in. Asked without the governor's lock, on any thread."""
+    def ranges(self) -> list[tuple[str, Range]]:
+        """The ranges that its pages lie in, with what is in each, for readers. Asked without the governor's lock, on
+        any thread."""
 
     @property
     def block(self) -> int:

@@ -90,7 +90,8 @@ class Clients:
         """Adds a page client and returns its number. See Note [Whose pages]."""
         self._numbers += 1
         on = self._on.get(threading.get_ident())
-        name, model = (client.name, 0) if on is None else (f"{client.name} of {on.name}", on.number)
+        whose, model = (client.whose, 0) if on is None else (on.name, on.number)
+        name = f"{client.name} of {whose}" if whose else client.name
         state = PageState(self._numbers, name, Activity(self._progress), paged=weakref.ref(client), model=model)
         self.idleness.changed()
         self._paged[self._numbers] = state

@@ -286,8 +286,8 @@ class Governor:
             self._known.list.void()
         self.reclaim.publish()
 
-    def ranges(self) -> list[tuple[str, list[Range]]]:
-        """What each cache that is alive is called, and the ranges that its pages lie in."""
+    def ranges(self) -> list[tuple[str, list[tuple[str, Range]]]]:
+        """What each cache that is alive is called, and the ranges that its pages lie in, with what is in each."""
         with self._known.lock:
             caches = [(state.name, cache) for state, cache in self._known.clients.paged]
         return [(name, cache.ranges) for name, cache in caches]

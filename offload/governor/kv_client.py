@@ -34,6 +34,7 @@ class KVClient:
     ) -> None:
         """`group`: of all its ranges; `transfer`: the stream of its copies; `lock`: of its states."""
         self.name = "KV cache"
+        self.whose = ""  # the name of its model
         self.used = governor.clock()  # when tokens were appended last
         self.goal = 0  # pages that it is to have in this iteration
         self.block = 1  # ranges that it has, or will have
@@ -66,9 +67,9 @@ class KVClient:
         return self._extents.pieces - self._extents.away
 
     @property
-    def ranges(self) -> list[Range]:
-        """The ranges of its layers."""
-        return [extent.range for extent in self._extents.all()]
+    def ranges(self) -> list[tuple[str, Range]]:
+        """The ranges of its layers, with what lies in each."""
+        return [(extent.contents, extent.range) for extent in self._extents.all()]
 
     @property
     def near(self) -> int:

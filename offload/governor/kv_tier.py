@@ -27,8 +27,8 @@ from .kv_turns import KVTurns
 class KVTier:
     """The pages of one cache. Refers to its ranges weakly."""
 
-    def __init__(self, device: Device, group: Group, governor: Host) -> None:
-        """`group`: of all its ranges."""
+    def __init__(self, device: Device, group: Group, governor: Host, whose: str = "") -> None:
+        """`group`: of all its ranges; `whose`: the name of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
         self.patient = True  # did others give what they lease when they were waited for last?
         self.governor = governor
@@ -43,6 +43,7 @@ class KVTier:
         self._arrives = False  # are there bytes on their way to the device, as far as known?
         self._unsaid = 0  # pages that are full, which the governor does not know
         self._slot_changes = 0  # changes of slots that the governor was told of
+        self.client.whose = whose
         self.number = governor.add_client(self.client)
         Finalizer(self, partial(governor.remove_client, self.number))
 

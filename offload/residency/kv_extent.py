@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ...allocator._native import Device, Group, Range, Transfer
 from .backing import FAR, Backing
 from .mover import Mover
-from .pieces import Pieces
+from .pieces import Pieces, runs_of
 from .saving import Runs
 from .slots import Copies
 from .states import Event, State
@@ -48,6 +48,8 @@ class KVExtent:
         self.backing = Backing(device, group, range_, "kv")
         self.mover = Mover(device, range_, self.backing, lock)
         self.layers = 0  # that have a place in the range
+        self.numbers: list[int] = []  # of these in their model
+        self.kind = "keys and values"  # what lies there, for readers
         self.full = 0  # pieces, from the start of the range
         self.first = 0  # pieces without a page, or without their bytes, from the start of the range
         self.end = 0  # pieces that are in use: what lies behind them is not touched
@@ -58,6 +60,14 @@ class KVExtent:
         self._asked = -1  # the piece that was to be mapped ahead last
 
     # -- what there is
+
+    @property
+    def contents(self) -> str:
+        """What lies in the range, for readers: "keys and values of layers 0 to 3, 6"."""
+        runs = [range(first, end) for first, end in runs_of(self.numbers)]
+        told = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+        layers = "layer" if len(self.numbers) == 1 else "layers"
+        return f"{self.kind} of {layers} {', '.join(told)}" if told else self.kind
 
     @property
     def pieces(self) -> int:

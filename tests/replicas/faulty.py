@@ -95,7 +95,7 @@ def check(found: Outcome) -> None:
         assert (job.kv if job.answer.error else 0, job.held, job.flying, job.stalled, job.leaving) == (0,) * 5, job
     _is_empty(keeper)
     assert all(one == other for one, other in replayed(found.log))
-    if keeper._is_shut:
+    if keeper.replicas.are_shut:
         return
     keeper.controller.check()
     assert [*keeper.controller.book.held] == []
@@ -105,7 +105,7 @@ def check(found: Outcome) -> None:
     assert {*keeper.controller.cluster.groups} == {*keeper.groups}
     for members, group in keeper.groups.items():
         pipe = found.run.pipes[members]
-        assert pipe.streamed == 0
+        assert pipe.stages.streamed == 0
         assert pipe.capacity == (keeper.capacity(group) if group.is_dropped else fleet.tokens)
         for member, span in zip(members, group.spans, strict=True):
             assert keeper.pulls.held[member] >= {*span.layers}, "nobody computes layers that it does not have"
@@ -114,13 +114,13 @@ def check(found: Outcome) -> None:
 def _is_empty(keeper: Drop) -> None:
     """No memory of a device or a host is in use, and nothing is on its way."""
     for pipe in keeper.run.pipes.values():
-        assert (pipe.used, pipe.flying, pipe.everybody(), pipe.halted) == (0, 0, set(), False), pipe.members
+        assert (pipe.used, pipe.flying, pipe.everybody(), pipe.stages.halted) == (0, 0, set(), False), pipe.members
         host = keeper.host(pipe)
         assert (host.room, host.away, host.copies) == (len(pipe.members) * keeper.run.fleet.host_budget, [], [])
     assert {*keeper._hosts} <= {*keeper.run.pipes.values()}
     assert keeper._in == {}
     assert keeper.changes._changes == []
-    assert keeper.changes._prepared == {}
+    assert keeper.changes.prepared.groups == {}
     assert keeper.changes.exchanging == set()
     assert keeper.early == {}
     assert keeper.pulls._chains == {}

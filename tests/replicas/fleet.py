@@ -40,6 +40,7 @@ PATIENCE = 120.0  # s, that a replica has to say how many pages it has
 # `make kills`: all of it, which takes a quarter of an hour; else what a suite can afford
 ALL = "BALLONET_KILLS" in os.environ
 NEEDS_ALL = pytest.mark.skipif(not ALL, reason="make kills")
+SECRET = "known to those that join"
 # the smallest whose layers can stream
 SHAPE = {
     "hidden_size": 256,
@@ -262,6 +263,12 @@ class Fleet:
         self.server.close()
 
 
+def arguments(budget: str = "37MiB") -> list[str]:
+    """Of `ballonet serve`, for each replica."""
+    sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
+    return [*sizes, "--batch-tokens", "128"]
+
+
 @contextmanager
 def serving(
     model: str,
@@ -276,7 +283,6 @@ def serving(
     """A fleet; at its end no process of it is left. `log`, `timeline`: as of ReplicaServer; `more`: environment."""
     file, said = folder / "faults", list[str]()
     faults.write(file, ())
-    sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
             "BALLONET_REPLICA_FAULTS": str(file),
@@ -285,8 +291,8 @@ def serving(
             **more,
         }.items():
             environment.setenv(name, value)
-        given = [*sizes, "--batch-tokens", "128"]
-        wanted = ReplicaFleet(replicas, given, Placement("127.0.0.1", 0, hosts=True), cost=COST)
+        where = Placement("127.0.0.1", 0, hosts=True)
+        wanted = ReplicaFleet(replicas, arguments(budget), where, secret=SECRET, cost=COST)
         drawing = None if timeline is None else str(timeline)
         server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning, log, drawing)
         fleet = Fleet(server, said, model, file)

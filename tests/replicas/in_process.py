@@ -136,6 +136,7 @@ class Regroup:
         self, old: Sequence[InProcess], new: Sequence[InProcess], home: Callable[[Request], int], most: int
     ) -> None:
         """`home`: which of the new groups a request goes to; `most`: blocks of a piece."""
+        self.damaged: list[tuple[int, str]] = []
         told = [group.hand_over() for group in old]
         homes = {each.request.name: new[home(each.request)].group for one in told for each in one.requests}
         self._handed, self._taken = {*homes}, set[str]()
@@ -147,8 +148,16 @@ class Regroup:
         def took(handed: Handed) -> None:
             taken.add(handed.request.name)
 
+        def damaged(member: int, name: str) -> None:
+            """As the supervisor has it: computed anew, where it is now."""
+            self.damaged.append((member, name))
+            taken.add(name)
+            leader = gets[homes[name].members[0]].leader
+            assert leader is not None
+            leader.add(next(each.request for one in told for each in one.requests if each.request.name == name))
+
         self.parts = {
-            n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, took, most)
+            n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, took, damaged, most)
             for n, stage in gets.items()
         }
         for part in self.parts.values():

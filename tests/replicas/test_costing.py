@@ -28,7 +28,8 @@ FEW = replace(DEFAULT.replicas, requests_measured=24, answer_measured=6, rounds_
 def test_made_requests_are_of_all_sizes() -> None:
     lengths = [len(each.prompt) for each in made(DEFAULT.replicas, 512)]
     assert len(lengths) == DEFAULT.replicas.requests_measured
-    assert min(lengths) < 512 // 8 < 512 // 2 < max(lengths) <= 512
+    assert min(lengths) < 512 // 8 < 2 * 512 < max(lengths) <= DEFAULT.replicas.batches_measured * 512
+    assert sum(length < 512 for length in lengths) > len(lengths) / 2
     assert [each.prompt for each in made(FEW, 512)] == [each.prompt for each in made(FEW, 512)]
 
 
@@ -58,7 +59,40 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     huge = Request("huge", (0,) * 100_000, 2)
     monkeypatch.setattr(costing, "made", lambda *given: [huge, *made(*given)])
-    now = iter(range(10**6))
+    now, stock = [0.0], SpanRunner._run
+
+    def run(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
+        now[0] += COST.batch([(each.before, len(each.ids)) for each in chunks])
+        return stock(self, chunks, *rest)
+
+    monkeypatch.setattr(SpanRunner, "_run", run)
     install(pages=64)
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
-        assert measured(member, LAYERS, HostMarks(lambda: float(next(now))), FEW).cost.seconds(8, 8) > 0
+        assert measured(member, LAYERS, HostMarks(lambda: now[0]), FEW).cost.seconds(8, 8) > 0
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("rounds", [4, 6])
+def test_what_was_disturbed_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as all batches take the same nothing is known; after three tries that is an error."""
+    now, stock, begun, tuning = [0.0], costing._batches, [0], replace(FEW, tries_measured=3)
+    run = SpanRunner._run
+
+    def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
+        now[0] += 100.0 if begun[0] <= rounds else COST.batch([(each.before, len(each.ids)) for each in chunks])
+        return run(self, chunks, *rest)
+
+    def batches(*given: Any) -> Any:
+        begun[0] += 1
+        return stock(*given)
+
+    monkeypatch.setattr(SpanRunner, "_run", computed)
+    monkeypatch.setattr(costing, "_batches", batches)
+    install()
+    with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
+        if rounds == 6:
+            with pytest.raises(ValueError, match="do not say"):
+                measured(member, LAYERS, HostMarks(lambda: now[0]), tuning)
+        else:
+            assert measured(member, LAYERS, HostMarks(lambda: now[0]), tuning).error < 1e-2
+    assert begun[0] == 6

@@ -53,7 +53,7 @@ def test_tokens_stay_and_memory_comes_back(ranks: int, tmp_path: Path, capsys: p
             cycles += fleet.server.supervisor.state().restores > drops
             rest = fleet.at_rest()
             # twins of layers are kept ready; nothing else is on the host
-            assert all(each["host_pages"] <= WEIGHTS for each in rest)
+            assert max(each["host_pages"] for each in rest) <= WEIGHTS
             with capsys.disabled():
                 print(f"cycle {cycles}: groups of up to {widest.found}", flush=True)
         state = fleet.server.supervisor.state()

@@ -18,7 +18,7 @@ from ballonet.hooks.replicas.supervisor import Supervisor
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Dispatch, Fence, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
-from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, from_line, replayed, to_line
+from ballonet.offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, replayed, to_line
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.events import Arrived, Damaged, Joined, Load, PrepareFailed, Reason, Tick
 from ballonet.offload.policy.replicas.gate import Verdict
@@ -84,6 +84,36 @@ def test_a_log_that_cannot_be_written_is_refused_and_one_that_breaks_ends_nothin
     file.close()
     assert len(said) == 1
     assert "No space left" in said[0]
+
+
+def test_a_long_log_is_cut_and_its_latest_part_is_kept(tmp_path: Path) -> None:
+    """As long as nothing is given up it is read, and answered again, as one; later that is refused."""
+    path, most = tmp_path / "log", 20_000
+    (tmp_path / "log.1").write_text("of another log")
+    everything: list[Entry] = []
+    played("drop", fleet(2, 1600), burst(60, 0.1, 60, 20), SLOW, log=everything.append)
+    file = DecisionFile(path, print, most)
+    assert [each.name for each in tmp_path.iterdir()] == ["log"]
+    refused = 0
+    for count, entry in enumerate(everything[:500], 1):
+        file(entry)
+        if count % 20 and count < 500:
+            continue
+        found = read_decisions(path)
+        if isinstance(found[0], Setup):
+            assert found == everything[:count]
+            continue
+        lost = count - len(found) + 1
+        assert found == [Continued(lost), everything[0], *everything[lost + 1 : count]]
+        with pytest.raises(ValueError, match=f"behind {lost} decisions that are not here"):
+            [*replayed(found)]
+        refused += 1
+    file.close()
+    assert 1 < refused < 20, "of all looks"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["log", "log.1"]
+    assert path.stat().st_size < (tmp_path / "log.1").stat().st_size < most + 10_000
+    (tmp_path / "log.1").unlink()
+    assert isinstance(read_decisions(path)[0], Continued)
 
 
 def test_a_controller_that_is_told_the_same_answers_the_same(tmp_path: Path) -> None:

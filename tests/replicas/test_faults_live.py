@@ -47,7 +47,7 @@ ROWS = [
     Row("link cut in the pipeline", 0, "send passing", 3, "cut", lost=0, recomputed=True, quick=True),
     Row("link cut in the exchange", 1, "send kv", 2, "cut", lost=0, recomputed=True),
     Row("link cut in the pull", 0, "send weights", 2, "cut", lost=0),
-    Row("KV damaged", 0, "send kv", 1, "damage", lost=0),
+    Row("KV damaged", 0, "send kv", 1, "damage", lost=0, recomputed=True),
     Row("layer damaged", 0, "send weights", 2, "damage", lost=0),
 ]
 

@@ -50,7 +50,7 @@ def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPat
     """Memory of KV that is lost is needed for layers at once: nobody waits for the collector of cycles."""
     monkeypatch.setattr(handover, "pieces", lambda *_: iter([Piece("a", 4, 2, n, 1) for n in range(3)]))
     monkeypatch.setattr(
-        handover, "Arrivals", lambda cache: SimpleNamespace(take=lambda *_: False, lost=set(), cache=cache)
+        handover, "Arrivals", lambda cache: SimpleNamespace(take=lambda *_: False, lost={}, cache=cache)
     )
     monkeypatch.setattr(handover, "exported", lambda *_: torch.zeros(4))
     old, link = Cache(), Sent()
@@ -58,7 +58,7 @@ def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPat
     stage: Any = SimpleNamespace(cache=Cache(), leader=None, follower=None, group=pair)
     links: Any = {1: link}
     given: Any = old
-    change = Handover(0, given, stage, lambda _: pair, links, frozenset({0}), lambda _: None, 1)
+    change = Handover(0, given, stage, lambda _: pair, links, frozenset({0}), lambda _: None, lambda *_: None, 1)
     change.hear(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4, 1),)))
     while "kv" not in link.tags:
         assert change.step()

@@ -19,7 +19,7 @@ from ballonet.offload.policy.replicas.restore_plan import Pull
 REQUEST = Request("a", (1, 2, 3), 5, Sampling(7, 0.5, 3, 0.9), (9,), (4,))
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
 MESSAGES: list[Message] = [
-    Hello(1, 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
+    Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
     Start(3, REQUEST, 2),
     Told("a", 2, 1, (4, 5), "a reason"),
     HandedOver(2, GROUP, (Handed(REQUEST, 4, 1),)),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ballonet.hooks.replicas.decision_file import read_decisions
-from ballonet.hooks.replicas.supervisor import State
+from ballonet.hooks.replicas.fleet_state import State
 from ballonet.hooks.whatif.replicas.dropping import Drop
 from ballonet.hooks.whatif.replicas.failing import play_faults
 from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape

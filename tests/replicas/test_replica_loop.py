@@ -25,9 +25,10 @@ from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.setup import Setup
 from ballonet.hooks.replicas.spliced import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
-from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, StartRestore
+from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
 from ballonet.offload.policy.replicas.events import (
     Committed,
+    Damaged,
     Exchanged,
     Load,
     Prepared,
@@ -280,10 +281,52 @@ def test_a_request_that_comes_before_the_others_of_its_group_is_begun(
     assert loops.answers(asked) == right
 
 
+def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
+    loops: Loops, asked: list[Request], right: list[list[int]]
+) -> None:
+    """It is told who got it damaged, and gives the request anew; others go on with their KV."""
+    loops.ask(1, 2, *asked[:3])
+    loops.step(4)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(Prepared, 3)
+    link = loops.links[3, 1]
+    send, wrong = link.send, iter([True])
+
+    def damages(tensor: torch.Tensor, tag: str, *more: Any, **named: Any) -> None:
+        if tag == "kv" and next(wrong, False):
+            tensor = tensor + 1
+        send(tensor, tag, *more, **named)
+
+    link.send = damages  # type: ignore[method-assign]
+    loops.tell_all(Commit(3))
+    loops.both(Exchanged, 3)
+    [damaged] = loops.heard(Damaged)
+    assert (damaged.epoch, damaged.member) == (3, 0)
+    done = sum(len(each.tokens) for each in loops.heard(Told) if each.request == damaged.request)
+    loops.step(20)
+    assert done == sum(len(each.tokens) for each in loops.heard(Told) if each.request == damaged.request) < 10
+    (lost, expected) = next(pair for pair in zip(asked, right, strict=True) if pair[0].name == damaged.request)
+    again = Request(lost.name, lost.prompt, lost.new, lost.sampling, delivered=tuple(expected[:done]))
+    loops.ask(0, 3, again, assignment=2)
+    assert loops.answers(asked[:3]) == right[:3]
+    told = loops.heard(Told)
+    assert {each.request for each in told if each.assignment == 2} == {damaged.request}
+
+
+def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, asked: list[Request]) -> None:
+    loops.drop(3)
+    loops.ask(0, 3, *asked)
+    loops.step(6)
+    loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
+    assert loops.loops[1].run()
+    assert loops.loops[1]._place.stage is None
+    assert loops.loops[1]._place.links == {}
+
+
 def test_who_goes_on_alone_has_all_its_layers_at_once(
     loops: Loops, asked: list[Request], right: list[list[int]]
 ) -> None:
-    """A link is lost: that is told once, requests are given anew, layers that were dropped stream."""
+    """A link is lost: that is told once, requests are given anew; layers that were dropped stream, and come home."""
     loops.drop(3)
     loops.ask(0, 3, *asked)
     loops.step(4)
@@ -292,15 +335,17 @@ def test_who_goes_on_alone_has_all_its_layers_at_once(
     before = len(loops.heard(Told))
     loops.step(3)
     assert len(loops.heard(Told)) == before
+    assert loops.holds[0].dropped == (2, 3)
     loops.tell(0, Alone(4, 0))
     loops.until(Committed(0.0, 4, 0))
-    assert loops.holds[0].dropped == ()
     delivered = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
     again = [
         Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: delivered.get(each.name, 0)]))
         for each, tokens in zip(asked, right, strict=True)
     ]
     loops.ask(0, 4, *again, assignment=2)
+    loops.until(Restored(0.0, 4, 0))
+    assert loops.holds[0].dropped == ()
     assert loops.answers(asked) == right
     assert len(loops.heard(Suspected)) == 1
 
@@ -343,6 +388,33 @@ def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
     loops.tell_all(StartRestore(5, PULLS))
     loops.until(PullFailed(0.0, 5, 0, reason), Restored(0.0, 5, 1))
     assert loops.holds[0].dropped == (2, 3)
+
+
+def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
+    loops: Loops, asked: list[Request], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as of a link that failed: the supervisor ends the group and has the requests."""
+    loops.ask(0, 1, *asked)
+    loops.step(3)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(Prepared, 3)
+
+    def changed(span: Span) -> int:
+        raise WeightsFileChanged("a file", "planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(loops.holds[0], "drop", changed)
+        loops.tell_all(Commit(3))
+        loops.until(Suspected(0.0, 3, 0, 1))
+    assert loops.holds[0].dropped == ()
+    done = {each.request: each.before + len(each.tokens) for each in loops.heard(Told)}
+    loops.tell_all(Alone(4, 0), Alone(4, 1))
+    again = [
+        Request(each.name, each.prompt, each.new, each.sampling, delivered=tuple(tokens[: done.get(each.name, 0)]))
+        for each, tokens in zip(asked, right, strict=True)
+    ]
+    loops.ask(0, 4, *again, assignment=2)
+    assert loops.answers(asked) == right
 
 
 def test_a_request_is_cancelled_wherever_it_is(loops: Loops, asked: list[Request], right: list[list[int]]) -> None:

@@ -24,7 +24,7 @@ LAYERS = (10, 10, 10, 10)
 
 
 def hello(rank: int | None, page: int = 4096) -> Hello:
-    return Hello(1000, 100, LAYERS, 64, page, COST, rank)
+    return Hello(1000, "here", 100, LAYERS, 64, page, COST, rank)
 
 
 class Played:
@@ -230,7 +230,7 @@ def test_who_starts_when_the_server_ends_is_ended() -> None:
 def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:
     scene.begins()
     scene.replicas.says(7, events.Load(0.0, 7, 1, 0, 50, 0, 1))
-    assert scene.replicas.hears(End)[0][0] == 7
+    assert scene.replicas.hears(actions.Rejoin) == [(7, actions.Rejoin(7))]
 
 
 def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
@@ -264,6 +264,26 @@ def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
     assert scene.replicas.killed == [scene.member]
     assert scene.replicas.hears(End)[0][0] == scene.member
     assert scene.replicas.hears(Start, 2)[1][0] == 1 - scene.member
+
+
+def test_one_of_another_machine_that_stands_still_may_join_anew(scene: Scene) -> None:
+    scene.begins()
+    scene.replicas.says(2, hello(None))
+    scene.replicas.hears(actions.Alone, 3)
+    count = 0
+    for member in (0, 1, 2):
+        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
+    wait(lambda: not scene.replicas.has())
+    while 2 in scene.supervisor.state().spans:
+        scene.now, count = scene.now + 0.2, count + 1
+        for member in (0, 1):
+            scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, count))
+        time.sleep(0.15)
+    assert scene.replicas.hears(actions.Rejoin) == [(2, actions.Rejoin(2))]
+    assert (scene.replicas.killed, scene.supervisor.state().fenced) == ([], 1)
+    scene.replicas.says(3, hello(None))
+    assert scene.replicas.hears(actions.Alone, 4)[-1][0] == 3
+    assert sorted(scene.supervisor.state().spans) == [0, 1, 3]
 
 
 def test_a_replica_of_other_sizes_is_none(scene: Scene) -> None:

@@ -373,10 +373,14 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         assert found.wanted is None
 
 
-@pytest.mark.parametrize("name", ["_create_batch_processor", "_generation_step"])
-def test_what_others_have_replaced_since_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, processor = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousBatchProcessor
-    owner = manager if name in vars(manager) else processor
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (continuous_api.ContinuousBatchingManager, "_create_batch_processor"),
+        (continuous_api.ContinuousBatchProcessor, "_generation_step"),
+    ],
+)
+def test_what_others_have_replaced_since_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, stock_s := getattr(owner, name))  # which is put back at the end
     install(64)
     model = build("llama")

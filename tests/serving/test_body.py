@@ -10,8 +10,10 @@ from fastapi import HTTPException
 from transformers import GenerationConfig, LlamaConfig
 
 from ballonet.hooks.server import length
-from ballonet.hooks.server.body import NESTED, BadBody, check, is_open, read
+from ballonet.hooks.server.body import BadBody, check, is_open, read
+from ballonet.offload.policy.tuning import DEFAULT
 
+NESTED = DEFAULT.serving.nested
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 USER = {"role": "user", "content": "w3"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

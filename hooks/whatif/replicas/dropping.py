@@ -16,32 +16,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ....offload.policy.replicas import actions
 from ....offload.policy.replicas.actions import Action
 from ....offload.policy.replicas.decisions import Setup, decide
 from ....offload.policy.replicas.demand import KVSize, group_tokens, kv_pages, prompt_pages
 from ....offload.policy.replicas.dispatch import Members
-from ....offload.policy.replicas.events import Arrived, Committed, Event, Finished, Joined, Left, Load, Lost, Tick
+from ....offload.policy.replicas.events import Arrived, Committed, Event, Finished, Left, Load, Tick
 from ....offload.policy.replicas.groups import Group, alone
 from .crew import Crew
 from .epochs import Epochs
 from .jobs import Job
 from .keepers import Recompute, Swap
 from .pipes import Pipe
+from .presence import Presence
 from .pulling import Pulls
 
 if TYPE_CHECKING:
     from .fleet_run import FleetRun
 
 
-NOBODY_LEFT: Final = "no replica is left"
-
-
 class Drop(Swap):
     """See Note [What is played]. `groups`: in force, by members; `epochs`: that each replica is in; `early`: requests
-    of groups that are about to be formed; `failed`: why nothing is served, None while something is."""
+    of groups that are about to be formed; `replicas`: that come and go; `looks`: that the
+    controller has had."""
 
     def __init__(self, run: FleetRun) -> None:
         fleet = run.fleet
@@ -55,29 +54,27 @@ class Drop(Swap):
         self.groups: dict[Members, Group] = {}
         self.epochs: dict[int, int] = {}
         self.early: dict[Members, list[Job]] = {}
-        self.failed: str | None = None
-        self._is_shut = False
         self.crew = Crew(run)
         self.pulls = Pulls(run, self.crew, self._layer_came)
         self.changes = Epochs(self)
-        self._present: set[int] = set()  # replicas that have joined, until it is known that they have ended
+        self.replicas = Presence(self)
         self._group_of: dict[int, Members] = {}
         self._in: dict[Job, Pipe] = {}  # the group that has a request
         self._asked: dict[str, Job] = {}  # that have not ended
-        self._looks = 0
+        self.looks = 0
         super().__init__(run)
         run.every(run.tuning.period, self._look)
 
     def _open(self) -> None:
         for member in range(self.run.fleet.replicas):
-            self.join(member)
+            self.replicas.join(member)
 
     # Requests
 
     def arrive(self, job: Job) -> None:
         """The controller says where it goes."""
-        if self.failed is not None:
-            self.run.over(job, self.failed)
+        if self.replicas.failed is not None:
+            self.run.over(job, self.replicas.failed)
             return
         self._asked[str(job.number)] = job
         self.tell(Arrived(self.run.agenda.now, str(job.number), job.arrival.prompt, max(1, job.arrival.new)))
@@ -94,6 +91,16 @@ class Drop(Swap):
         if self._asked.get(str(job.number)) is job:
             self._over(job, why)
             self.tell(Left(self.run.agenda.now, str(job.number)))
+
+    def leave_all(self, why: str) -> None:
+        """The same with all requests."""
+        for job in [*self._asked.values()]:
+            self.leave(job, why)
+
+    def end_all(self, why: str) -> None:
+        """Ends all requests; nobody tells the controller."""
+        for job in [*self._asked.values()]:
+            self._over(job, why)
 
     def _over(self, job: Job, error: str = "") -> None:
         del self._asked[str(job.number)]
@@ -165,14 +172,14 @@ class Drop(Swap):
 
     def tell(self, event: Event) -> None:
         """Tells the controller an event, and does what it answers. Nothing once there is none."""
-        if not self._is_shut:
+        if not self.replicas.are_shut:
             for action in decide(self.controller, event, self.run.log):
                 self._do(action)
 
     def _look(self) -> None:
         """Loads of all replicas that run, and then a look of the controller."""
         now, kv = self.run.agenda.now, self.kv
-        self._looks += 1
+        self.looks += 1
         for members, group in self.groups.items():
             pipe = self.run.pipes[members]
             queued = prompt_pages((job.known for job in chain(pipe.waiting, self.host(pipe).away)), kv)
@@ -181,10 +188,10 @@ class Drop(Swap):
                     continue
                 part = len(span) / group.layers
                 used, free = (int(each * part * kv.token / kv.page) for each in (pipe.used, max(0, pipe.free)))
-                if pipe.halted:
+                if pipe.stages.halted:
                     used = free = queued = 0  # it has forgotten all
                 pending = 0 if stage else queued  # the first one tells it for all
-                self.tell(Load(now, member, self.epochs[member], used, free, pending, self._looks))
+                self.tell(Load(now, member, self.epochs[member], used, free, pending, self.looks))
         self.tell(Tick(now))
 
     def _do(self, action: Action) -> None:
@@ -199,87 +206,22 @@ class Drop(Swap):
             case actions.Cancel():
                 self._cancel(self.run.jobs[int(action.request)])
             case actions.Alone():
-                self._part(action.member)
+                self.part(action.member)
                 self.form(alone(action.member, len(self.run.fleet.shape.layers)), action.epoch, ())
             case actions.Prepare():
-                self.changes.prepare(action)
+                self.changes.prepared.prepare(action)
             case actions.StartRestore():
-                self.changes.start_restore(action)
+                self.changes.prepared.start_restore(action)
             case actions.Discard():
-                self.changes.discard(action.epoch)
+                self.changes.prepared.discard(action.epoch)
             case actions.Commit():
                 self.changes.commit(action.epoch, dict(action.homes))
             case actions.Fence():
-                self._fence(action.member)
+                self.replicas.fence(action.member)
             case actions.Rejoin():
-                if action.member in self.crew.fenced:
-                    self.crew.fenced.discard(action.member)
-                    self.run.agenda.after(0.0, lambda: self.join(action.member))
+                self.replicas.rejoin(action.member)
             case actions.Hold() | actions.Decline():
                 pass  # the controller keeps it, and says when it starts; and `make_room` is what else there is
-
-    # Replicas
-
-    def join(self, member: int) -> None:
-        """A replica that holds all layers, and nothing else, joins."""
-        self._present.add(member)
-        if self.failed == NOBODY_LEFT:
-            self.failed = None
-        self.pulls.held[member] = {*range(len(self.run.fleet.shape.layers))}
-        self.tell(Joined(self.run.agenda.now, member, self.run.fleet.pages))
-
-    def kill(self, member: int) -> None:
-        """The process of a replica ends. Nothing happens where it has ended."""
-        if member in self._present and member not in self.crew.ended:
-            self.crew.end(member)
-            self.changes.part(member)
-            self.pulls.lose(member)
-            self.run.agenda.after(self.run.tuning.period, lambda: self._lost(member))
-
-    def stop(self, member: int, seconds: float | None) -> None:
-        """A replica stands still for so long, or for good. Nothing happens where it does, or has ended."""
-        if member in self._present and member not in self.run.silent:
-            self.crew.stop(member, returns=seconds is not None)
-            if seconds is not None:
-                self.run.agenda.after(seconds, lambda: self._go_on(member))
-
-    def shut(self, why: str) -> None:
-        """The supervisor ends, and so do all replicas and requests."""
-        for job in [*self._asked.values()]:
-            self._over(job, why)
-        self.failed, self._is_shut = why, True
-        self.changes.end()
-        for member in self._present:
-            self.crew.end(member)
-            self._part(member)
-
-    def _go_on(self, member: int) -> None:
-        if member in self.crew.ended:
-            return
-        self.crew.go_on(member)
-        if (pipe := self.pipe_of(member)) is not None:
-            pipe.wake(member)
-        self.changes.turn()
-        if member in self.crew.fenced:
-            self.tell(Load(self.run.agenda.now, member, self.epochs[member], 0, 0, 0, self._looks))
-
-    def _fence(self, member: int) -> None:
-        """Nobody listens to a replica any more. Its process is ended, unless it stands still out of reach."""
-        self._part(member)
-        if self.crew.returns(member):
-            self.crew.fenced.add(member)
-        else:
-            self.kill(member)
-
-    def _lost(self, member: int) -> None:
-        """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
-        self._part(member)
-        self._present.discard(member)
-        self.tell(Lost(self.run.agenda.now, member))
-        if not self._present and self.failed is None:
-            self.failed = NOBODY_LEFT
-            for job in [*self._asked.values()]:
-                self.leave(job, NOBODY_LEFT)
 
     # Groups
 
@@ -323,7 +265,7 @@ class Drop(Swap):
 
     def abort(self, pipe: Pipe) -> None:
         """A group is no more, with all that it was computing. Its requests are nowhere until the controller says."""
-        pipe.halt()
+        pipe.stages.halt()
         host = self.host(pipe)
         for member in pipe.members:
             for wire in self.run.wires_of(member):
@@ -339,7 +281,7 @@ class Drop(Swap):
     def halt(self, member: int) -> None:
         """The group of a replica computes nothing until the controller says what becomes of it."""
         if (pipe := self.pipe_of(member)) is not None:
-            pipe.halt()
+            pipe.stages.halt()
 
     def pipe_of(self, member: int) -> Pipe | None:
         """The group that a replica is in, if it is in one."""
@@ -351,7 +293,7 @@ class Drop(Swap):
         room = kv_pages(group, dict.fromkeys(group.members, fleet.pages), fleet.layer_pages)
         return group_tokens(group, room, self.kv)
 
-    def _part(self, member: int) -> None:
+    def part(self, member: int) -> None:
         """Whatever a replica was part of is no more."""
         if member not in self.epochs:
             return
@@ -369,4 +311,4 @@ class Drop(Swap):
     def _refresh(self, pipe: Pipe) -> None:
         """A replica on its own reads what it lacks from its backing."""
         if len(pipe.members) == 1:
-            pipe.streamed = self.pulls.missing(pipe.members[0])
+            pipe.stages.streamed = self.pulls.missing(pipe.members[0])

@@ -1,4 +1,4 @@
-"""Epochs of a simulation: prepared, and committed, when old groups end, new ones begin, and KV goes where it belongs.
+"""Epochs of a simulation that are committed: old groups end, new ones begin, and KV goes where it belongs.
 
 Note [Bonds]
     Replicas of one epoch, or of one that is prepared, have links to each other. Who ends, or is told to go on alone,
@@ -9,25 +9,14 @@ Note [Bonds]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....offload.policy.replicas.actions import Prepare, StartRestore
-from ....offload.policy.replicas.demand import group_tokens
-from ....offload.policy.replicas.events import (
-    Damaged,
-    Exchanged,
-    Prepared,
-    PrepareFailed,
-    PullFailed,
-    Reason,
-    Restored,
-    Suspected,
-)
+from ....offload.policy.replicas.events import Damaged, Exchanged, Suspected
 from ....offload.policy.replicas.groups import Group, Span
 from .jobs import Job
 from .pipes import Pipe
+from .preparing import Preparation, members_of, pipes_of
 
 if TYPE_CHECKING:
     from .dropping import Drop
@@ -55,92 +44,24 @@ class Change:
 
 
 class Epochs:
-    """See Note [Bonds]. `drops`, `restores`: epochs of each kind that were committed; `refusing`: why a replica cannot
-    prepare the next epoch; `damaging`: replicas that get a request's KV damaged; `exchanging`: groups whose KV is on
-    the way."""
+    """See Note [Bonds]. `drops`, `restores`: epochs of each kind that were committed; `prepared`: those that are not;
+    `damaging`: replicas that get a request's KV damaged; `exchanging`: groups whose KV is on the way."""
 
     def __init__(self, keeper: Drop) -> None:
         self.drops = self.restores = 0
-        self.refusing: dict[int, Reason] = {}
+        self.prepared = Preparation(keeper, self._lose)
         self.damaging: set[int] = set()
         self.exchanging: set[Pipe] = set()
         self._keeper = keeper
         self._run = keeper.run
-        self._prepared: dict[int, tuple[Group, ...]] = {}
         self._committed: dict[int, int] = {}  # the last epoch that each replica was to take up
         self._changes: list[Change] = []
-        self._pulling: int | None = None
-
-    # Preparation
-
-    def prepare(self, action: Prepare) -> None:
-        """Members form links, pull what new spans need, and say so."""
-        self._prepared[action.epoch] = action.groups
-        links = max(len(group.members) for group in action.groups)
-        keeper = self._keeper
-        drops = any(group.is_dropped for group in action.groups)
-        for member in members_of(action.groups):
-
-            def ready(member: int = member) -> None:
-                if action.epoch not in self._prepared:
-                    return
-                why = self.refusing.pop(member, None)
-                if why is None and drops and member in keeper.pulls.changed:
-                    why = Reason.FILE_CHANGED
-                if why is not None:
-                    keeper.tell(PrepareFailed(self._run.agenda.now, action.epoch, member, why))
-                    return
-                mine = [pull for pull in action.pulls if pull.member == member]
-                keeper.pulls.begin(
-                    member,
-                    mine,
-                    lambda: keeper.tell(Prepared(self._run.agenda.now, action.epoch, member)),
-                    lambda why: keeper.tell(PrepareFailed(self._run.agenda.now, action.epoch, member, why)),
-                )
-
-            keeper.crew.does(member, ready, links * self._run.tuning.linking)
-            for other in keeper.crew.ended.intersection(members_of(action.groups)):
-                self._lose(action.epoch, member, other)
-
-    def discard(self, epoch: int) -> None:
-        """Nothing was dropped, and what was given up for layers is there again."""
-        groups = self._prepared.pop(epoch)
-        for member in members_of(groups):
-            self._keeper.pulls.cancel(member)
-        if self._pulling == epoch:
-            self._pulling = None
-            for pipe in self._pipes(groups):
-                pipe.capacity = self._keeper.capacity(self._keeper.groups[pipe.members])
-                pipe.pump()
-
-    def start_restore(self, action: StartRestore) -> None:
-        """Members of a group that ends pull what they dropped, or one that has lost its group does."""
-        groups = self._prepared.get(action.epoch)
-        if groups is not None:
-            self._pulling = action.epoch
-            fleet = self._run.fleet
-            room = fleet.pages - sum(fleet.layer_pages)
-            for pipe in self._pipes(groups):  # which has as much memory as its members would have on their own
-                held = self._keeper.groups[pipe.members]
-                pipe.capacity = group_tokens(held, dict.fromkeys(pipe.members, room), self._keeper.kv)
-        for member in {pull.member for pull in action.pulls}:
-            self._pull(action, member)
-
-    def _pull(self, action: StartRestore, member: int) -> None:
-        keeper, agenda = self._keeper, self._run.agenda
-        keeper.pulls.begin(
-            member,
-            [pull for pull in action.pulls if pull.member == member],
-            lambda: keeper.tell(Restored(agenda.now, action.epoch, member)),
-            lambda why: keeper.tell(PullFailed(agenda.now, action.epoch, member, why)),
-        )
 
     # Commit
 
     def commit(self, epoch: int, homes: dict[str, int]) -> None:
         """At the next boundary of all groups concerned, the new ones are formed."""
-        groups = self._prepared.pop(epoch)
-        self._pulling = None
+        groups = self.prepared.take(epoch)
         drops = len(groups[0].members) > 1
         if drops:
             self.drops += 1
@@ -150,10 +71,11 @@ class Epochs:
             self._keeper.early[group.members] = []
             self._committed.update(dict.fromkeys(group.members, epoch))
         if drops:
-            sets = [(self._pipes([group]), [group]) for group in groups]
+            sets = [(pipes_of(self._run, [group]), [group]) for group in groups]
         else:
             sets = [
-                ([old], [group for group in groups if group.members[0] in old.members]) for old in self._pipes(groups)
+                ([old], [group for group in groups if group.members[0] in old.members])
+                for old in pipes_of(self._run, groups)
             ]
         for olds, news in sets:
             change = Change(epoch, olds, news, homes, len(olds))
@@ -171,7 +93,7 @@ class Epochs:
         self._turn(change)
 
     def _can_turn(self, change: Change) -> bool:
-        ready = not (change.broken or change.switched or change.left or any(old.halted for old in change.olds))
+        ready = not (change.broken or change.switched or change.left or any(old.stages.halted for old in change.olds))
         return ready and self._run.silent.isdisjoint(change.members)
 
     def _turn(self, change: Change) -> None:
@@ -281,7 +203,7 @@ class Epochs:
         """Nothing becomes of any epoch any more."""
         for change in [*self._changes]:
             self._break(change)
-        self._prepared.clear()
+        self.prepared.groups.clear()
 
     def _break(self, change: Change) -> None:
         self._changes.remove(change)
@@ -301,7 +223,7 @@ class Epochs:
         for change in self._changes:
             if member in change.members:
                 found |= {(change.epoch, other) for other in change.members}
-        for epoch, groups in self._prepared.items():
+        for epoch, groups in self.prepared.groups.items():
             new = next((each.members for each in groups if member in each.members), ())
             if new:
                 found |= {(epoch, other) for other in (*new, *group)}
@@ -311,20 +233,10 @@ class Epochs:
         """The main loop of a replica finds that its link to another is lost."""
 
         def finds() -> None:
-            if epoch not in self._prepared:
+            if epoch not in self.prepared.groups:
                 if epoch != max(self._keeper.epochs.get(by, 0), self._committed.get(by, 0)):
                     return  # it is in another epoch
                 self._keeper.halt(by)
             self._keeper.tell(Suspected(self._run.agenda.now, epoch, by, of))
 
         self._keeper.crew.does(by, finds, self._run.tuning.noticing)
-
-    def _pipes(self, groups: Iterable[Group]) -> list[Pipe]:
-        """Groups in force of the members of these."""
-        members = {*members_of(groups)}
-        return [pipe for pipe in self._run.pipes.values() if members.intersection(pipe.members)]
-
-
-def members_of(groups: Iterable[Group]) -> list[int]:
-    """Members of groups, in order."""
-    return [member for group in groups for member in group.members]

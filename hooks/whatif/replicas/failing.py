@@ -32,13 +32,13 @@ def play_faults(keeper: Drop, faults: Iterable[Fault]) -> None:
 def _happens(keeper: Drop, fault: Fault) -> None:
     match fault:
         case Killed():
-            keeper.kill(fault.member)
+            keeper.replicas.kill(fault.member)
         case Hung():
-            keeper.stop(fault.member, fault.seconds)
+            keeper.replicas.stop(fault.member, fault.seconds)
         case LinkLost():
             keeper.changes.lose_link(fault.member, fault.other)
         case Refused():
-            keeper.changes.refusing[fault.member] = fault.why
+            keeper.changes.prepared.refusing[fault.member] = fault.why
         case FileChanged():
             keeper.pulls.changed.add(fault.member)
         case DamagedKV():
@@ -46,10 +46,10 @@ def _happens(keeper: Drop, fault: Fault) -> None:
         case ClientLeft():
             keeper.leave(keeper.run.jobs[fault.request], "its client is gone")
         case NewReplica():
-            keeper.join(fault.member)
+            keeper.replicas.join(fault.member)
         case SupervisorLost():
-            keeper.shut("the supervisor has ended")
+            keeper.replicas.shut("the supervisor has ended")
         case Shutdown():
-            keeper.shut("the server shuts down")
+            keeper.replicas.shut("the server shuts down")
         case _:
             raise TypeError(f"{fault!r} is no fault that can be played")

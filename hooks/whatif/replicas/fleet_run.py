@@ -96,7 +96,7 @@ class FleetRun:
         """The group is no more; the time of its stages counts."""
         del self.pipes[pipe.members]
         if len(pipe.members) > 1:
-            self._busy += pipe.busy
+            self._busy += pipe.stages.busy
             self._open += pipe.open
 
     @property
@@ -104,7 +104,7 @@ class FleetRun:
         """Part of the stages' time of pipelines in which they waited while one of them computed; 0 without any."""
         pipes = [pipe for pipe in self.pipes.values() if len(pipe.members) > 1]
         seconds = self._open + sum(pipe.open for pipe in pipes)
-        return 1 - (self._busy + sum(pipe.busy for pipe in pipes)) / seconds if seconds else 0.0
+        return 1 - (self._busy + sum(pipe.stages.busy for pipe in pipes)) / seconds if seconds else 0.0
 
     @property
     def bytes_moved(self) -> int:

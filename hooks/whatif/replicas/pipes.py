@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from ....offload.policy.tuning import DEFAULT
 from .agenda import Agenda
 from .fleet import Fleet
 from .jobs import Job
+from .stages import Microbatch, Stages
 from .wires import Wire
 
 
@@ -45,30 +45,10 @@ class Keeper(Protocol):
         """A request that leaves (`Job.leaving`) is in no microbatch now."""
 
 
-@dataclass(eq=False, slots=True)
-class _Microbatch:
-    place: int
-    decodes: list[Job]
-    chunks: list[tuple[Job, int]]  # and the tokens that it has computed after it
-    seconds: float
-    tokens: int
-
-
-@dataclass(eq=False, slots=True)
-class _Stage:
-    part: float  # of all layers
-    wire: Wire
-    queue: deque[_Microbatch] = field(default_factory=deque)
-    running: bool = False
-    late: bool = False  # it would have ended its microbatch, and stands still
-
-
 class Pipe:
     """A group. `spans`: layers that each member has; `waiting`: requests without memory; `prompts`: those whose prompt
     is not all under way yet; `places`: those that decode, by microbatch; `stalled`: those whose KV is on the way.
-    `capacity`, `used`: tokens of KV. `busy`, `open`: seconds of all stages in which they computed, and in which a
-    microbatch was under way somewhere. `halted`: it computes nothing any more; `streamed`: bytes of layers that a
-    member has to read from its backing for each microbatch."""
+    `capacity`, `used`: tokens of KV. `open`: seconds of all stages in which a microbatch was under way somewhere."""
 
     def __init__(
         self,
@@ -92,19 +72,16 @@ class Pipe:
         self.prompts: deque[Job] = deque()
         self.places: list[list[Job]] = [[] for _ in members]
         self.stalled: list[Job] = []
-        self.busy = self.open = 0.0
+        self.open = 0.0
         self._agenda = agenda
         self._fleet = fleet
         self._cost = cost
         self._keeper = keeper
-        self._stages = [_Stage(each / sum(spans), wire) for each, wire in zip(spans, wires, strict=True)]
+        self.stages = Stages(agenda, fleet, members, spans, wires, silent, self._finish, self.pump)
         self._least = DEFAULT.replicas.least
         self._free = deque(range(len(members)))  # places that are not under way
         self._opened = 0.0
-        self.halted = False
-        self.streamed = 0
-        self._silent = silent
-        self._under_way: list[_Microbatch] = []
+        self._under_way: list[Microbatch] = []
         self._paused: Callable[[], None] | None = None
 
     # --- memory
@@ -175,23 +152,6 @@ class Pipe:
         self._paused = None
         self.pump()
 
-    def halt(self) -> None:
-        """Computes nothing any more, and forgets what is under way."""
-        self.halted = True
-        for each in self._stages:
-            each.wire.take_back(self)
-
-    def wake(self, member: int) -> None:
-        """A member that was silent goes on."""
-        stage = self.members.index(member)
-        if self._stages[stage].late:
-            self._stages[stage].late = False
-            self._ran(stage)
-        else:
-            self._run(stage)
-        if stage == 0:
-            self.pump()
-
     @property
     def flying(self) -> int:
         """Microbatches that are under way."""
@@ -201,9 +161,8 @@ class Pipe:
 
     def pump(self) -> None:
         """Forms microbatches as long as the first stage is free and there is something to do."""
-        first = self._stages[0]
         for _ in range(len(self._free)):
-            if self._paused is not None or first.running or first.queue or not self._computes(0):
+            if self._paused is not None or not self.stages.takes:
                 return
             place = self._free.popleft()
             made = self._form(place)
@@ -213,10 +172,9 @@ class Pipe:
             if self.flying == 1:
                 self._opened = self._agenda.now
             self._under_way.append(made)
-            first.queue.append(made)
-            self._run(0)
+            self.stages.begin(made)
 
-    def _form(self, place: int) -> _Microbatch | None:
+    def _form(self, place: int) -> Microbatch | None:
         decodes: list[Job] = []
         for job in [*self.places[place]]:
             if not job.held or job.stalled or job.leaving:  # it made room for one before it, or goes
@@ -240,7 +198,7 @@ class Pipe:
             if job.kv == job.known:
                 self.prompts.remove(job)
         tokens = len(decodes) + sum(chunk.new for _, chunk in chunks)
-        return _Microbatch(place, decodes, parts, seconds, tokens)
+        return Microbatch(place, decodes, parts, seconds, tokens)
 
     def _chunks(self, place: int, decodes: Sequence[tuple[int, int]]) -> list[tuple[Job, Chunk]]:
         """Parts of prompts for the microbatch of a place. See Note [A group computes]."""
@@ -267,39 +225,7 @@ class Pipe:
         made = fill([chunk for _, chunk in ahead], share, cost)
         return [(job, chunk) for (job, _), chunk in zip(ahead, made, strict=False)]
 
-    def _run(self, stage: int) -> None:
-        here = self._stages[stage]
-        if here.running or not here.queue or not self._computes(stage):
-            return
-        here.running = True
-        seconds = max(here.queue[0].seconds * here.part, self.streamed / self._fleet.link)
-        self.busy += seconds
-        self._agenda.after(seconds, lambda: self._ran(stage))
-
-    def _computes(self, stage: int) -> bool:
-        return not self.halted and self.members[stage] not in self._silent
-
-    def _ran(self, stage: int) -> None:
-        here = self._stages[stage]
-        if not self._computes(stage):
-            here.late = True
-            return
-        here.running = False
-        done = here.queue.popleft()
-        if stage + 1 < len(self._stages):
-            nbytes = done.tokens * self._fleet.shape.hidden
-            here.wire.send(nbytes, lambda: self._arrived(stage + 1, done), urgent=True, owner=self)
-        else:
-            self._finish(done)
-        self._run(stage)
-        if stage == 0:
-            self.pump()
-
-    def _arrived(self, stage: int, microbatch: _Microbatch) -> None:
-        self._stages[stage].queue.append(microbatch)
-        self._run(stage)
-
-    def _finish(self, done: _Microbatch) -> None:
+    def _finish(self, done: Microbatch) -> None:
         now = self._agenda.now
         for job in done.decodes:
             self._computed(job, done.place, decodes=True, token=True)

@@ -5,6 +5,9 @@ Note [Log of decisions]
     each event, with `epoch`, `event` and `actions` (text.py). The controller reads no clock and draws no number, so a
     controller of the same setup that is told the events of a log, at their times, answers what is in the log: that is
     how a decision of a server is looked into afterwards, and how a changed policy is compared with it.
+
+    A long log is cut into files. The later one begins with `Continued`, and the setup again: it can be read on its own,
+    but answered again only behind the first file, as what its controller knew by then is in no file.
 """
 
 from __future__ import annotations
@@ -46,7 +49,14 @@ class Decision:
     actions: tuple[Action, ...]
 
 
-Entry = Setup | Decision
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """The first entry of a file that goes on with a log, of which so many `decisions` were written before."""
+
+    decisions: int
+
+
+Entry = Setup | Decision | Continued
 Note = Callable[[Entry], object]  # is given each entry of a log, in order
 
 
@@ -66,7 +76,7 @@ def from_line(text: str) -> Entry:
     """The entry that `to_line` was called on. ValueError where it is none of this version."""
     try:
         found = {name: made(value) for name, value in json.loads(text).items()}
-        kind = Decision if "event" in found else Setup
+        kind = Decision if "event" in found else Continued if "decisions" in found else Setup
         return kind(**found)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{text[:80]!r} is no line of a log of this version: {error!r}") from None
@@ -77,6 +87,11 @@ def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
     same times. ValueError where the log does not begin with a setup."""
     left = iter(entries)
     setup = next(left, None)
+    if isinstance(setup, Continued):
+        raise ValueError(
+            f"the log goes on behind {setup.decisions} decisions that are not here: it can be read, but what its "
+            "controller knew is not known"
+        )
     if not isinstance(setup, Setup):
         raise ValueError("a log begins with what its controller was made with")
     controller = setup.controller()
@@ -87,4 +102,4 @@ def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
         yield each, Decision(controller.epoch, each.event, actions)
 
 
-_FIELDS = {Setup: Setup.__dataclass_fields__, Decision: Decision.__dataclass_fields__}
+_FIELDS = {each: each.__dataclass_fields__ for each in (Setup, Decision, Continued)}

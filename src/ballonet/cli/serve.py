@@ -64,7 +64,10 @@ def add(commands: Any) -> None:
         help=f"serve as a replica of the server there; its secret is in {serve_replicas.SECRET}, of both",
     )
     parser.add_argument(
-        "--log", metavar="FILE", type=Path, help="what the controller of the replicas is told and answers, JSON lines"
+        "--log",
+        metavar="FILE",
+        type=Path,
+        help="what the controller of the replicas is told and answers, JSON lines; FILE.1 has what came before 512 MiB",
     )
     parser.add_argument(
         "--costs",

@@ -31,6 +31,33 @@ def clock(tuned: Tuned) -> Clock:
     return found
 
 
+def test_room_that_is_kept_is_whose_layers_come_home(
+    kind: str, model: Any, managed: ballonet.Managed, held: HeldLayers, stock: Output
+) -> None:
+    """All of it while it is kept; none of it once it is given back, or layers are dropped again."""
+    pages, there = pages_of(managed), settled()
+    freed = held.drop(Span(0, 3))
+    held.keep_room()
+    held.keep_room()
+    assert settled() == there - freed + sum(pages[3:])
+    assert say(model).agrees(stock), "through the slot"
+    device = runtime.require()
+    filler = device.reserve(device.available * PAGE, "kv", device.group())
+    filler.map(0, filler.pieces)
+    assert [each.layer for each in held.restore(range(LAYERS))] == [3, 4, 5]
+    filler.close()
+    assert settled() == there
+    held.drop(Span(0, 5))
+    held.keep_room()
+    held.give_back()
+    held.give_back()
+    assert settled() == there
+    held.keep_room()
+    assert held.drop(Span(0, 3)) == freed
+    assert settled() == there - freed
+    assert say(model).agrees(stock)
+
+
 def test_freed_pages_are_exact_and_nothing_goes_to_the_host(
     kind: str, model: Any, managed: ballonet.Managed, held: HeldLayers, stock: Output
 ) -> None:

@@ -1,0 +1,123 @@
+"""Stages of a group in virtual time: they compute microbatches one after the other and send states on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+
+from .agenda import Agenda
+from .fleet import Fleet
+from .jobs import Job
+from .wires import Wire
+
+
+@dataclass(eq=False, slots=True)
+class Microbatch:
+    """`place`: see pipes.py; `decodes`: requests that get a token; `chunks`: others, and the tokens of each that it has
+    computed after it; `seconds` that all layers take; `tokens` whose states travel."""
+
+    place: int
+    decodes: list[Job]
+    chunks: list[tuple[Job, int]]
+    seconds: float
+    tokens: int
+
+
+@dataclass(eq=False, slots=True)
+class _Stage:
+    part: float  # of all layers
+    wire: Wire
+    queue: deque[Microbatch] = field(default_factory=deque)
+    running: bool = False
+    late: bool = False  # it would have ended its microbatch, and stands still
+
+
+class Stages:
+    """The stages of one group. `busy`: seconds in which they computed; `halted`: they compute nothing any more;
+    `streamed`: bytes of layers that each has to read from its backing for a microbatch."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        fleet: Fleet,
+        members: tuple[int, ...],
+        spans: Sequence[int],
+        wires: Sequence[Wire],
+        silent: Container[int],
+        finished: Callable[[Microbatch], object],
+        freed: Callable[[], object],
+    ) -> None:
+        """`spans`, `wires`: layers that each member has, and what it sends by; `silent`: members that compute nothing,
+        which others keep. `finished`: is called with what the last stage has computed; `freed`: when the first one may
+        take another."""
+        self.busy = 0.0
+        self.halted = False
+        self.streamed = 0
+        self._agenda = agenda
+        self._fleet = fleet
+        self._members = members
+        self._stages = [_Stage(each / sum(spans), wire) for each, wire in zip(spans, wires, strict=True)]
+        self._silent = silent
+        self._finished = finished
+        self._freed = freed
+
+    @property
+    def takes(self) -> bool:
+        """May the first stage begin a microbatch now?"""
+        first = self._stages[0]
+        return not (first.running or first.queue) and self._computes(0)
+
+    def begin(self, microbatch: Microbatch) -> None:
+        """The first stage computes it."""
+        self._stages[0].queue.append(microbatch)
+        self._run(0)
+
+    def halt(self) -> None:
+        """Computes nothing any more, and forgets what is under way."""
+        self.halted = True
+        for each in self._stages:
+            each.wire.take_back(self)
+
+    def wake(self, member: int) -> None:
+        """A member that was silent goes on."""
+        stage = self._members.index(member)
+        if self._stages[stage].late:
+            self._stages[stage].late = False
+            self._ran(stage)
+        else:
+            self._run(stage)
+        if stage == 0:
+            self._freed()
+
+    def _computes(self, stage: int) -> bool:
+        return not self.halted and self._members[stage] not in self._silent
+
+    def _run(self, stage: int) -> None:
+        here = self._stages[stage]
+        if here.running or not here.queue or not self._computes(stage):
+            return
+        here.running = True
+        seconds = max(here.queue[0].seconds * here.part, self.streamed / self._fleet.link)
+        self.busy += seconds
+        self._agenda.after(seconds, lambda: self._ran(stage))
+
+    def _ran(self, stage: int) -> None:
+        here = self._stages[stage]
+        if not self._computes(stage):
+            here.late = True
+            return
+        here.running = False
+        done = here.queue.popleft()
+        if stage + 1 < len(self._stages):
+            nbytes = done.tokens * self._fleet.shape.hidden
+            here.wire.send(nbytes, lambda: self._arrived(stage + 1, done), urgent=True, owner=self)
+        else:
+            self._finished(done)
+        self._run(stage)
+        if stage == 0:
+            self._freed()
+
+    def _arrived(self, stage: int, microbatch: Microbatch) -> None:
+        self._stages[stage].queue.append(microbatch)
+        self._run(stage)
