@@ -638,6 +638,7 @@ def _attach_caches(
     from .batching import seams
     from .batching.batched import Batched
     from .batching.living import Living
+    from .compat import position_table
     from .device.references import label
     from .kv import generation
 
@@ -663,7 +664,8 @@ def _attach_caches(
         return exposed * (governor.link.page_seconds or 0.0)
 
     costs = StepCosts(governor.tuning.serving, assumed)
-    batched = Batched(label(model), device, costs, options.batches == "fast", require, lends, living, slo)
+    fast, positions = options.batches == "fast", position_table(model)
+    batched = Batched(label(model), device, costs, fast, require, lends, living, slo, positions)
     detach_batches = seams.attach(model, batched)
 
     def detach() -> None:

@@ -354,6 +354,9 @@ class Serving:
     rounding: float = 1 / 32
     smallest_page: int = 2**16
     ends: int = 4
+    # Objects and lists within each other that the body of a request may have: tools have a dozen, and Python's parser
+    # fails at about 1,000. Chosen.
+    nested: int = 64
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
     # `most`: part of the host's memory that the buffer may have (eLLM's B_max; 0: no prompt's KV goes there).
