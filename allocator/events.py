@@ -40,7 +40,7 @@ KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `yiel
 }
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """What happens by itself: a `Device`."""
 
     def events(self) -> list[Row]:
@@ -111,7 +111,7 @@ class Events:
     `naming` says of the key of a published entry whose it is; it is called without a lock of the log.
     """
 
-    def __init__(self, source: Source | None = None, limit: int = EVENTS) -> None:
+    def __init__(self, source: EventSource | None = None, limit: int = EVENTS) -> None:
         self.naming: Callable[[int], Named] = unnamed
         self._source = source
         self._inbox: deque[Event] = deque()

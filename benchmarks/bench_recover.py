@@ -2,7 +2,7 @@
 
 A model decodes from a long cache with everything resident. Then the budget shrinks until part of its weights and of its
 cache is on the host, it goes on decoding, and the budget is what it was before. What is away is restored while it
-decodes. Then what was prepared for the next time, twins of resident layers, is kept for a minute; once that is gone,
+decodes. Then what was prepared for next time, host copies of resident layers, is kept for a minute; once it is gone,
 too, its tokens should take as long as at first. Meanwhile a machine changes its speed by more than what is
 looked for: so all is measured in turn with the same model in a process that never felt any pressure, and what counts
 is by how much the ratio of the two has grown.
@@ -53,7 +53,7 @@ def main() -> None:
         ("steady state", found["steady"]),
         ("grown by", grown if chosen.tiny else grown.at_most(SLOWER)),
         ("s until all is resident", found["again s"]),
-        ("s until no twin is left", found["twins s"]),
+        ("s until no host copy is left", found["copies s"]),
         ("layers away, pages of KV away", f"{layers}, {pages}"),
         ("of them not resident", left if chosen.tiny else left.at_most(0)),
         ("what gave pages", cycles[-1]["decided"]),
@@ -143,7 +143,7 @@ class Decoding:
 
     def forget(self, patience: float) -> dict[str, float]:
         """The layers are as if they had never been taken: s until then."""
-        return {"twins s": self._until(lambda: self._managed.report().host_pages == 0, patience)}
+        return {"copies s": self._until(lambda: self._managed.report().host_pages == 0, patience)}
 
     def _until(self, done: Callable[[], bool], patience: float) -> float:
         begin = time.monotonic()

@@ -97,7 +97,7 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
     timed(held.model, cache, size, held.device, tokens, Clock(held.device))
     cache.crop(size[1] - cache.get_seq_length())
     _, peak = held.memory()
-    ballonet.set_budget(peak)  # with few pages left, twins are made
+    ballonet.set_budget(peak)  # with few pages left, host copies are made
     timed(held.model, cache, size, held.device, tokens, Clock(held.device))
     cache.crop(size[1] - cache.get_seq_length())
     reached = Event()

@@ -82,7 +82,7 @@ class Held:
     def press(self, budget: int, work: Callable[[], object], patience: float = 10.0) -> int:
         """Shrinks the budget to so many bytes, or as far as it can come; returns what it is now.
 
-        What may be taken for that has to have a twin, and gets one while `work` uses the model with few pages left:
+        What may be taken for that needs a host copy, and gets one while `work` uses the model with few pages left:
         where the budget is refused so far, that is done, for so many seconds at most."""
         end = time.monotonic() + patience
         while True:

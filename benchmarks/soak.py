@@ -43,6 +43,7 @@ from rich.table import Table
 from speaking import PROMPTS, Speaker
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import BudgetInUse
 
@@ -235,7 +236,7 @@ class Soak:
 
     def _manage(self, number: int) -> None:
         chaos = None if number % 2 else self._seed
-        self._managed[number] = ballonet.manage(self._speakers[number].model, chaos=chaos, priority=number % 2)
+        self._managed[number] = testing.manage(self._speakers[number].model, chaos=chaos, priority=number % 2)
 
     def _settle(self) -> None:
         gc.collect()

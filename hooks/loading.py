@@ -27,7 +27,7 @@ from ..offload.timeline.recorder import mark
 from . import compat
 from .device.streams import torch_device
 from .managed import managed
-from .options import ManageOptions, given, parse_seed
+from .options import ManageOptions, given
 from .weights.mapped import file_spans
 from .weights.storages import members
 
@@ -70,7 +70,6 @@ def from_pretrained(
     and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
     """
     chosen = ManageOptions.of(given(locals()))  # the table of options says which names of these count
-    chaos = parse_seed(options.pop("chaos", None))  # for tests: ballonet.testing
     if runtime.current() is None:
         install.install()
     device = torch_device(runtime.require())
@@ -94,7 +93,7 @@ def from_pretrained(
     found = members(model, ())
     files = file_spans(found)
     with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in found)) as arrived:
-        managed(model, chosen, chaos=chaos, files=files, progress=arrived)
+        managed(model, chosen, files=files, progress=arrived)
     for member in found:  # what has no place in a range, as what is empty, follows the model to its device
         if member.tensor.device != device:
             member.tensor.data = member.tensor.data.to(device)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from time import monotonic, sleep
+from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
@@ -30,6 +29,7 @@ from ..offload.governor.situation import Lending
 from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.policy.request_slo import RequestSLO
 from ..offload.policy.step_costs import StepCosts
+from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Point, Record
 from ..offload.timeline.recorder import mark
 from .device import governors, streams
@@ -43,7 +43,7 @@ from .forward.turns import Turns
 from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
-from .options import ManageOptions, check_known, given, parse_seed
+from .options import ManageOptions, check_known, given
 from .streaming.elastic import Elastic
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
@@ -59,7 +59,6 @@ _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDiction
 _lock = threading.RLock()
 
 NO_KEYWORDS: Final[Mapping[str, object]] = {}
-ADVICE: Final = "ballonet.hooks.plan.advice"  # named and not imported: it comes after this, and costs nothing till then
 
 
 class _Working(threading.local):
@@ -121,9 +120,8 @@ def manage(
     torch.OutOfMemoryError, DriverError, and what `install()` raises.
     """
     keywords = given(locals())  # the table of options says which names of these count
-    chaos = parse_seed(unknown.pop("chaos", None))  # for tests: ballonet.testing
     check_known(unknown, "manage")
-    return managed(model, ManageOptions.of(keywords), repeated=keywords, chaos=chaos)
+    return managed(model, ManageOptions.of(keywords), repeated=keywords)
 
 
 def managed(
@@ -131,7 +129,6 @@ def managed(
     options: ManageOptions,
     *,
     repeated: Mapping[str, object] = NO_KEYWORDS,
-    chaos: int | None = None,
     files: Files | None = None,
     progress: Callable[[int], object] = int,
     on: Runtime | None = None,
@@ -139,7 +136,7 @@ def managed(
     record: Record | None = None,
 ) -> Managed:
     """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
-    already. `chaos`: a seed. `files`: given for a model on the CPU that was just loaded and is to come to the device;
+    already. `files`: given for a model on the CPU that was just loaded and is to come to the device;
     its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
     whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case.
     `record`: what its iterations take, where that is known."""
@@ -150,11 +147,7 @@ def managed(
     def known() -> Managed | None:
         """What was returned for it before, with the same options or none. AlreadyManaged."""
         found = managed_as(model)
-        if (
-            found is not None
-            and chaos in (None, found._seed)
-            and all(getattr(found._options, name) == value for name, value in repeated.items())
-        ):
+        if found is not None and all(getattr(found._options, name) == value for name, value in repeated.items()):
             return found
         _check_not_managed(model)
         return None
@@ -164,7 +157,7 @@ def managed(
             return found
     composed = governors.composed_with()
     composed.interpreter.check()
-    gate = Gate(model, composed.tuning.waiting)
+    gate = Gate(model, composed.tuning.waiting, composed.waits)
     with gate.closed():
         gate.wait_until_unused()  # without the lock, for which a forward may wait
         with _lock:
@@ -181,8 +174,7 @@ def managed(
                 )
             mark("manage()")
             streams.wait_for_work(device)
-            seed = found_on.settings.chaos if chaos is None else chaos
-            made = Managed(model, gate, device, seed, rule, options, files, progress)
+            made = Managed(model, gate, device, found_on.settings.chaos, rule, options, files, progress)
             _managed[model] = made
         try:
             streams.wait_for_work(device)  # other threads run it on other streams
@@ -199,6 +191,17 @@ def managed(
 def chaos_of(managed: Managed) -> Chaos | None:
     """What moves pages of its model at random, None where nothing does. For tests: `ballonet.testing`."""
     return managed._forwards.chaos
+
+
+def move_pages(managed: Managed, seed: int) -> None:
+    """Pages of its model move at random from now on. For tests: `ballonet.testing`. AlreadyManaged where this was asked
+    with another seed."""
+    if managed._seed not in (None, seed):
+        raise AlreadyManaged(f"pages of {managed._name} move by seed {managed._seed} already: release() it first")
+    if managed._seed is None:
+        device = managed._weights.device
+        managed._forwards.chaos = _chaos(seed, device, governors.of(device).tuning)
+        managed._seed = seed
 
 
 def pace_of(managed: Managed) -> Pace:
@@ -258,10 +261,10 @@ class Managed:
         files: Files | None,
         progress: Callable[[int], object],
     ) -> None:
-        """As `managed()`, which checks the arguments first, and has closed the gate."""
+        """As `managed()`, which checks the arguments first, and has closed the gate. `seed`: of chaos."""
         self._name = type(model).__name__
         self._options = options
-        self._seed = seed  # of chaos
+        self._seed: int | None = None  # of chaos, where a test has asked for it
         self._prefixes: PrefixStore | None = None
         self._forget_prefixes: Callable[[], object] = _nothing
         self._model = weakref.ref(model)
@@ -276,20 +279,19 @@ class Managed:
             self._patience = tuning.waiting.files
             self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
             self._weights = Weights(device, self._pace.waiting, tuning.weights)
-            self._turns = Turns(self._weights.group, tuning.waiting.slots)
+            self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
             self._follower = Follower(self._weights)
             undo.callback(self._follower.close)
             self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
             self._elastic.wanted_until = wanted
             plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
-            chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
             self._point = _Working()
             self._behind = False  # was a look at the model broken off?
             streaming = self._elastic.streaming
             self._forwards = Forwards(
                 self._weights,
-                chaos,
+                None if seed is None else _chaos(seed, device, tuning),
                 open_lease,
                 self._before,
                 self._elastic.after,
@@ -447,7 +449,8 @@ class Managed:
         model = self._model()
         if self._released or model is None:
             raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
-        gate = Gate(model, governors.of(self._weights.device).tuning.waiting)
+        governor = governors.of(self._weights.device)
+        gate = Gate(model, governor.tuning.waiting, governor.waits)
         with gate.closed():
             self._wait_until_none_runs(gate)
             with _lock:
@@ -463,13 +466,14 @@ class Managed:
 
     def _wait_until_none_runs(self, gate: Gate) -> None:
         """Without the lock, for which a forward may wait."""
-        waiting = governors.of(self._weights.device).tuning.waiting
-        end = monotonic() + waiting.gate
+        governor = governors.of(self._weights.device)
+        waiting, clock = governor.tuning.waiting, governor.waits
+        end = clock() + waiting.gate
         while True:
             try:
                 self._forwards.check_none_runs(gate)
             except ModelInUse:
-                if gate.inside(sys._getframe()) or monotonic() > end:
+                if gate.inside(sys._getframe()) or clock() > end:
                     raise ModelInUse(
                         f"a forward of {self._name} is running, and its layers change between forwards only: try again "
                         "when it has ended"
@@ -504,7 +508,7 @@ class Managed:
             "budget": device.budget - max(0, others) * device.page_size,
             "page_size": device.page_size,
         }
-        explain(error, lambda: import_module(ADVICE).changes(config, **sizes))
+        explain(error, partial(_changes, config, sizes))
 
     def _catch_up(self, model: nn.Module) -> None:
         self._follower.catch_up(model)
@@ -543,6 +547,16 @@ class Managed:
 
     def _end(self) -> str:
         return "collected" if self._model() is None else "released"
+
+
+def _changes(config: Any, sizes: Mapping[str, int]) -> Sequence[str]:
+    from .plan.advice import changes  # a later folder: imported when somebody reads the error
+
+    return changes(config, **sizes)
+
+
+def _chaos(seed: int, device: Device, tuning: Tuning) -> Chaos:
+    return Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
 
 
 def _rule(model: nn.Module, options: ManageOptions) -> Rule:

@@ -195,13 +195,6 @@ def check_known(names: Mapping[str, object], function: str) -> None:
         raise OptionError(f"{function}() has no option {asked}: it takes {', '.join(known[:-1])} and {known[-1]}")
 
 
-def parse_seed(value: object) -> int | None:
-    """The seed of chaos, which `ballonet.testing` documents. OptionError."""
-    if value is None or (type(value) is int and value >= 0):
-        return value
-    raise OptionError(f"chaos is {value!r}: give a seed, a whole number that is not negative, or None")
-
-
 def _parsed(option: Option, value: object, name: str) -> Any:
     try:
         return option.parse(value, name)

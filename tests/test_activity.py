@@ -140,7 +140,7 @@ def iterate(governor: Governor, model: FakeModel, stream: LateMarks, seconds: fl
 
 
 def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Clock, stream: LateMarks) -> None:
-    """Its weights and its KV would be the first to go, while it computes with them."""
+    """The weights and the KV of an idle model would be the first to go, while it computes with them."""
     device, governor = late(100, clock, stream)
     slow, fast = FakeModel(device, "slow"), FakeModel(device, "fast")
     for each in (slow, fast):

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import ballonet
+from ballonet import testing
 from ballonet.allocator import install
 from ballonet.hooks.kv import grouping
 from ballonet.hooks.kv.cache import KVCache
@@ -79,7 +79,7 @@ def test_generate(implementation: str, heads: int, dtype: torch.dtype) -> None:
         model.set_attn_implementation(implementation)
         expected = run(model, DynamicCache(config=model.config))
     for chaos in (None, 3):
-        with ballonet.manage(model, chaos=chaos):
+        with testing.manage(model, chaos=chaos):
             for cache in (None, KVCache(model.config)):
                 found = run(model, cache)
                 assert all(torch.equal(*pair) for pair in zip(found, expected, strict=False)), chaos
@@ -92,7 +92,7 @@ def test_generate(implementation: str, heads: int, dtype: torch.dtype) -> None:
 def test_views_and_contiguous_tensors_give_the_same_bits(
     layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
-    """Of `scaled_dot_product_attention` itself, with every kind of mask, at lengths around the ends of pages."""
+    """Bits of `scaled_dot_product_attention` itself, with every kind of mask, at lengths around the ends of pages."""
     batch, heads, kv_heads, dim = shape
     ranges = CacheRanges(layers=layers, expected=1)
     layer = [ElasticLayer(ranges) for _ in range(layers)][-1]

@@ -138,7 +138,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("empty", [False, True], ids=["filled", "empty"])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_answers_as_stock_does(call: str, empty: bool) -> None:
-    """And the cache takes more tokens afterwards, as stock does, or fails as it does."""
+    """The cache takes more tokens afterwards, as stock does, or fails as it does."""
     config = build("llama").config
     ours, stock = KVCache(config), DynamicCache(config=config)
     found: list[Any] = []

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, TextIteratorStreamer
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
@@ -42,7 +43,7 @@ def as_stock(run: Run, *, elastic: bool = True) -> None:
         expected = run(model)
     with ballonet.manage(model):
         same(run(model), expected)
-    with ballonet.manage(model, chaos=11) as handle:
+    with testing.manage(model, chaos=11) as handle:
         same(run(model), expected)
         moved = chaos_of(handle).moved
         assert moved["weights"] > 0
@@ -62,7 +63,7 @@ def test_assisted_decoding(how: str) -> None:
         more = {"prompt_lookup_num_tokens": 4} if how == "prompt lookup" else {"assistant_model": helper}
         if not managed(model) or how == "prompt lookup":
             return generate(model, "greedy", ONE, tokens=30, **more).tokens
-        with ballonet.manage(helper, chaos=11):
+        with testing.manage(helper, chaos=11):
             return generate(model, "greedy", ONE, tokens=30, **more).tokens
 
     as_stock(run)

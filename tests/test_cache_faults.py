@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv import layer as kv
 from ballonet.hooks.kv import range as kv_range
@@ -65,7 +66,7 @@ def test_what_ends_a_forward_inside_a_layer(error: type[BaseException], where: s
     with install.stock():
         model = build("llama")
         expected = decode(model, DynamicCache(config=model.config), INPUTS["input_ids"], 20)
-    handle = ballonet.manage(model, chaos=chaos)
+    handle = testing.manage(model, chaos=chaos)
     cache = KVCache(model.config)
     group = handle._weights.group
     ids = decode(model, cache, INPUTS["input_ids"], 3)
@@ -202,7 +203,7 @@ def test_several_generations_at_once(page: int) -> None:
         (free, lambda: KVCache(free.config)),
         (free, lambda: None),
     ]
-    with ballonet.manage(shared, chaos=1) as first, ballonet.manage(other, chaos=2) as second:
+    with testing.manage(shared, chaos=1) as first, testing.manage(other, chaos=2) as second:
         threads = [threading.Thread(target=run, args=work) for work in works]
         for thread in threads:
             thread.start()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.offload.governor.chaos import OF_A_PEER, WHERE, Chaos
@@ -143,7 +144,7 @@ def test_logits_are_the_same_to_the_bit(device: Device, mode: str, seed: int) ->
         calm = models.generate(model, mode, inputs)
     assert torch.equal(calm.tokens, stock.tokens)
     pages = {}
-    with ballonet.manage(model, chaos=seed) as managed:
+    with testing.manage(model, chaos=seed) as managed:
         before = _pages(managed)
         wild = models.generate(model, mode, inputs)
         pages = moved(managed)
@@ -178,7 +179,7 @@ def test_a_trained_model_for_thousands_of_tokens(device: Device, tuned: Tuned) -
         expected = say(model)
     intervals: tuple[int | Literal["auto"], ...] = ("auto", 2)
     for seed, interval in enumerate(intervals):
-        with ballonet.manage(model, chaos=seed, interval=interval) as managed:
+        with testing.manage(model, chaos=seed, interval=interval) as managed:
             assert torch.equal(say(model), expected), interval
             assert min(moved(managed).values()) > 10
             device.check()
@@ -186,7 +187,7 @@ def test_a_trained_model_for_thousands_of_tokens(device: Device, tuned: Tuned) -
 
 def test_pages_move_to_others_and_keep_their_addresses(device: Device) -> None:
     model = models.build("llama", hidden_size=64)
-    with ballonet.manage(model, chaos=1) as managed:
+    with testing.manage(model, chaos=1) as managed:
         addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
         values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         models.generate(model, "greedy", models.prompts(1, 9), tokens=30)
@@ -197,7 +198,7 @@ def test_pages_move_to_others_and_keep_their_addresses(device: Device) -> None:
 
 
 def test_weights_that_a_graph_of_another_thread_holds_stay_where_they_are(device: Device) -> None:
-    """Its backward may be running: it has no lease."""
+    """The graph's backward may be running: it has no lease."""
     model = models.build("llama")
     ids = models.prompts(1, 9)["input_ids"]
     held: list[torch.Tensor] = []
@@ -205,7 +206,7 @@ def test_weights_that_a_graph_of_another_thread_holds_stay_where_they_are(device
     def learn() -> None:
         held.append(model(ids).logits.sum())
 
-    with ballonet.manage(model, chaos=5) as managed:
+    with testing.manage(model, chaos=5) as managed:
         models.generate(model, "greedy", models.prompts(1, 9))
         thread = threading.Thread(target=learn)
         thread.start()
@@ -223,7 +224,7 @@ def test_a_full_pool_stops_the_moves_and_nothing_else(device: Device) -> None:
     model = models.build("llama")
     inputs = models.prompts(1, 9)
     expected = models.generate(model, "greedy", inputs)
-    with ballonet.manage(model, chaos=1) as managed:
+    with testing.manage(model, chaos=1) as managed:
         models.generate(model, "greedy", inputs)
         device.trim()
         ballonet.set_budget(sum(ballonet.stats().pages.values()) * PAGE)

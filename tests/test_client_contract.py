@@ -1,6 +1,7 @@
 """The contract of clients (offload/governor/client.py), on all that implement it: layers of a model, a KV cache in use,
-a cached prefix, a kept state. What may be taken is offered; it is taken from nobody who uses it; what was taken is read
-as before; what broke in the middle is as if it had not begun; and a client that is gone leaves nothing behind."""
+a cached prefix, a kept state, the sectors of requests that are batched. What may be taken is offered; it is taken from
+nobody who uses it; what was taken is read as before; what broke in the middle is as if it had not begun; and a client
+that is gone leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
@@ -23,6 +25,7 @@ from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.state_pages import StatePages
+from ballonet.hooks.sectors.pages import RESERVED, SectorPages
 from ballonet.offload.governor import clients, governor, overview, published, reclaim_list
 from ballonet.offload.governor.client import LAYERS
 
@@ -44,7 +47,7 @@ class Case(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the client, to its governor."""
+        """What the governor calls the client."""
 
     @property
     def group(self) -> Any:
@@ -116,11 +119,35 @@ class KeptState:
             assert all(map(torch.equal, found, self.expected))
 
 
+class SectorsOfRequests:
+    """Some that a step reads, and some of requests that wait."""
+
+    SECTOR = 3000  # bytes: neighbours share a page
+
+    def __init__(self, device: Device) -> None:
+        self.group = device.group()
+        self.pages = SectorPages(device, self.group, 40, self.SECTOR, "a model")
+        self.pages.take(range(RESERVED, 30))
+        self.number = self.pages.client.number
+        self.bytes = from_dlpack(self.pages.window())[RESERVED * self.SECTOR : 30 * self.SECTOR]
+        self.expected = torch.randint(256, self.bytes.shape, dtype=torch.uint8)
+        self.pages.client.begins({piece for sector in range(20) for piece in self.pages.pieces(sector)})
+        with GroupLease(self.group):
+            self.pages.client.uses()
+            self.bytes.copy_(self.expected)
+
+    def check(self) -> None:
+        with GroupLease(self.group):
+            self.pages.client.uses()
+            assert torch.equal(self.bytes, self.expected)
+
+
 CASES: dict[str, Callable[[Device], Case]] = {
     "layers of a model": LayersOfAModel,
     "KV cache in use": CacheInUse,
     "cached prefix": CachedPrefix,
     "kept state": KeptState,
+    "sectors of requests": SectorsOfRequests,
 }
 
 

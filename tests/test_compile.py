@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import ballonet
+from ballonet import testing
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
@@ -96,7 +96,7 @@ def test_whole_graphs_and_as_many_as_stock() -> None:
     forget_graphs()
     model = build("llama", num_hidden_layers=1)
     answer = generate(model, "greedy", INPUTS)
-    with ballonet.manage(model, chaos=1):
+    with testing.manage(model, chaos=1):
         call = compiled(model)
         assert torch.equal(decode(lambda _: call, kv_cache(model), 8, nothing), expected)
         assert graphs() == count
@@ -123,7 +123,7 @@ def test_compiled_and_eager_steps_take_turns_on_one_cache() -> None:
         made.append(graphs())
         disturb(index, cache)
 
-    handle = ballonet.manage(model, chaos=2)
+    handle = testing.manage(model, chaos=2)
     call = compiled(model)
     cache = kv_cache(model)
     assert torch.equal(decode(lambda i: call if i % 4 > 1 else model, cache, 60, look), expected)
@@ -173,7 +173,7 @@ def test_single_layers_compiled() -> None:
         model = build("llama", num_hidden_layers=2)
         for layer in model.model.layers:
             layer.compile(fullgraph=True, backend="eager")
-        handle = ballonet.manage(model, chaos=3) if managed else None
+        handle = testing.manage(model, chaos=3) if managed else None
         tokens.append(decode(lambda _, model=model: model, None, 8, nothing))
         counts.append(graphs())
         if handle is not None:
@@ -188,7 +188,7 @@ def test_generate_with_a_compiled_forward() -> None:
     expected = generate(model, "greedy", INPUTS, 6)
     leases: list[int] = []
     model.register_forward_hook(lambda *_: leases.append(handle._weights.group.leases))
-    with ballonet.manage(model, chaos=4) as handle:
+    with testing.manage(model, chaos=4) as handle:
         model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
         for _ in range(2):
             assert generate(model, "greedy", INPUTS, 6).agrees(expected)
@@ -206,7 +206,7 @@ def test_training_step_compiled() -> None:
     expected = gradients(build("llama", num_hidden_layers=1))
     forget_graphs()
     model = build("llama", num_hidden_layers=1)
-    with ballonet.manage(model, chaos=5):
+    with testing.manage(model, chaos=5):
         assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
 
 
@@ -236,6 +236,6 @@ def test_a_managed_model_can_be_exported() -> None:
     arguments = dict(INPUTS, use_cache=False)
     with torch.no_grad():
         expected = model(**arguments).logits
-        with ballonet.manage(model, chaos=6):
+        with testing.manage(model, chaos=6):
             exported = torch.export.export(model, (), arguments, strict=False)
             assert torch.equal(exported.module()(**arguments).logits, expected)

@@ -46,7 +46,7 @@ class Turns:
         self.fill(0)
 
     def again(self) -> None:
-        """They lead to a new buffer."""
+        """The addresses lead to a new buffer."""
         self.buffer = self.core.range(PIECES, "kv", self.group)
         while not self.buffer.backed:
             with contextlib.suppress(PoolExhausted):
@@ -142,7 +142,7 @@ def test_an_entry_is_void_once_anything_leads_elsewhere(change: str) -> None:
 
 
 def test_what_has_no_bytes_on_the_host_does_not_enter_the_list() -> None:
-    """It would be filled from the buffer, which holds another one's."""
+    """A page without bytes would be filled from the buffer, which holds another one's."""
     with opened(budget=PIECES + LAYERS) as core:
         turns = Turns(core)
         turns.twins[1].retire(1, 1)

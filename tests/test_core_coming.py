@@ -61,7 +61,7 @@ class Layers:
 
 
 def without_driver(core: Core, work: Callable[[], object]) -> None:
-    """Its thread calls no driver for that; the background may, meanwhile, for what follows."""
+    """The thread calls no driver for that; the background may, meanwhile, for what follows."""
     before = core.device.driver_ns()
     work()
     assert core.device.driver_ns() == before

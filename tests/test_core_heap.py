@@ -138,7 +138,7 @@ def decode_step(core: Core, live: dict[int, int], step: int) -> None:
 
 @pytest.mark.parametrize("weights", [0, 300])
 def test_steady_state_makes_no_driver_call(weights: int) -> None:
-    """Also beside a managed model: its pages are no reason to move those of the activations."""
+    """The same beside a managed model: its pages are no reason to move those of the activations."""
     with opened(page=65536, budget=400) as core:
         if weights:
             core.range(weights, "weights").map(0, weights)

@@ -254,7 +254,7 @@ def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
 
 
 def test_other_pages_go_where_something_is_kept() -> None:
-    """Those of the host, of another range, and what a layer that is taken leaves on the host."""
+    """Pages of the host, of another range, and what a layer that is taken leaves on the host."""
     with opened(budget=9) as core:
         closed(core, (4, 2), (4, 2), (4, 2))
         group = core.device.group()
@@ -313,7 +313,7 @@ def test_a_device_that_is_dropped_leaves_no_slot() -> None:
 
 
 def test_a_fault_at_every_driver_call_of_their_lives() -> None:
-    """They are made, claimed, get pages ahead, give them up and are emptied; what is in use holds what was written."""
+    """Ranges: made, claimed, get pages ahead, give them up and are emptied; what is in use holds what was written."""
     Scene = tuple[Core, dict[int, int]]
 
     def use(scene: Scene, some: _native.Range, pieces: int) -> None:

@@ -31,7 +31,7 @@ class KV:
         return first, self.group, [(self.range, first, count, self.twin, first, [])]
 
     def places(self) -> str:
-        """Of each page, as the kernel says: d, h or p."""
+        """Where each page is, as the kernel says: d, h or p."""
         return "".join((behind(self.range.address + n * PAGE)[0] or "?")[0] for n in range(self.range.pieces))
 
     def intact(self) -> None:

@@ -36,7 +36,7 @@ class Layer:
         return key, self.group, [(self.range, 0, self.range.pieces, self.twin, 0, sources or [])]
 
     def clean(self) -> Layer:
-        """Its twin is made."""
+        """Makes the twin of a range."""
         self.twin.map_host(0, self.twin.pieces)
         fill(self.twin, self.value)
         return self
@@ -221,7 +221,7 @@ def memory() -> Iterator[tuple[mmap.mmap, bytes]]:
 
 
 def test_a_twin_is_made_from_its_sources(memory: tuple[mmap.mmap, bytes]) -> None:
-    """Of registered memory, at any byte of it, and of the part itself; only what the twin lacks."""
+    """Sources are registered memory, at any byte of it, and of the part itself; only what the twin lacks."""
     held, data = memory
     with opened(budget=3) as core:
         source = _native.HostMemory(core.device, held, 0, 4 * PAGE)
@@ -634,7 +634,7 @@ def core() -> Iterator[Core]:
 
 
 def where(*layers: Layer) -> list[str]:
-    """Of each piece of each: device or alias, by the first letter."""
+    """Where each piece of each is: device or alias, by the first letter."""
     return ["".join(each.range.backing(piece)[0] for piece in range(each.range.pieces)) for each in layers]
 
 
@@ -667,7 +667,7 @@ def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_t
 
 
 def test_pieces_that_are_not_what_they_were_are_passed_over(core: Core) -> None:
-    """Their twins have pages since, and not their bytes: others are taken, and these are not."""
+    """The twins of these have pages since, and not their bytes: others are taken, and these are not."""
     layers = three(core)
     divisible(core, *layers)
     layers[0].twin.map_host(0, 2)

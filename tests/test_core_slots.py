@@ -95,7 +95,7 @@ def test_what_cannot_be_led_elsewhere_is_refused() -> None:
 
 
 def test_a_layer_rests_on_its_twin() -> None:
-    """Its addresses lead to the host: slow, and valid, also for writing."""
+    """The layer's addresses lead to the host: slow, and valid, also for writing."""
     with opened(budget=4) as core:
         one, slot, on_host = layer(core), layer(core, value=9), twin(core, 4)
         assert one.alias(0, on_host, 0, 2)

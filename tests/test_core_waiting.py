@@ -399,7 +399,7 @@ def test_the_default_streams_of_threads_share_a_handle_and_no_block(gate: Gate) 
 
 
 def test_a_capture_that_begins_meanwhile_is_not_looked_at(gate: Gate) -> None:
-    """It begins on another thread while an event is being recorded."""
+    """The capture begins on another thread while an event is being recorded."""
     with opened(path=gate.path) as core:
         some = weights(core)
         gate.library.capture_next(1)

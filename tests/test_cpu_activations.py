@@ -93,7 +93,7 @@ def test_share_memory_leaves_the_pool(device: _native.Device) -> None:
 
 
 def test_onednn_frees_where_it_allocated() -> None:
-    """Its tensors are freed with the allocator that is current then, whoever allocated them."""
+    """Tensors of oneDNN are freed with the allocator that is current then, whoever allocated them."""
     values = torch.randn(64, 64)
     before = values.to_mkldnn()
     install(budget=BUDGET, page_size="64KiB", device="cpu")

@@ -107,7 +107,7 @@ ONE, TWO = (streaming(EQUAL, spread(EQUAL, 4 + slots), slots) for slots in (1, 2
 
 
 def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, Governor, Clock, FakeModel]:
-    """Its layers take so many times as long to copy as to compute, in either phase."""
+    """The model's layers take so many times as long to copy as to compute, in either phase."""
     seconds = sum(EQUAL) * PAGE / LINK / ratio
     device, governor, clock, (a,) = governed(100, {"plan": plan, "decode": seconds, "prefill": seconds, **options})
     return device, governor, clock, a
@@ -146,7 +146,7 @@ def test_it_stays_as_it_is_where_nothing_was_measured() -> None:
 
 
 def test_what_they_take_as_a_rule_counts() -> None:
-    """And not what an SLO would be judged by, four times as long: with that two slots would be faster."""
+    """Not what an SLO would be judged by, four times as long: with that two slots would be faster."""
     _, governor, _, a = model(2.0, TWO)
     a.typical = lambda point: sum(EQUAL) * PAGE / LINK / 8  # type: ignore[method-assign]
     assert changes(a, governor, 200) == [LOOK - 1]

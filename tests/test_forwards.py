@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.forward.lease import current
@@ -215,7 +216,7 @@ def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device) -> 
     inputs = models.prompts(2, 9)
     expected = models.generate(model, "greedy", inputs)
     outer = nn.Sequential(model)
-    managed = ballonet.manage(outer, chaos=1)
+    managed = testing.manage(outer, chaos=1)
     seen: set[int] = set()
     kept = model.model.layers[1].register_forward_hook(lambda *_: seen.add(managed._weights.group.leases))
     assert models.generate(model, "greedy", inputs).agrees(expected)

@@ -34,7 +34,7 @@ from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
 from .portrait import Portrait, all_in_pool, none_in_pool
-from .tuned import Tuned
+from .tuned import Clock, Tuned
 
 BUDGET = 2**22
 PAGE = 4096
@@ -201,7 +201,7 @@ def test_a_layer_that_is_called_by_itself_is_waited_for_and_waits(model: Any) ->
 
 
 def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(model: Any, tuned: Tuned) -> None:
-    tuned(waiting={"gate": 0.05})
+    tuned(waiting={"gate": 0.05}, waits=Clock(step=0.01))
     expected = logits(model)
     held = Held(model.model.layers[2].mlp, lambda: logits(model)).reached()
     before = Portrait(model)

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.kinds import CachePlan, plan
 from ballonet.hooks.kv.layer import ElasticLayer
@@ -115,7 +116,7 @@ def test_tokens_equal_stock(installed: None, name: str) -> None:
         stock(name, way)
     wrong = []
     for chaos in (None, len(name)):
-        with ballonet.manage(model, chaos=chaos) as handle:
+        with testing.manage(model, chaos=chaos) as handle:
             for way in ways(name, chaos):
                 given = way == "continued" and ARCHITECTURES[name].returns_another_cache
                 watch = Watch(planned, may_move=chaos is not None, may_be_stock=given)

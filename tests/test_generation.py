@@ -222,7 +222,7 @@ def test_both_halves_of_an_encoder_decoder_s_cache_have_ranges_of_their_own(devi
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_a_decoder_that_is_given_what_an_encoder_said(device: Device, name: str) -> None:
-    """Its forward makes both halves of the cache."""
+    """The decoder's forward makes both halves of the cache."""
     model = build(name, add_cross_attention=True)
     said = {"encoder_hidden_states": torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(2))}
 

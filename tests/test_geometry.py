@@ -186,7 +186,7 @@ def test_at_below_and_above_two_to_the_31(batch: int, heads: int, k_dim: int, v_
 
 @pytest.mark.parametrize(("page", "pinned"), [(8 * 2**20, 256 * 2**20), (2 * 2**20, 64 * 2**20)])
 def test_a_short_conversation_of_an_eight_billion_model_fills_no_page(page: int, pinned: int) -> None:
-    """So while it is kept its last pages have to count as full, or none of them could leave."""
+    """While it is kept its last pages have to count as full, or none of them could leave."""
     layer = choose(32, 1, 8, 128, 128, 2, page, 131072, expected=200, alone=True)
     assert (layer.layers, layer.token_bytes) == (1, 4096)
     assert (layer.full(200), layer.pieces(200)) == (0, 1)

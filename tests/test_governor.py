@@ -245,7 +245,7 @@ def test_what_is_given_back_leaves_room_for_the_next_tokens() -> None:
 
 
 def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
-    """Its plan is kept for it, but not its pages."""
+    """The model's plan is kept for it, but not its pages."""
     for still_there in (True, False):
         device, governor, clock, (a, b) = governed(80, {}, {})
         a.step(governor, kv=20)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 
 from ballonet.offload.governor import governor as governor_module
 from ballonet.offload.governor import overview
 from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.pages import DevicePages
 from ballonet.offload.governor.traffic import Traffic, sent
 from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.policy.plan import Plan, streaming
@@ -348,3 +350,14 @@ def test_a_model_with_requests_again_is_as_one_that_wakes() -> None:
     device.kv, b.wanted = 10, math.inf
     a.step(governor)
     assert "it decodes" in b.step(governor).why
+
+
+def test_pages_are_waited_for_by_the_clock_of_waits() -> None:
+    clock = Clock(step=1.0)  # a second passes at each look, and none otherwise
+    pages = DevicePages(FakeDevice(10), replace(PAGES, look=1e-3), clock)
+    assert not pages.wait(2.5)
+    assert clock.now == 4.0
+    clock.step, given = 0.0, threading.Timer(0.02, pages.given)
+    given.start()
+    assert pages.wait(1e-6), "which a loaded machine would have passed"
+    given.join()

@@ -92,7 +92,7 @@ class World:
             self.governor.client_changed(its.number)
 
     def lose(self, cache: int) -> None:
-        """It is collected."""
+        """The model is collected."""
         if self.caches:
             its = self.caches.pop(cache % len(self.caches))
             self.device.caches.remove(its)
@@ -100,7 +100,7 @@ class World:
             self.governor.remove_client(its.number)
 
     def lose_late(self, cache: int) -> None:
-        """It is collected while somebody holds the lock."""
+        """The model is collected while somebody holds the lock."""
         if self.caches:
             its = self.caches.pop(cache % len(self.caches))
             self.device.caches.remove(its)

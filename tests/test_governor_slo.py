@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import Client, Refusal, Shares, share
+from ballonet.offload.policy.ledger import LinkClient, Refusal, Shares, share
 from ballonet.offload.policy.ledger import options as options_of
 from ballonet.offload.policy.plan import Plan, at_interval, fewest
 from ballonet.offload.policy.tuning import DEFAULT
@@ -113,7 +113,7 @@ def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once(
 
 
 def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
-    """It takes back what it needs as far as pages are free, and tries again when more are."""
+    """The model takes back what it needs as far as pages are free, and tries again when more are."""
     device, governor, _, (a,) = governed(40, {"tpot": 0.04, "decode": 0.02})
     a.step(governor)
     assert len(a.plan.streamed) == 8
@@ -172,7 +172,9 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     device.kv = device.free - free - 1000 // PAGES.spare
     room = free + sum(each.here for each in them)
     clients = [
-        Client(each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6)  # type: ignore[arg-type]
+        LinkClient(
+            each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6
+        )  # type: ignore[arg-type]
         for each in them
     ]
     best = share(clients, LINK)
@@ -269,7 +271,9 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
         for _ in range(4):
             decisions = [each.step(governor, phase) for each, phase in zip(running, phases, strict=True)]
         clients = [
-            Client(each.name, Costs(each.plan.pages, each.times[phase], PAGE / LINK), PAGE, slo, 10**6, fixed=each.plan)
+            LinkClient(
+                each.name, Costs(each.plan.pages, each.times[phase], PAGE / LINK), PAGE, slo, 10**6, fixed=each.plan
+            )
             for each, phase in zip(running, phases, strict=True)
             if (slo := each.slo(phase))
         ]

@@ -52,6 +52,10 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/replicas",
     "hooks/whatif",
 )
+LATER = {  # file -> what it imports of a later folder, when it is first used
+    # An error of a forward names changes of a plan. Whoever never reads one does not pay for the planner.
+    "hooks/managed.py": ["ballonet.hooks.plan.advice.changes"],
+}
 FACADE = ROOT / "src" / "ballonet"
 SOURCES = [
     *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
@@ -71,6 +75,9 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in [*(path for _, path in SOURCES), *OTHERS]}
 
 
+MODULE = re.compile(r"ballonet(\.\w+)+")
+
+
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
     """Absolute names of what is imported by a module of `package`."""
     for node in ast.walk(tree):
@@ -80,6 +87,18 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
             base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def named(tree: ast.AST, package: str) -> Iterator[str]:
+    """Modules that are named in a text, for `import_module` or for a process that imports them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            yield node.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            if isinstance(name, str) and name.startswith("."):
+                level = len(name) - len(name.lstrip("."))
+                yield ".".join([*package.split(".")[: len(package.split(".")) + 1 - level], name.lstrip(".")])
 
 
 def wrong_imports(room: str, tree: ast.AST, path: Path = ROOT) -> list[str]:
@@ -117,13 +136,14 @@ def imports_above(path: Path, tree: ast.AST) -> list[str]:
     own = folder(module.removesuffix(".__init__"))
     assert own is not None, f"{path} is in no folder of FOLDERS"
     package = module.rpartition(".")[0]
-    used = {name: folder(name) for name in imported(tree, package)}
+    used = {name: folder(name) for name in (*imported(tree, package), *named(tree, package))}
     return [name for name, its in used.items() if its and FOLDERS.index(its) > FOLDERS.index(own)]
 
 
 def test_folders_import_one_way(trees: dict[Path, ast.Module]) -> None:
-    found = {path: imports_above(path, trees[path]) for room, path in SOURCES if room != "facade"}
-    assert {path: names for path, names in found.items() if names} == {}
+    inside = {path.relative_to(ROOT).as_posix(): path for room, path in SOURCES if room != "facade"}
+    found = {name: imports_above(path, trees[path]) for name, path in inside.items()}
+    assert {path: names for path, names in found.items() if names} == LATER
 
 
 @pytest.mark.parametrize(
@@ -135,6 +155,9 @@ def test_folders_import_one_way(trees: dict[Path, ast.Module]) -> None:
         ("hooks/kv/pages.py", "from .. import managed"),
         ("hooks/compat.py", "from .device import marks"),
         ("hooks/managed.py", "from .programs.run import run"),
+        ("hooks/managed.py", 'import_module("ballonet.hooks.plan.advice")'),
+        ("hooks/managed.py", 'NAME = "ballonet.hooks.plan.advice"'),
+        ("hooks/managed.py", 'importlib.import_module(".plan.advice", __package__)'),
     ],
 )
 def test_an_import_of_a_later_folder_is_seen(path: str, line: str) -> None:
@@ -266,8 +289,19 @@ def dangling(tree: ast.AST) -> list[str]:
 
 
 def test_docstrings_begin_with_what_it_is_about(trees: dict[Path, ast.Module]) -> None:
-    assert {path: found for _, path in SOURCES if (found := dangling(trees[path]))} == {}
+    assert {path: found for path, tree in trees.items() if (found := dangling(tree))} == {}
     assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
+
+
+def test_every_client_runs_the_contract() -> None:
+    """What adds a client to a governor: another such file is another case of tests/test_client_contract.py."""
+    adding = {
+        path.relative_to(ROOT).as_posix()
+        for _, path in SOURCES
+        if re.search(r"governor\.(add|add_client)\(", path.read_text())
+    }
+    # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
+    assert adding == {"hooks/streaming/elastic.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
 
 
 def test_only_config_reads_the_environment() -> None:

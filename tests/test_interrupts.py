@@ -237,7 +237,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ign
 
 
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ignored: Ignored) -> None:
-    """Its pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
+    """The model's pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
     device = runtime.require()
     known = governors.of(device)._known.clients
     at, seen = 0, True

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import Client, Option, Refusal, Shares, options, share, share_running
+from ballonet.offload.policy.ledger import LinkClient, Option, Refusal, Shares, options, share, share_running
 
 from .links import fair
 
@@ -27,15 +27,15 @@ def client(
     slo: float = 0.1,
     available: int = 80,
     idle: bool = False,
-) -> Client:
-    return Client(name, Costs(pages, seconds, PAGE / LINK), PAGE, slo, available, idle)
+) -> LinkClient:
+    return LinkClient(name, Costs(pages, seconds, PAGE / LINK), PAGE, slo, available, idle)
 
 
 SHAPES = [(4,) * 6, (1,) * 5, (5, 5), (2, 5, 1, 4), (3, 0, 3, 3), (6,), (0, 0)]
 
 
 @st.composite
-def clients(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 2, 3, 3)) -> list[Client]:
+def clients(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 2, 3, 3)) -> list[LinkClient]:
     """Models with much or little to hide copies behind. Drawn from lists, as what is drawn from a range is mostly at
     its ends, where nobody streams or nobody can."""
     found = []
@@ -67,13 +67,13 @@ def best_of_all(tables: list[tuple[Option, ...]], left: int) -> tuple[Option, ..
     return min((chosen for chosen in product(*tables) if works(chosen, left)), key=key, default=None)
 
 
-def meets(it: Client, interval: int, bandwidth: float) -> bool:
+def meets(it: LinkClient, interval: int, bandwidth: float) -> bool:
     return it.time(interval, math.floor(bandwidth + 1e-6)) <= it.slo
 
 
 @settings(max_examples=120)
 @given(clients(), bandwidths, traffics)
-def test_the_choice_is_the_best_of_all_combinations(them: list[Client], bandwidth: int, traffic: int) -> None:
+def test_the_choice_is_the_best_of_all_combinations(them: list[LinkClient], bandwidth: int, traffic: int) -> None:
     """Select-N, coordinator: equals brute force."""
     found = share(them, bandwidth, traffic)
     active = [each for each in them if not each.idle]
@@ -90,7 +90,7 @@ def test_the_choice_is_the_best_of_all_combinations(them: list[Client], bandwidt
 
 @settings(max_examples=50)
 @given(clients(counts=(1,)))
-def test_options_are_the_intervals_that_fit_and_meet_the_slo(them: list[Client]) -> None:
+def test_options_are_the_intervals_that_fit_and_meet_the_slo(them: list[LinkClient]) -> None:
     (it,) = them
     every = range(1, it.costs.none + 1)
     fits = [i for i in every if it.costs.plan(i).device_pages <= it.available]
@@ -108,7 +108,7 @@ def test_options_are_the_intervals_that_fit_and_meet_the_slo(them: list[Client])
 
 @settings(max_examples=80)
 @given(clients(), bandwidths)
-def test_whoever_shares_the_link_meets_its_slo(them: list[Client], bandwidth: int) -> None:
+def test_whoever_shares_the_link_meets_its_slo(them: list[LinkClient], bandwidth: int) -> None:
     """Every model asks for all that it could take, and the link serves all alike."""
     found = share(them, bandwidth)
     assume(isinstance(found, Shares))
@@ -122,7 +122,7 @@ def test_whoever_shares_the_link_meets_its_slo(them: list[Client], bandwidth: in
 @settings(max_examples=40)
 @given(clients(), st.lists(st.tuples(bandwidths, traffics), min_size=1, max_size=6))
 def test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up(
-    them: list[Client], moments: list[tuple[int, int]]
+    them: list[LinkClient], moments: list[tuple[int, int]]
 ) -> None:
     """Select-N, coordinator: no violation under random bandwidth."""
     assume(all(each.idle or options(replace(each, slo=math.inf)) for each in them))
@@ -141,7 +141,7 @@ def test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up(
 
 @settings(max_examples=50)
 @given(clients(), bandwidths)
-def test_a_refusal_says_what_would_work(them: list[Client], bandwidth: int) -> None:
+def test_a_refusal_says_what_would_work(them: list[LinkClient], bandwidth: int) -> None:
     found = share(them, bandwidth)
     assume(isinstance(found, Refusal))
     assert isinstance(found, Refusal)
@@ -199,7 +199,7 @@ def test_models_larger_than_their_memory_share_a_link_that_neither_could_leave_t
 
 
 def test_refusals_in_words() -> None:
-    def words(it: Client) -> str:
+    def words(it: LinkClient) -> str:
         found = share([it], LINK)
         assert isinstance(found, Refusal)
         return str(found)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.lending import (
     Account,
-    Exchange,
     Unit,
+    UnitExchange,
     Window,
     block_bytes,
     due,
@@ -52,18 +52,18 @@ def test_up_is_rounded_up_and_down_is_rounded_down(blocks: int, needed: int, wor
     size = Unit(1, worker, master)
     up, down = scale_up(blocks, needed, size), scale_down(blocks, needed, size)
     units = range(101)
-    assert up == next(Exchange(k, k * worker, k * master) for k in units if blocks + k * worker >= needed)
-    fits = [Exchange(k, k * worker, k * master) for k in units if k == 0 or blocks - k * worker >= needed]
+    assert up == next(UnitExchange(k, k * worker, k * master) for k in units if blocks + k * worker >= needed)
+    fits = [UnitExchange(k, k * worker, k * master) for k in units if k == 0 or blocks - k * worker >= needed]
     assert down == fits[-1]
     assert not (up.units and down.units)
 
 
 def test_numbers_of_algorithm_1() -> None:
     size = Unit(40 * MIB, worker=16, master=5)
-    assert scale_up(100, 133, size) == Exchange(3, 48, 15)
-    assert scale_up(100, 132, size) == Exchange(2, 32, 10)
-    assert scale_down(100, 53, size) == Exchange(2, 32, 10)
-    assert scale_down(100, 52, size) == Exchange(3, 48, 15)
+    assert scale_up(100, 133, size) == UnitExchange(3, 48, 15)
+    assert scale_up(100, 132, size) == UnitExchange(2, 32, 10)
+    assert scale_down(100, 53, size) == UnitExchange(2, 32, 10)
+    assert scale_down(100, 52, size) == UnitExchange(3, 48, 15)
 
 
 # -- the window

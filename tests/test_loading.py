@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BudgetError, ManageError, WrongDevice
@@ -203,8 +204,8 @@ def test_a_device_that_the_user_has_set_is_not_where_it_goes(tmp_path: Path, dev
 
 
 def test_it_is_managed_as_asked(tmp_path: Path, device: Device) -> None:
-    model = ballonet.from_pretrained(deep(tmp_path), interval=4, chaos=7)
-    managed = ballonet.manage(model)
+    model = ballonet.from_pretrained(deep(tmp_path), interval=4)
+    managed = testing.manage(model, chaos=7)
     assert managed.report().streamed == (3, 7)
     assert chaos_of(managed) is not None
     assert chaos_of(managed).seed == 7

@@ -77,7 +77,7 @@ def test_a_lower_budget_that_cannot_be_is_refused_with_one_that_can() -> None:
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_budget_far_below_is_met_in_one_step(answered: bool) -> None:
-    """Also by layers whose copies take longer than there is to compute; and what is computed then finds pages, too."""
+    """Layers whose copies take longer than there is to compute help, too; what is computed then finds pages, too."""
     with install.stock():
         model = build("llama", num_hidden_layers=2 * LAYERS)
     expected = logits(model)

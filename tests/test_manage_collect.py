@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.hooks import managed
@@ -174,7 +175,7 @@ def _numbers(device: Device) -> Counter[str]:
 
 def by_hand(index: int) -> None:
     model = models.build("llama", num_hidden_layers=2)
-    with ballonet.manage(model) if index % 3 else ballonet.manage(model, chaos=index):
+    with ballonet.manage(model) if index % 3 else testing.manage(model, chaos=index):
         generate(model)
         if index % 4 == 0:
             model.bfloat16()

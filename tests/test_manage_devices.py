@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator._native import Range
 from ballonet.testing import chaos_of
 
@@ -36,7 +37,7 @@ def convert(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
     """While it is managed: the old weights' pages go, the new weights get pages at the next forward."""
     twin = copy.deepcopy(model).bfloat16()
     expected = models.generate(twin, "greedy", inputs)
-    with ballonet.manage(model, chaos=4) as managed:
+    with testing.manage(model, chaos=4) as managed:
         model.bfloat16()
         assert managed.report().pages == ballonet.stats().pages.weights == 0
         found = models.generate(model, "greedy", inputs)
@@ -59,7 +60,7 @@ def lives(place: Place) -> None:
     before = Portrait(model)
     expected = {mode: models.generate(model, mode, inputs) for mode in models.MODES}
     for chaos in (None, 4):
-        managed = ballonet.manage(model, chaos=chaos)
+        managed = testing.manage(model, chaos=chaos)
         assert before.is_of(model, hooks=False)
         assert managed._weights.ranges.keys() == {None, 0, 1, 2}
         ranges = managed._weights.all_ranges()

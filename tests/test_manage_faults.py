@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 
@@ -40,7 +41,7 @@ def live(phase: str) -> None:
     model = models.build("llama")
     portrait = Portrait(model)
     for _ in range(2):  # what is called the first time only is no part of the pattern
-        managing, managed = count(lambda: ballonet.manage(model, chaos=5))
+        managing, managed = count(lambda: testing.manage(model, chaos=5))
         generating, _ = count(lambda: generate(model))
         releasing, _ = count(managed.release)
     numbers = {"manage": managing, "generate": generating, "release": releasing}[phase]
@@ -68,7 +69,7 @@ def live(phase: str) -> None:
     for place in places:
         print(phase, place, flush=True)
         untouched = lambda: none_in_pool(model) and portrait.is_of(model)  # noqa: E731
-        managed = attempt("manage", lambda: ballonet.manage(model, chaos=5), untouched)
+        managed = attempt("manage", lambda: testing.manage(model, chaos=5), untouched)
         assert all_in_pool(model)
         tokens = attempt("generate", lambda: generate(model), lambda: all_in_pool(model))
         assert managed._weights.group.leases == 0

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.testing import chaos_of
@@ -180,7 +181,7 @@ WILD = {"half", "resize up", "layer wrapped", "load_state_dict, assigning"}  # t
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_leaves_what_it_leaves_of_a_twin(device: Device, name: str) -> None:
     model, twin = build(), build()
-    managed = ballonet.manage(model, chaos=2 if name in WILD else None)
+    managed = testing.manage(model, chaos=2 if name in WILD else None)
     for each in (model, twin):
         with install.stock(), torch.random.fork_rng():
             torch.manual_seed(4)
@@ -241,7 +242,7 @@ def test_saved_files_are_those_of_stock(tmp_path: Path, shards: str, tied: bool)
 def test_a_pickled_model_works_where_there_is_no_ballonet(tmp_path: Path) -> None:
     stock, model = build(), build()
     torch.save(stock, tmp_path / "stock.pt")
-    managed = ballonet.manage(model, chaos=1)
+    managed = testing.manage(model, chaos=1)
     tokens(model)
     torch.save(model, tmp_path / "managed.pt")
     (tmp_path / "managed.pkl").write_bytes(pickle.dumps(model))
@@ -264,7 +265,7 @@ def test_a_pickled_model_works_where_there_is_no_ballonet(tmp_path: Path) -> Non
 
 def test_a_copy_is_plain_and_independent(device: Device) -> None:
     model, stock = build(), build()
-    with ballonet.manage(model, chaos=6) as managed:
+    with testing.manage(model, chaos=6) as managed:
         with install.stock():
             twin = copy.deepcopy(model)
         assert none_in_pool(twin)

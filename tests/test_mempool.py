@@ -181,7 +181,7 @@ def test_captures_that_fail_give_the_thread_back(route: MemPoolRoute, fake: Fake
 
 
 def test_a_pool_of_the_users_own_comes_first(route: MemPoolRoute, fake: FakePools) -> None:
-    """Also one that inductor's graph trees begin through torch._C."""
+    """One, too, that inductor's graph trees begin through torch._C."""
     ours = fake.of_this_thread()
     with fake.use(FakePool(None), 0):
         theirs = fake.of_this_thread()
@@ -278,6 +278,7 @@ def test_what_decides_between_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> N
 
 LATE = """
 import torch, ballonet, threading, gc, warnings
+from ballonet import testing
 from ballonet.allocator import runtime
 before = torch.ones(2**20, device="cuda")
 with warnings.catch_warnings(record=True) as said:
@@ -360,7 +361,7 @@ config = LlamaConfig(vocab_size=199, hidden_size=64, intermediate_size=96, num_h
 model = LlamaForCausalLM(config).eval().to("cuda")
 ids = torch.randint(2, 199, (2, 9), device="cuda")
 plain = model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False)
-with ballonet.manage(model, chaos=3):
+with testing.manage(model, chaos=3):
     assert torch.equal(model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False), plain)
     assert ballonet.stats().pages.weights > 0
 device.check()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from .mutants.patches import Patch, edited, exists, hunks, read, read_all, wrong
 
 PATCHES = read_all()
+TABLE = Path(__file__).parent.parent / "docs" / "mutants.md"
 WELL = """\
 Bug: a reader waits for nothing
 Tests: tests/test_mutants.py
@@ -32,7 +35,7 @@ def test_names_are_given_once() -> None:
 
 
 def test_hunks_are_texts() -> None:
-    """Of several files, and several of one file; an empty line of context may have lost its blank."""
+    """Hunks of several files, and several of one file; an empty line of context may have lost its blank."""
     diff = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n\n@@ -9 +9 @@\n c\n-d\n--- a/y\n+++ b/y\n@@ -1 +1,2 @@\n e\n+f\n"
     assert hunks(diff) == [("x", "a\n\n", "b\n\n"), ("x", "c\nd\n", "c\n"), ("y", "e\n", "e\nf\n")]
 
@@ -47,3 +50,9 @@ def test_what_does_not_fit_is_an_error_that_names_the_file() -> None:
         read("core", "a", WELL.replace("tests/test_m", "tests/absent.py m"))
     )
     assert not exists("tests/test_mutants.py::test_that_was_" + "deleted")
+
+
+def test_every_planted_bug_has_a_row() -> None:
+    """The table is docs/mutants.md, which `python tests/mutants/run.py --table` writes."""
+    rows = re.findall(r"^\| (\S+) \| (.*) \| .* \| .* \|$", TABLE.read_text("utf-8"), re.MULTILINE)
+    assert [name for name, _ in rows if name != "bug"] == [patch.name for patch in PATCHES]

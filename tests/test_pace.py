@@ -250,7 +250,7 @@ def test_who_listens_hears_what_others_drain() -> None:
 
 
 def mode(new: int | None = None) -> int:
-    """Of this thread: how what it does concerns captures of others. `new`: what it is from now on."""
+    """The mode of this thread: how what it does concerns captures of others. `new`: what it is from now on."""
     driver, found = core.driver(), ctypes.c_int(0 if new is None else new)
     driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
     asked = found.value

@@ -274,7 +274,7 @@ def test_weights_of_fewer_bits_help_where_all_lie_on_the_device(pages: int, bits
 
 
 def test_weights_that_would_stream_when_quantized_are_no_change() -> None:
-    """They are loaded on the device, where all of them have to fit."""
+    """Quantized weights are loaded on the device, where all of them have to fit."""
     asked = Question(70, 512, 256, 1)
 
     def streaming(question: Question) -> Answer:

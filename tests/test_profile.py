@@ -319,7 +319,7 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
 def test_what_an_interval_hides(
     saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ratio: float, hidden: int
 ) -> None:
-    """Of four layers that are copied in `ratio` times what they compute in; 3 % are not seen."""
+    """Four layers are copied in `ratio` times what they compute in; 3 % are not seen."""
 
     def known(model: Any, *_: Any, **__: Any) -> profile.Profile:
         seconds = 4 * 0.01

@@ -118,7 +118,7 @@ works = st.tuples(powers, powers, st.sampled_from([0.1, 0.2, 0.3, 0.9]))
 def test_what_was_learned_is_believed_once_two_say_so(
     seen: list[tuple[int, int, float]], batch: int, length: int
 ) -> None:
-    """Of the last `WINDOW` of a point, all of as much work, the second longest; and it grows with work."""
+    """The second longest of the last `WINDOW` of a point, all of as much work; and it grows with work."""
     record = taught(*((Point("prefill", b, n), seconds) for b, n, seconds in seen))
     times: dict[tuple[int, int], list[float]] = {}
     for b, n, seconds in seen:

@@ -61,7 +61,7 @@ def test_time_in_the_driver_is_shown_where_there_is_some() -> None:
 
 
 def test_predicted_is_what_the_plan_copies() -> None:
-    """Of three layers in two slots one stays where it is; each of the others computes in 1 ms and leaves its slot to
+    """One of three layers in two slots stays where it is; each of the others computes in 1 ms and leaves its slot to
     the next, which takes 20 ms. A model whose layers all stay is as fast as a resident one."""
     found = report(streaming(PAGES, spread(PAGES, 3), 2), bandwidth=RATE / 5)
     assert found.token_bytes == 2 * 10 * PAGE

@@ -16,7 +16,7 @@ from ballonet.allocator._native import Range, Transfer
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.policy.plan import streaming
 from ballonet.offload.residency.backing import Backing
-from ballonet.offload.residency.layer_parts import Part, Streamed
+from ballonet.offload.residency.layer_parts import Part, StreamedLayer
 from ballonet.offload.residency.mover import Mover
 from ballonet.offload.residency.ring import Ring
 
@@ -43,7 +43,7 @@ class Model:
                 range_.alias(0, twin.pages, 0, count)
                 parts.append(Part(range_, mover, offset, 0, range_.pieces))
                 offset += count
-            layers.append(Streamed(layer, slot, tuple(parts)))
+            layers.append(StreamedLayer(layer, slot, tuple(parts)))
         self.layers = {each.layer: each for each in layers}
         self.values = {layer: layer + 1 for layer in self.layers}
         self.ring = Ring(core.device, self.group)
@@ -81,7 +81,7 @@ class Model:
         return all(holds(slot.address + part.offset * PAGE, self.values[layer], part.range.nbytes) for part in parts)
 
     def shows_right(self, layer: int) -> bool:
-        """So does whoever looks, at any time."""
+        """Whoever looks reads the same, at any time."""
         for part in self.layers[layer].parts:
             part.range.note_use(0, False)
             if not holds(part.range.address, self.values[layer], part.range.nbytes):
@@ -95,7 +95,7 @@ class Model:
             ctypes.memset(part.range.address, value, part.range.nbytes)
 
     def arrange(self, streamed: Sequence[int]) -> None:
-        """These stream from now on; those that are resident have new backings."""
+        """Streams these from now on; those that are resident have new backings."""
         for layer, each in self.layers.items():
             if any(part.backing.closed for part in each.parts):
                 parts = tuple(replace(part, mover=self.mover(part.range)) for part in each.parts)
@@ -163,7 +163,7 @@ def test_every_number_of_layers_and_slots(layers: int, slots: int) -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("written", [False, True])
 def test_copies_for_the_next_pass(layers: int, slots: int, written: bool) -> None:
-    """They begin before it does, where nobody may write meanwhile, and are made again where somebody has."""
+    """Copies begin before the pass does, where nobody may write meanwhile, and are made again where somebody has."""
     with model([2] * layers, range(layers), slots) as it:
         for _ in range(4):
             it.ring.begin(0, lambda layer: not written)
@@ -273,8 +273,8 @@ def test_a_layer_that_has_come_back_is_copied_to_its_slot_once() -> None:
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_layer_that_was_made_resident(held: bool) -> None:
-    """Its pages come to its addresses with what was written on the host last, and its copy there is given up. Where
-    somebody shows its slot it stays."""
+    """The layer's pages come to its addresses with what was written on the host last, and its copy there is given up.
+    Where somebody shows its slot it stays."""
     with model([2, 3], range(2), 1) as it:
         it.arrange([])
         it.ring.begin(0)

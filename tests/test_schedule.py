@@ -109,7 +109,7 @@ def test_any_schedule_is_the_one_worked_out_event_by_event(data: st.DataObject) 
 
 
 def test_two_slots_have_a_closed_form_exactly_where_it_is_right() -> None:
-    """Of every placement with even gaps, at ratios between the gaps too."""
+    """Every placement with even gaps, at ratios between the gaps too."""
     for layers in range(1, 9):
         for count in range(1, layers + 1):
             near = Fraction(layers, count)

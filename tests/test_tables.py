@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import Client, Shares, share
+from ballonet.offload.policy.ledger import LinkClient, Shares, share
 from ballonet.offload.policy.plan import at_interval, fewest, spread, streaming
 from ballonet.offload.policy.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
 
@@ -74,7 +74,7 @@ def test_no_interval_is_an_answer_and_not_an_exception(
 ) -> None:
     """Select-N, admission: an empty set is a refusal that says what the nearest SLO is."""
     costs = Costs(pages, seconds, page_seconds)
-    found = share([Client("a", costs, 1000, slo, available)], 1000 / page_seconds)
+    found = share([LinkClient("a", costs, 1000, slo, available)], 1000 / page_seconds)
     if isinstance(found, Shares):
         assert costs.time(found.options["a"].interval) <= slo
     else:

@@ -16,7 +16,7 @@ from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
-from ballonet.allocator.errors import ConfigError, OptionError
+from ballonet.allocator.errors import AlreadyManaged, ConfigError, OptionError
 
 from .models import build, generate, prompts
 from .pool import installing
@@ -69,9 +69,13 @@ def test_chaos_of_one_model(device: Device) -> None:
         assert chaos.seed == 5
         assert chaos.moved["weights"] > 0
         assert testing.chaos_of(plain) is None
-        assert ballonet.manage(model, chaos=5) is managed, "the keyword that this goes through"
-        with pytest.raises(OptionError, match="seed"):
-            testing.manage(other, chaos=-2)
+        assert testing.manage(model, chaos=5) is ballonet.manage(model) is managed
+        assert testing.chaos_of(managed) is chaos, "with its counts"
+        with pytest.raises(AlreadyManaged, match="seed 5"):
+            testing.manage(model, chaos=6)
+        for wrong in (-2, True, "five"):
+            with pytest.raises(OptionError, match="seed"):
+                testing.manage(other, chaos=wrong)
     assert runtime.require() is device
 
 

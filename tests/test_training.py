@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
@@ -100,7 +101,7 @@ def test_two_steps_of_training(
         expected = train(model, losses, checkpointing)
         tokens = generate(model, "greedy", INPUTS)
         model = build("llama", attention_dropout=0.0)
-    with ballonet.manage(model, chaos=chaos):
+    with testing.manage(model, chaos=chaos):
         weights = [parameter.data_ptr() for parameter in model.parameters()]
         before = generate(model, "greedy", INPUTS)
         found = train(model, losses, checkpointing)

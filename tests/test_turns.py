@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
@@ -18,11 +19,12 @@ from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.forward.lease import GroupLease, current
 from ballonet.hooks.forward.turns import Turn, Turns
 from ballonet.hooks.streaming import streamed
+from ballonet.offload.policy.tuning import Waiting
 
 from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
-from .tuned import Tuned
+from .tuned import Clock, Tuned
 
 pytestmark = pytest.mark.chaos
 
@@ -84,7 +86,8 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
 
 
 def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_again() -> None:
-    it = Turns(cast(Group, None), patience=0.01)
+    clock = Clock(step=1.0)  # a second passes at each look, and none otherwise
+    it = Turns(cast(Group, None), Waiting(slots=0.5), clock)
     holder = Turn()
     assert it.take(holder)
 
@@ -93,11 +96,27 @@ def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_ag
         return it.take(turn), it.has(turn)
 
     assert started(other).result(LONG) == (False, False)
-    it._patience = 10.0**6
+    clock.step = 0.0
     assert started(other).result(LONG) == (False, False)
     assert it.has(holder)
     it.end(holder)
     assert started(other).result(LONG) == (True, True)
+
+
+def test_nobody_goes_without_while_the_clock_stands_however_long_it_takes() -> None:
+    """A loaded machine takes its time: what is decided depends on the clock that it was given."""
+    clock = Clock()
+    it = Turns(cast(Group, None), Waiting(slots=1e-3, slots_look=1e-3), clock)
+    holder = Turn()
+    assert it.take(holder)
+    waiting = started(lambda: it.take(Turn()))
+    until(lambda: len(it._queue) == 2)
+    time.sleep(0.02)
+    assert not waiting.done()
+    assert not holder.given_up
+    clock.now = 1.0
+    assert waiting.result(LONG) is False
+    assert holder.given_up
 
 
 def test_a_turn_ends_with_whoever_has_it() -> None:

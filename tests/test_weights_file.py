@@ -127,7 +127,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("change", weights.CHANGES.values(), ids=weights.CHANGES)
 def test_a_file_that_changed_is_a_typed_error(change: Callable[[Path], None], tmp_path: Path, fresh: bool) -> None:
-    """Also where it was written so short a time ago that the next write is in the same tick of the clock."""
+    """The same where it was written so short a time ago that the next write is in the same tick of the clock."""
     path = weights.write(tmp_path / "w", {"a": 100})
     if fresh:
         os.utime(path)

@@ -33,10 +33,15 @@ class Tuned:
     def __init__(self, composition: Composition) -> None:
         self._composition = composition
 
-    def __call__(self, *, clock: Callable[[], float] | None = None, **parts: Parts) -> None:
+    def __call__(
+        self, *, clock: Callable[[], float] | None = None, waits: Callable[[], float] | None = None, **parts: Parts
+    ) -> None:
         tuning = self._composition.tuning
         changed = {name: replace(getattr(tuning, name), **values) for name, values in parts.items()}
-        self._composition = Composition(replace(tuning, **changed), clock or self._composition.clock)
+        now = self._composition
+        self._composition = now._replace(
+            tuning=replace(tuning, **changed), clock=clock or now.clock, waits=waits or now.waits
+        )
         governors.compose_with(self._composition)
 
 

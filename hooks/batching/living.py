@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...offload.policy.prefixes import chain
 from ..prefix.identity import Identity
-from ..prefix.sequence import Run
+from ..prefix.sequence import TokenRun
 from ..prefix.store import PrefixStore
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Living:
 
     # -- for the store of prefixes, on any thread
 
-    def find(self, ids: Sequence[int], now: Identity) -> Run | None:
+    def find(self, ids: Sequence[int], now: Identity) -> TokenRun | None:
         """Returns where the longest beginning of these tokens lies; None where there is none, or the model was another
         one when it was computed."""
         blocks = None if self._cache is None else self._cache.kept

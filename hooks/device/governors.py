@@ -29,11 +29,13 @@ from .references import THIS, Interpreter
 
 
 class Composition(NamedTuple):
-    """What a governor, and the models it governs, are made with. `clock`: seconds."""
+    """What a governor, and the models it governs, are made with. `clock`: seconds, by which all is decided that
+    depends on time; `waits`: the same, by which one thread waits no longer for another."""
 
     tuning: Tuning = DEFAULT
     clock: Callable[[], float] = time.monotonic
     interpreter: Interpreter = THIS
+    waits: Callable[[], float] = time.monotonic
 
 
 _composition = Composition()
@@ -68,6 +70,7 @@ def of(device: Device) -> Governor:
             device,
             received=_received(device),
             clock=_composition.clock,
+            waits=_composition.waits,
             tuning=_composition.tuning,
             events=found.events,
             window=found.settings.reserve,

@@ -45,7 +45,7 @@ from ...allocator.units import format_size
 from .streams import stream_of
 
 
-class Model(Protocol):
+class CapturedModel(Protocol):
     """A managed model."""
 
     @property
@@ -69,7 +69,7 @@ class Model(Protocol):
     def prepare_capture(self) -> None:
         """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
 
-    def keep(self, layers: Iterable[int] | None, records: Sequence[Record]) -> None:
+    def keep(self, layers: Iterable[int] | None, records: Sequence[CaptureRecord]) -> None:
         """Records that these layers, with None all resident ones, are about to be captured: `Record.add`. ManageError
         where one of them is not resident."""
 
@@ -83,23 +83,25 @@ class Model(Protocol):
         """Gives what other threads request of this one. DriverError."""
 
 
-class Record:
+class CaptureRecord:
     """What one graph has captured."""
 
-    def __init__(self, before: Record | None = None) -> None:
+    def __init__(self, before: CaptureRecord | None = None) -> None:
         """`before`: of what the graph holds already."""
         self.before = before
         self.thread = threading.get_ident()
         self.capturing = False
         self.pool: object = None  # whose memory the graph has
-        self._models: dict[int, tuple[weakref.ref[Model], str, set[int]]] = {}  # by id: itself, its name, its layers
+        self._models: dict[
+            int, tuple[weakref.ref[CapturedModel], str, set[int]]
+        ] = {}  # by id: itself, its name, its layers
         self._groups: list[tuple[Device, Group]] = []
         self._shown: list[torch.Tensor] = []
         self._lease = Lease()
         self._handles: list[RemovableHandle] = []
         self.noticed: set[tuple[int, tuple[int, ...] | None]] = set()  # in this capture: models by id, and layers
 
-    def begin(self, models: Iterable[Model]) -> None:
+    def begin(self, models: Iterable[CapturedModel]) -> None:
         """What of these is called from now on is captured."""
         self.capturing = True
         for each in models:
@@ -113,7 +115,7 @@ class Record:
             self._handles.pop().remove()
         self._lease.close()
 
-    def add(self, model: Model, layers: Iterable[int]) -> None:
+    def add(self, model: CapturedModel, layers: Iterable[int]) -> None:
         """`layers`: the ids of their modules."""
         known = self._models.get(id(model))
         if known is None or known[0]() is not model:
@@ -133,7 +135,7 @@ class Record:
         """The graph reads these, which nobody else needs to keep."""
         self._shown += tensors
 
-    def include(self, other: Record) -> None:
+    def include(self, other: CaptureRecord) -> None:
         """All that the other one has captured, too."""
         for reference, _, layers in list(other._models.values()):
             model = reference()
@@ -143,13 +145,13 @@ class Record:
             self.lease(device, group)
         self._shown += other._shown
 
-    def layers(self, model: Model) -> frozenset[int]:
+    def layers(self, model: CapturedModel) -> frozenset[int]:
         """The ids of the modules of layers that it has captured of the model."""
         known = self._models.get(id(model))
         return frozenset() if known is None or known[0]() is not model else frozenset(known[2])
 
     @property
-    def models(self) -> list[Model]:
+    def models(self) -> list[CapturedModel]:
         """The models of which it has captured something. ManageError where one of them is managed no more."""
         found = []
         for reference, name, _ in list(self._models.values()):
@@ -182,10 +184,10 @@ class Record:
         self._shown.clear()
 
 
-_records: dict[int, Record] = {}  # by id of the graph
-_others: dict[int, Record] = {}  # by id of the model: of captures that torch's class does not know of
-_models: dict[int, weakref.ref[Model]] = {}  # those that are managed, by id
-loosened: deque[weakref.ref[Model]] = deque()  # models of which a graph is gone; see `tell_of_dropped`
+_records: dict[int, CaptureRecord] = {}  # by id of the graph
+_others: dict[int, CaptureRecord] = {}  # by id of the model: of captures that torch's class does not know of
+_models: dict[int, weakref.ref[CapturedModel]] = {}  # those that are managed, by id
+loosened: deque[weakref.ref[CapturedModel]] = deque()  # models of which a graph is gone; see `tell_of_dropped`
 
 
 class _Graphs(captures.Listener):
@@ -194,7 +196,7 @@ class _Graphs(captures.Listener):
         before = _records.get(id(graph))
         if before is None:
             Finalizer(graph, partial(_drop, id(graph)), _leave)
-        record = _records[id(graph)] = Record(before)
+        record = _records[id(graph)] = CaptureRecord(before)
         models = _managed()
         for model in models:
             model.prepare_capture()
@@ -243,24 +245,24 @@ def capturing(cuda: bool) -> bool:
     return cuda and torch.cuda.is_current_stream_capturing()
 
 
-def attend(model: Model) -> None:
+def attend(model: CapturedModel) -> None:
     """From now on what is captured of the model is noticed. Again: does nothing."""
     _models[id(model)] = weakref.ref(model)
     if hasattr(torch.cuda, "CUDAGraph"):
         captures.listen(_listener)
 
 
-def forget(model: Model) -> None:
+def forget(model: CapturedModel) -> None:
     """Ends the management of the model: graphs that have captured some of it are not replayed from now on."""
     _models.pop(id(model), None)
     _others.pop(id(model), None)
     _leave()
 
 
-def noticed(model: Model, layers: tuple[int, ...] | None = None) -> None:
+def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None:
     """On a thread whose stream is captured, before anything is: these layers are about to be read, with None all that
     are resident, with () what belongs to no layer. ManageError where one of them is not resident."""
-    records = _here() or [_others.setdefault(id(model), Record())]
+    records = _here() or [_others.setdefault(id(model), CaptureRecord())]
     if new := [each for each in records if (id(model), layers) not in each.noticed]:
         model.keep(layers, new)
     for each in new:
@@ -277,7 +279,7 @@ def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None
         record.show(shown)
 
 
-def layers_of(model: Model) -> frozenset[int]:
+def layers_of(model: CapturedModel) -> frozenset[int]:
     """The ids of the modules of the layers that graphs have captured."""
     records = [*_records.values(), *filter(None, [_others.get(id(model))])]
     return frozenset().union(*(each.layers(model) for each in records))
@@ -308,17 +310,17 @@ def tell_of_dropped() -> None:
         _leave()
 
 
-def _here() -> list[Record]:
+def _here() -> list[CaptureRecord]:
     """The captures of this thread that have begun."""
     return [each for each in list(_records.values()) if each.capturing and each.thread == threading.get_ident()]
 
 
-def _managed() -> list[Model]:
+def _managed() -> list[CapturedModel]:
     found = (reference() for reference in list(_models.values()))
     return [model for model in found if model is not None and model.followed]
 
 
-def _include(record: Record, other: Record) -> None:
+def _include(record: CaptureRecord, other: CaptureRecord) -> None:
     record.include(other)
     loosened.extend(reference for reference, _, _ in list(record._models.values()))
     tell_of_dropped()

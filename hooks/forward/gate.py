@@ -42,8 +42,12 @@ _CALL: Final = "_call_impl"  # of nn.Module, as code that the compiler made of i
 class Gate:
     """Holds up calls of a model's modules on all threads but the one that closes it."""
 
-    def __init__(self, model: nn.Module, waiting: Waiting = DEFAULT.waiting) -> None:
+    def __init__(
+        self, model: nn.Module, waiting: Waiting = DEFAULT.waiting, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: by which it is waited for forwards no longer."""
         self._patience = waiting
+        self._clock = clock
         self.name = type(model).__name__
         self._modules = {id(module): module for module in model.modules()}
         self._doors: dict[int, tuple[_Door, RemovableHandle]] = {}  # by the id of the module
@@ -77,9 +81,9 @@ class Gate:
                 "after the forward"
             )
         patience = self._patience.gate
-        deadline = time.monotonic() + patience
+        deadline = self._clock() + patience
         while users := self.users():
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 raise ModelInUse(
                     f"thread {users[0]} has been running a forward of {self.name} for the {patience:.0f} s that "
                     "manage() waited: call manage() again when it has ended. If that forward waits for another one of "

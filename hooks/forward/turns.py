@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
 from ...allocator._native import Group, Lease
 from ...allocator.interrupts import Guarded, guarded
-from ...offload.policy.tuning import DEFAULT
+from ...offload.policy.tuning import DEFAULT, Waiting
 
 
 class Turn:
@@ -46,9 +47,12 @@ class Turn:
 class Turns:
     """The turns with the slots of one model."""
 
-    def __init__(self, group: Group, patience: float = DEFAULT.waiting.slots) -> None:
-        """`group`: of the model's weights; `patience`: seconds that a forward waits for the slots."""
-        self._patience = patience
+    def __init__(
+        self, group: Group, waiting: Waiting = DEFAULT.waiting, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """`group`: of the model's weights; `waiting`: how long a forward waits for the slots, in seconds of `clock`."""
+        self._waiting = waiting
+        self._clock = clock
         self.sections: dict[object, int] = {}  # that are open, by the thread each was opened on: no slot is read
         self._group = group
         self._queue: list[weakref.ref[Turn]] = []
@@ -58,16 +62,16 @@ class Turns:
         turn.asked = True
         mine = weakref.ref(turn)
         self._queue.append(mine)
-        end = monotonic() + self._patience
+        end = self._clock() + self._waiting.slots
         while (first := self._first()) is not turn:
-            left = end - monotonic()
+            left = end - self._clock()
             if first is None:
                 continue
             if first.given_up or left <= 0 or first.thread == turn.thread:
                 first.given_up = True
                 self.end(turn)
                 return False
-            first.listen(left)
+            first.listen(min(left, self._waiting.slots_look))
         return True
 
     def has(self, turn: Turn | None) -> bool:

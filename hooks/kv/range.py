@@ -104,7 +104,8 @@ class KVRange:
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
         self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
-        self._tensors = RangeTensors(self.range, geometry, shape)
+        self._growth = DEFAULT.kv_growth if tier is None else tier.governor.tuning.kv_growth
+        self._tensors = RangeTensors(self.range, geometry, shape, self._growth.storages)
         self._forward = 0  # the last one that knows that this was appended to
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
@@ -149,8 +150,8 @@ class KVRange:
 
     def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
         """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
-        everything of the cache is resident (`KVTier.follows`). None, and nothing has changed, where it is not, or where
-        `takes` would say no. Of each token all layers but the first come here: what it costs, each layer costs."""
+        everything of the cache is resident (`KVTurns.forward`). None, and nothing has changed, where it is not, or
+        where `takes` would say no. Of each token all layers but the first come here: it is what each layer costs."""
         tier, mapped, latest = self._tier, self._mapped, self._latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
             return None
@@ -171,8 +172,12 @@ class KVRange:
         ):
             return None
         stream = 0 if self._standin else raw_stream(self.device.ordinal)
-        if not tier.turns.follows((self.pages.number, place), lease.number, stream):
+        turns, number = tier.turns, self.pages.number
+        if lease.number != turns.forward or turns.since >= turns.layers or (number, place) == turns.leader:
             return None
+        turns.since += 1
+        turns.turns.append(number)
+        turns.stream = stream
         if self._standin:
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, step, 0, True)
@@ -344,7 +349,7 @@ class KVRange:
         views = mapped.views[place] or self._views(mapped, place)
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
-        chunk = max(1, min(length, DEFAULT.kv_growth.scratch // (token * shape.dtype.itemsize)))
+        chunk = max(1, min(length, self._growth.scratch // (token * shape.dtype.itemsize)))
         # Allocated before anything is written: past this line there is nothing that can run out.
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
         with GroupLease(self.group):

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -84,10 +83,10 @@ def map_device(range_: Range, runs: Iterable[tuple[int, int]]) -> None:
 
 
 def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
-    waiting = tier.governor.tuning.waiting
-    began, most, patience = time.monotonic(), 0, waiting.room if tier.patient else waiting.room_look
+    waiting, clock = tier.governor.tuning.waiting, tier.governor.waits
+    began, most, patience = clock(), 0, waiting.room if tier.patient else waiting.room_look
     try:
-        while (left := began + patience - time.monotonic()) > 0:
+        while (left := began + patience - clock()) > 0:
             requested = device.page_request
             most = max(most, requested)
             if requested:
@@ -101,4 +100,4 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
         return False
     finally:
         if most:
-            tier.decided(Rung.WAIT.label, "revert", most, measured=time.monotonic() - began)
+            tier.decided(Rung.WAIT.label, "revert", most, measured=clock() - began)

@@ -15,7 +15,6 @@ from torch.utils.dlpack import from_dlpack
 
 from ...allocator._native import Range
 from ...offload.policy.geometry import Geometry
-from ...offload.policy.tuning import DEFAULT
 from ..compat import StorageWeakRef
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -63,13 +62,15 @@ class RangeTensors:
     """Makes tensors of shape `shape` over `range_`, whose tokens lie as `geometry` says, and remembers the storage of
     each by a weak reference. See range.py, Note [Who else looks]."""
 
-    def __init__(self, range_: Range, geometry: Geometry, shape: Shape) -> None:
+    def __init__(self, range_: Range, geometry: Geometry, shape: Shape, storages: int) -> None:
+        """`storages`: the storages after which those that are gone are forgotten."""
         self._range = range_
         self._geometry = geometry
         self._shape = shape
         # in elements, of each layer's keys and values
         self._offsets = [(geometry.k_offset(place), geometry.v_offset(place)) for place in range(geometry.layers)]
         self._storages: list[StorageWeakRef] = []
+        self._most = storages
 
     def over(self, first: int, end: int) -> torch.Tensor:
         """The pieces [first, end), which are mapped, as elements, by a storage of their own."""
@@ -78,7 +79,7 @@ class RangeTensors:
             if first >= end:
                 return torch.empty(0, dtype=self._shape.dtype, device=self._shape.device)
             flat = from_dlpack(self._range.tensor(first * page, ((end - first) * page,), (1,), *_UINT8))
-            if len(self._storages) > DEFAULT.kv_growth.storages:
+            if len(self._storages) > self._most:
                 self._storages = [storage for storage in self._storages if not storage.expired()]
             self._storages.append(StorageWeakRef(flat.untyped_storage()))
             return flat.view(self._shape.dtype)

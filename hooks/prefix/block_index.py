@@ -14,7 +14,7 @@ from typing import cast
 from ...offload.policy.prefixes import Index, chain
 from ...offload.policy.tuning import Prefixes
 from ...offload.policy.worth import Odds
-from .sequence import CachedSequence, Run
+from .sequence import CachedSequence, TokenRun
 from .snapshot import state_key
 
 
@@ -59,7 +59,7 @@ class BlockIndex:
         """Returns the keys of all blocks, and of the state behind them."""
         return [*self.keys(ids, salt), state_key(ids, salt)] if ids else []
 
-    def find(self, prompt: Sequence[int], salt: bytes, *, peek: bool = False) -> list[Run]:
+    def find(self, prompt: Sequence[int], salt: bytes, *, peek: bool = False) -> list[TokenRun]:
         """Returns where the longest stored beginning of a prompt lies. `peek`: does not count as a use."""
         index, block = self.index, self.block
         prompt = numbers_of(prompt)
@@ -68,7 +68,7 @@ class BlockIndex:
         runs, start = [], 0
         for owner, found in groupby(keys[:count], index.owner):
             end = start + len(list(found)) * block
-            runs.append(Run(cast(CachedSequence, owner), start, end))
+            runs.append(TokenRun(cast(CachedSequence, owner), start, end))
             start = end
         # A sequence that shares only the beginning of the next block
         most, best = 0, None
@@ -78,7 +78,7 @@ class BlockIndex:
             if same > most or (same == most > 0 and best is not None and best.in_use and not other.in_use):
                 most, best = same, other
         if best is not None:
-            runs.append(Run(best, start, start + most))
+            runs.append(TokenRun(best, start, start + most))
         return runs
 
     def after(self, key: bytes | None) -> list[CachedSequence]:

@@ -19,7 +19,7 @@ from ...offload.governor.governor import Governor
 from .counts import Counts
 from .identity import Identity
 from .prefix_index import PrefixIndex
-from .sequence import CachedSequence, Run
+from .sequence import CachedSequence, TokenRun
 
 if TYPE_CHECKING:
     from .saving import Saver
@@ -36,7 +36,7 @@ class Lookup:
 class Batches(Protocol):
     """What continuous batching keeps for the same model (hooks/batching/living.py)."""
 
-    def find(self, ids: Sequence[int], now: Identity) -> Run | None:
+    def find(self, ids: Sequence[int], now: Identity) -> TokenRun | None:
         """Returns where the longest beginning of these tokens lies."""
 
     def clear(self) -> None:
@@ -98,7 +98,7 @@ class Contents:
         with self.change() as index:
             index.clear()
 
-    def begin_reading(self, lookup: Lookup, runs: Iterable[Run]) -> list[CachedSequence]:
+    def begin_reading(self, lookup: Lookup, runs: Iterable[TokenRun]) -> list[CachedSequence]:
         """Marks the sequences of the runs as read by a request, and returns them. The caller holds the lock."""
         sources = list({run.source for run in runs if isinstance(run.source, CachedSequence)})
         for each in sources:

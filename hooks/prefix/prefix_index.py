@@ -33,7 +33,7 @@ from ...offload.policy.prefixes import chain
 from ...offload.policy.tuning import DEFAULT, Prefixes
 from .block_index import BlockIndex, numbers_of
 from .pins import Pins
-from .sequence import CachedSequence, Run
+from .sequence import CachedSequence, TokenRun
 from .snapshot import StateSnapshot
 from .snapshot_index import States
 
@@ -83,7 +83,7 @@ class PrefixIndex:
 
     def find_state(
         self, prompt: Sequence[int], salt: bytes, growing: bool, *, peek: bool = False
-    ) -> tuple[list[Run], StateSnapshot | None]:
+    ) -> tuple[list[TokenRun], StateSnapshot | None]:
         """Returns the longest state with which a prompt begins, and where the tokens before it lie. `growing`: does the
         model have layers that keep every token? `peek`: does not count as a use."""
         prompt, blocks = numbers_of(prompt), self.blocks
@@ -98,7 +98,7 @@ class PrefixIndex:
             blocks.index.match([*(state.blocks if growing else ()), state.key])
         return [run._replace(end=min(run.end, end)) for run in runs if run.start < end], state
 
-    def movable(self, runs: Sequence[Run], reader: object) -> CachedSequence | None:
+    def movable(self, runs: Sequence[TokenRun], reader: object) -> CachedSequence | None:
         """Returns the sequence that the request `reader`, which reads these runs, may go on with itself; None where
         that would lose more than a little of what is stored."""
         sequence, end = cast(CachedSequence, runs[-1].source), runs[-1].end

@@ -14,7 +14,7 @@ from ..kv.layer import ElasticLayer
 from .contents import Contents, Lookup
 from .identity import Identity
 from .prefix_index import PrefixIndex
-from .sequence import CachedSequence, Gone, Run, copy_in, fill_in
+from .sequence import CachedSequence, Gone, TokenRun, copy_in, fill_in
 from .sequence_keeper import SequenceKeeper
 from .snapshot import StateSnapshot, begin
 
@@ -111,8 +111,12 @@ class PromptFiller:
         contents.counts.prompts += sum(map(len, rows))
 
     def _with_others(
-        self, rows: Sequence[Sequence[int]], found: Sequence[list[Run]], known: Sequence[list[bytes]], now: Identity
-    ) -> list[list[Run]] | None:
+        self,
+        rows: Sequence[Sequence[int]],
+        found: Sequence[list[TokenRun]],
+        known: Sequence[list[bytes]],
+        now: Identity,
+    ) -> list[list[TokenRun]] | None:
         """Returns the runs found in sequences with those that only batches or files have; None where neither has more.
         `known`: the keys of the runs found."""
         batches, saver, block = self._contents.batches, self._contents.saver, self._contents.index.blocks.block
@@ -120,7 +124,7 @@ class PromptFiller:
         for row, runs, there in zip(rows, found, known, strict=True):
             longer = runs if batches is None else behind(runs, batches.find(row[:-1], now))
             count, full = len(there) if longer is runs else longer[-1].end // block, len(row[:-1]) // block
-            files: list[Run] = []
+            files: list[TokenRun] = []
             if saver is not None and count < full:
                 files = saver.find(chain(row[:-1], block, now.settings, there), count, row, now)
             extended.append(up_to(longer, count * block) + files if files else list(longer))
@@ -131,7 +135,7 @@ class PromptFiller:
         self,
         lookup: Lookup,
         layers: list[Any],
-        runs: list[Run],
+        runs: list[TokenRun],
         state: StateSnapshot,
         row: Sequence[int],
         now: Identity,
@@ -153,7 +157,7 @@ class PromptFiller:
         begin(layers, parts)
         return columns
 
-    def _move(self, lookup: Lookup, layers: list[Any], runs: list[Run], row: Sequence[int], now: Identity) -> int:
+    def _move(self, lookup: Lookup, layers: list[Any], runs: list[TokenRun], row: Sequence[int], now: Identity) -> int:
         """Puts the layers of a sequence in the place of the request's. Returns the columns that are filled: none where
         no sequence may be moved, or it fails; the sequence is not among the runs any more then. DriverError."""
         if not runs:
@@ -186,7 +190,7 @@ class PromptFiller:
                 layers[number] = layer
         return len(sequence.ids)
 
-    def _copy(self, layers: Sequence[Any], found: Sequence[list[Run]], pads: Sequence[int], least: int = 1) -> int:
+    def _copy(self, layers: Sequence[Any], found: Sequence[list[TokenRun]], pads: Sequence[int], least: int = 1) -> int:
         """Copies the runs into the layers. Returns the columns that are filled: at least `least`, or none."""
         contents = self._contents
         while True:
@@ -214,22 +218,22 @@ class PromptFiller:
                 layer.reset()
 
 
-def up_to(runs: Iterable[Run], end: int) -> list[Run]:
+def up_to(runs: Iterable[TokenRun], end: int) -> list[TokenRun]:
     """Returns the runs of the tokens before `end`."""
     return [run._replace(end=min(run.end, end)) for run in runs if run.start < end]
 
 
-def behind(runs: list[Run], more: Run | None) -> list[Run]:
+def behind(runs: list[TokenRun], more: TokenRun | None) -> list[TokenRun]:
     """Returns the runs with what another one, which begins with the prompt, has behind them; the same where that is
     nothing."""
     end = runs[-1].end if runs else 0
     return runs if more is None or more.end <= end else [*runs, more._replace(start=end)]
 
 
-def _keys(runs: Sequence[Run], block: int) -> list[bytes]:
+def _keys(runs: Sequence[TokenRun], block: int) -> list[bytes]:
     """Returns the keys of the full blocks that the runs hold."""
     return cast(CachedSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
 
 
-def _before(runs: Iterable[Run], source: object) -> list[Run]:
+def _before(runs: Iterable[TokenRun], source: object) -> list[TokenRun]:
     return list(takewhile(lambda run: run.source is not source, runs))

@@ -45,7 +45,7 @@ from ..device.streams import torch_device
 from .counts import Counts
 from .fingerprint import fingerprint
 from .identity import Identity
-from .sequence import Gone, Pair, Run
+from .sequence import Gone, Pair, TokenRun
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -175,7 +175,7 @@ class Saver:
                 self._thread.start()
             self._change.notify_all()
 
-    def find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[Run]:
+    def find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[TokenRun]:
         """Returns what files have of a prompt behind the first `count` blocks, without a gap. `keys`: of its full
         blocks. On the thread of the request."""
         try:
@@ -183,8 +183,8 @@ class Saver:
         except _FAILURES:
             return []
 
-    def _find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[Run]:
-        files, runs = self._files(now), list[Run]()
+    def _find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[TokenRun]:
+        files, runs = self._files(now), list[TokenRun]()
         end = count + (files.match(keys[count:]) if files is not None else 0)
         if files is None or end == count:
             return runs
@@ -217,9 +217,9 @@ class Saver:
 
     def _read_in(
         self, files: PrefixFiles, keys: Sequence[bytes], reached: int, end: int, ids: Sequence[int]
-    ) -> list[Run]:
+    ) -> list[TokenRun]:
         """The blocks [reached, end) of a prompt, up to the first that no whole file has."""
-        runs = list[Run]()
+        runs = list[TokenRun]()
         while reached < end:
             saved = files.load(keys[reached], lambda name, dtype, shape, nbytes: self._memory(nbytes))
             if saved is None:
@@ -235,7 +235,7 @@ class Saver:
             if not alike:
                 break
             source = FileRun(saved, first * self._block, torch_device(self._device))
-            runs.append(Run(source, reached * self._block, (reached + alike) * self._block))
+            runs.append(TokenRun(source, reached * self._block, (reached + alike) * self._block))
             reached += alike
         return runs
 

@@ -36,12 +36,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Gone(Exception):
     """The tokens of `source` cannot be read."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TokenSource) -> None:
         super().__init__(source)
         self.source = source
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where tokens are read from: a cached sequence, a file (saving.py), or blocks of continuous batching."""
 
     @property
@@ -76,10 +76,10 @@ class Source(Protocol):
         """Notes what the current stream was given so far."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """The tokens [start, end) of a prompt, which lie at the same place of `source`."""
 
-    source: Source
+    source: TokenSource
     start: int
     end: int
 
@@ -257,7 +257,7 @@ class CachedSequence:
             yield
 
 
-def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[Run]], pads: Sequence[int]) -> None:
+def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[TokenRun]], pads: Sequence[int]) -> None:
     """Fills the unused `layers` of a cache with what lies elsewhere: in row b behind pads[b] columns the tokens of
     rows[b], so that all are equally long with their pads. Gone, torch.OutOfMemoryError, DriverError."""
     with reading([run for runs in rows for run in runs]) as sources:
@@ -271,7 +271,7 @@ def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[Run]], pads: Sequence
                 layer.update(*_side_by_side(number, rows, pads))
 
 
-def fill_in(sequence: CachedSequence, runs: Sequence[Run]) -> None:
+def fill_in(sequence: CachedSequence, runs: Sequence[TokenRun]) -> None:
     """Gives a sequence what its ranges are missing. `runs`: whose tokens are its own, from the first one on. Gone,
     torch.OutOfMemoryError, DriverError; it is then as before."""
     with reading(runs):
@@ -308,7 +308,7 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
         lease.close()
 
 
-def _side_by_side(number: int, rows: Sequence[Sequence[Run]], pads: Sequence[int]) -> Pair:
+def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequence[int]) -> Pair:
     """Keys and values of a layer, [rows, heads, pads and tokens, dim]."""
     found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
@@ -322,9 +322,9 @@ def _side_by_side(number: int, rows: Sequence[Sequence[Run]], pads: Sequence[int
 
 
 @contextmanager
-def reading(runs: Iterable[Run]) -> Iterator[list[Source]]:
+def reading(runs: Iterable[TokenRun]) -> Iterator[list[TokenSource]]:
     """Keeps the tokens of the runs where they are, and orders what reads them. Gone."""
-    ends: dict[Source, int] = {}
+    ends: dict[TokenSource, int] = {}
     for run in runs:
         ends[run.source] = max(run.end, ends.get(run.source, 0))
     lease = ForwardLease()

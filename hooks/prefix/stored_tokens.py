@@ -10,13 +10,13 @@ import torch
 from .contents import Contents, Lookup
 from .identity import Identity
 from .prompt_filler import behind, up_to
-from .sequence import Gone, Pair, Run, reading
+from .sequence import Gone, Pair, TokenRun, reading
 
 
 class StoredTokens:
     """Keys and values of some stored tokens, as the runs say where they lie."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[TokenRun]) -> None:
         """`runs`: at least one, whose sources are kept where they are."""
         self._runs = runs
         self.layers = runs[0].source.held  # that hold tokens
@@ -51,7 +51,7 @@ def read(contents: Contents, ids: Sequence[int], now: Identity, start: int, end:
 
 
 @contextmanager
-def open_runs(runs: Sequence[Run]) -> Iterator[StoredTokens | None]:
+def open_runs(runs: Sequence[TokenRun]) -> Iterator[StoredTokens | None]:
     """Keeps the tokens of the runs where they are; None where they cannot be read now."""
     with ExitStack() as held:
         tokens: StoredTokens | None = StoredTokens(runs)
@@ -62,6 +62,6 @@ def open_runs(runs: Sequence[Run]) -> Iterator[StoredTokens | None]:
         yield tokens
 
 
-def cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
+def cut(runs: Sequence[TokenRun], start: int, end: int) -> list[TokenRun]:
     """Returns the runs of the tokens [start, end)."""
     return [run._replace(start=max(start, run.start)) for run in up_to(runs, end) if run.end > start]

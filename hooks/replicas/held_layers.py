@@ -26,7 +26,7 @@ from ...allocator._native import Range, Transfer
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.ladder import Rung
 from ...offload.policy.replicas.groups import Span
-from ...offload.residency.layer_parts import Streamed
+from ...offload.residency.layer_parts import StreamedLayer
 from ...offload.residency.slots import open_pages
 from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
@@ -262,7 +262,7 @@ class HeldLayers:
         except PoolExhausted as error:
             raise torch.OutOfMemoryError(f"no room for layer {layer}, which is dropped: {error}") from error
 
-    def _fill(self, each: Streamed, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
+    def _fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
         """Brings a layer's bytes to new pages while forwards run. See Note [Where a layer comes home from]."""
         if given is not None:
             return self._fill_from(each, filled, given)
@@ -272,7 +272,7 @@ class HeldLayers:
         return {}
 
     def _fill_from(
-        self, each: Streamed, filled: Range, given: Mapping[str, torch.Tensor]
+        self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor]
     ) -> dict[int, dict[int, bytes]]:
         """The same from a peer. Returns the checksums of what came, by range and offset. ManageError."""
         lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
@@ -305,14 +305,14 @@ class HeldLayers:
         self._elastic.restore(layer, filled)
         return peer
 
-    def _sums(self, each: Streamed) -> dict[int, dict[int, bytes]]:
+    def _sums(self, each: StreamedLayer) -> dict[int, dict[int, bytes]]:
         """The checksums of a layer on the host, by range and offset; empty where nobody knows."""
         if _in_files(each):
             return {part.range.address: dict(part.backing.sums) for part in each.parts}
         lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
         return {part.range.address: sums(part.range, lying) for part in each.parts}
 
-    def _copy(self, each: Streamed, filled: Range, after: int | None) -> None:
+    def _copy(self, each: StreamedLayer, filled: Range, after: int | None) -> None:
         """From the layer's backing. WeightsFileChanged, DriverError."""
         each.check()
         try:
@@ -336,12 +336,12 @@ class HeldLayers:
         return decoder_layers(self._model)[layer]
 
 
-def _in_files(each: Streamed) -> bool:
+def _in_files(each: StreamedLayer) -> bool:
     """Does all of a layer on the host lie in files, so that nobody has been shown it?"""
     return all(part.backing.file is not None for part in each.parts)
 
 
-def _place(each: Streamed, address: int, page: int) -> int:
+def _place(each: StreamedLayer, address: int, page: int) -> int:
     """Returns where the byte at an address of the layer's lies in its slot."""
     for part in each.parts:
         offset = address - part.range.address - part.first * page

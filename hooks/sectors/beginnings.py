@@ -18,7 +18,7 @@ import torch
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...offload.policy.prefixes import chain
-from ..prefix.sequence import Gone, Run
+from ..prefix.sequence import Gone, TokenRun
 from ..prefix.store import PrefixStore
 from ..prefix.stored_tokens import StoredTokens, cut, open_runs
 from .prompt_blocks import PromptBlocks
@@ -136,12 +136,12 @@ class Beginnings:
 class _Reading(threading.Thread):
     """Reads what files have of one prompt."""
 
-    def __init__(self, one: threading.Lock, find: Callable[[], list[Run]]) -> None:
+    def __init__(self, one: threading.Lock, find: Callable[[], list[TokenRun]]) -> None:
         """`find`: does it, holding `one`."""
         super().__init__(name="ballonet-prefix-reads", daemon=True)
         self._one = one
         self._find = find
-        self.runs: list[Run] = []
+        self.runs: list[TokenRun] = []
 
     def run(self) -> None:
         """The thread."""

@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 
 from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
+from ...offload.residency.pieces import runs_of
 from ..device import governors
 from ..kv.room import find_room
 from .client import SectorClient
@@ -30,15 +31,9 @@ if TYPE_CHECKING:
 RESERVED = 2  # sectors that padding reads from and writes to
 
 
-def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns the pieces as runs (first, count)."""
-    runs: list[tuple[int, int]] = []
-    for piece in sorted(pieces):
-        if runs and runs[-1][0] + runs[-1][1] == piece:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((piece, 1))
-    return runs
+def counted_runs(pieces: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the pieces as runs (first, count), as ranges take them."""
+    return [(first, end - first) for first, end in runs_of(pieces)]
 
 
 class SectorPages:
@@ -67,7 +62,7 @@ class SectorPages:
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
         fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
-        self._map(runs_of((*range(self._front // self._page), *fixed)))
+        self._map(counted_runs((*range(self._front // self._page), *fixed)))
         for piece in fixed:
             self._users[piece] += 1
 
@@ -100,7 +95,7 @@ class SectorPages:
 
     def missing(self, sectors: Iterable[int]) -> list[tuple[int, int]]:
         """The pieces (first, count) that have no page yet and would need one for these sectors."""
-        return runs_of({piece for sector in sectors for piece in self.pieces(sector) if not self._users[piece]})
+        return counted_runs({piece for sector in sectors for piece in self.pieces(sector) if not self._users[piece]})
 
     def take(self, sectors: Iterable[int], place: Place = "device") -> None:
         """Backs these sectors, which are in use from now on, with new pages in `place` where there are none: all, or

@@ -24,7 +24,7 @@ from ...allocator._native import Group
 from ..device.streams import torch_device, wait_for_work
 from ..forward.lease import GroupLease
 from ..prefix.identity import Identity
-from ..prefix.sequence import Gone, Pair, Run
+from ..prefix.sequence import Gone, Pair, TokenRun
 from .pages import SectorPages, SectorPool
 
 
@@ -59,11 +59,11 @@ class PromptBlocks:
         known = self._ledger.hash_to_block
         return next((n for n, each in enumerate(hashes) if each not in known), len(hashes))
 
-    def find(self, ids: Sequence[int]) -> Run | None:
+    def find(self, ids: Sequence[int]) -> TokenRun | None:
         """Returns where the longest beginning of these tokens lies."""
         hashes = self.hashes(ids)
         count = self.count(hashes)
-        return Run(KeptBlocks(self, hashes[:count]), 0, count * self.tokens) if count else None
+        return TokenRun(KeptBlocks(self, hashes[:count]), 0, count * self.tokens) if count else None
 
     def of(self, request: str) -> list[int]:
         """Returns the blocks of a request."""

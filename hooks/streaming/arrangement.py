@@ -27,7 +27,7 @@ from torch import nn
 
 from ...allocator._native import Range
 from ...offload.policy.plan import Plan, streaming
-from ...offload.residency.layer_parts import Streamed, spans
+from ...offload.residency.layer_parts import StreamedLayer, spans
 from ..weights import moving, room
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
@@ -65,18 +65,19 @@ class Arrangement:
         """Streams what the plan says, as far as it can. Raises as `Ring.arrange`."""
         weights, ring = self._weights, self._weights.ring
         layers = [
-            Streamed(layer, slot, weights.parts(layer)) for layer, slot in zip(plan.streamed, plan.slots, strict=True)
+            StreamedLayer(layer, slot, weights.parts(layer))
+            for layer, slot in zip(plan.streamed, plan.slots, strict=True)
         ]
         slot_pages = plan.slot_pages
         if self.dropped:
-            dropped = [Streamed(layer, len(slot_pages), weights.parts(layer)) for layer in self.dropped]
+            dropped = [StreamedLayer(layer, len(slot_pages), weights.parts(layer)) for layer in self.dropped]
             slot_pages = *slot_pages, max(each.pages for each in dropped)
             layers += dropped
         same = [layer for layer in ring.own.layers if (its := ring.layer(layer)) and its.parts == weights.parts(layer)]
         coming = sorted(set(weights.on_host()).difference(plan.streamed, self.dropped, same))
         self._passes.close()
         try:
-            ring.arrange(slot_pages, layers, [Streamed(layer, 0, weights.parts(layer)) for layer in coming])
+            ring.arrange(slot_pages, layers, [StreamedLayer(layer, 0, weights.parts(layer)) for layer in coming])
         finally:
             self._bind()
 

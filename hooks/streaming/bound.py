@@ -130,7 +130,10 @@ class Bound:
     def written(self) -> int:
         """The first of what `look` returns."""
         held = self._held()
-        return 0 if held is None else _versions(self._flat(held) if self.wraps else held)
+        if held is None:
+            return 0
+        leaves = self._flat(held) if self.wraps else held
+        return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # as `_versions`
 
     def enter(self, call: FrameType | None) -> None:
         """The slot holds the layer: the call with this frame reads it. Follows `look`, which found views."""
@@ -153,7 +156,8 @@ class Bound:
             return 0, False
         if self.wraps:
             return _versions(self._flat(held)), False
-        return _versions(held), not perhaps_referenced(held, self._interpreter)
+        written = sum(map(_version, held)) if not any(map(_inference, held)) else 0  # as `_versions`
+        return written, not perhaps_referenced(held, self._interpreter)
 
     def active(self, frame: FrameType | None) -> bool:
         """Does this frame belong to a call that reads the slot?"""

@@ -72,7 +72,7 @@ class Captured:
     def kept_pages(self) -> int:
         return sum(self._arrangement.pages[layer] for layer in self._arrangement.kept)
 
-    def keep(self, layers: Iterable[int] | None, records: Sequence[graphs.Record]) -> None:
+    def keep(self, layers: Iterable[int] | None, records: Sequence[graphs.CaptureRecord]) -> None:
         with self.lock:
             on_host = {*self._weights.on_host(), *self._weights.ring.streamed}
             chosen = set(range(len(self._arrangement.order))) - on_host if layers is None else set(layers)

@@ -74,6 +74,7 @@ class Elastic:
             governor.tuning.waiting,
             governors.composed_with().interpreter,
             here_of(model),
+            governor.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
         self.captured = Captured(

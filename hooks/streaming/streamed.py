@@ -67,10 +67,11 @@ class Streaming:
         waiting: Waiting = DEFAULT.waiting,
         interpreter: Interpreter = THIS,
         here: Here | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
         told before a layer is read while what this thread does is captured (`capturing`); ManageError where it cannot
-        be. `here`: which layers run here, None for all."""
+        be. `here`: which layers run here, None for all. `clock`: by which it is waited no longer."""
         self._ring = ring
         self._turns = turns
         self._stream = stream
@@ -78,6 +79,7 @@ class Streaming:
         self._captured = captured
         self.capturing = capturing
         self._waiting = waiting
+        self._clock = clock
         self._interpreter = interpreter
         self._here = Here() if here is None else here
         self._span: Span | None = None  # for which layers have their turns
@@ -180,12 +182,18 @@ class Streaming:
 
     def leave(self, layer: int) -> None:
         """The layer has run. ManageError where it has written to its slot, DriverError."""
-        if self.inside == layer and self.bound[layer].active(sys._getframe()) and self._end():
+        bound = self.bound[layer] if self.inside == layer else None
+        if bound is None or bound.call is None or bound.thread != threading.get_ident():
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not bound.call:  # as `Bound.active`, in one call
+            frame = frame.f_back
+        if frame is not None and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:
         """Whoever asks may read the layer from now on. See Note [Layers that nobody has seen]."""
-        end = monotonic() + self._waiting.reveal
+        end = self._clock() + self._waiting.reveal
         while layer in self._hidden:
             with self._revealing:
                 try:
@@ -193,7 +201,7 @@ class Streaming:
                         self._ring.reveal(layer)
                         self._hidden.discard(layer)
                 except ManageError:
-                    if monotonic() > end:
+                    if self._clock() > end:
                         raise
             if layer in self._hidden:
                 threading.Event().wait(self._waiting.reveal_look)

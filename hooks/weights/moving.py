@@ -68,15 +68,17 @@ class MoveIn:
         known: Mapping[int, FileSpan],
         loader: FileLoader,
         progress: Callable[[int], object],
+        read: int = DEFAULT.files.read,
     ) -> None:
         """`back(range, first, count)` puts pages behind pieces and says whether they are to be filled. `known`: id of a
         tensor whose bytes are read from a file, and not from its memory -> those bytes. `progress` is told the bytes of
-        each step."""
+        each step; `read`: as many are read at once from a file that cannot be copied from."""
         self._back = back
         self._note = note
         self._known = known
         self._loader = loader
         self._progress = progress
+        self._read = read
         self._before: dict[int, torch.Tensor] = {}  # id of a tensor in a file -> what it was: no memory of its own
 
     def do(self, step: Step) -> None:
@@ -118,7 +120,7 @@ class MoveIn:
             offset = tensor.data_ptr() - span.start
             part = flat[offset : offset + found.nbytes]
             if offset % ALIGNMENT or not self._loader.load(part.data_ptr(), found):
-                most = DEFAULT.files.read
+                most = self._read
                 for first in range(0, found.nbytes, most):
                     data = found.file.read(found.start + first, min(most, found.nbytes - first))
                     part[first : first + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

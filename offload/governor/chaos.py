@@ -36,7 +36,7 @@ WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to
 OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
 
 
-class Pages(Protocol):
+class MovablePages(Protocol):
     """What chaos needs of a `Range`."""
 
     @property
@@ -45,7 +45,7 @@ class Pages(Protocol):
     def move(self, piece: int, to: Place) -> bool: ...
 
 
-class KV(Pages, Protocol):
+class KV(MovablePages, Protocol):
     """What chaos needs of the pages of a KV range."""
 
     def displace(self, piece: int) -> bool: ...
@@ -53,7 +53,7 @@ class KV(Pages, Protocol):
     def bring_back(self, piece: int) -> bool: ...
 
 
-P = TypeVar("P", bound=Pages)
+P = TypeVar("P", bound=MovablePages)
 
 
 class Chaos:
@@ -87,7 +87,7 @@ class Chaos:
         with self._lock:
             return dict(self._pulled)
 
-    def act(self, weights: Sequence[Pages], caches: Sequence[KV]) -> None:
+    def act(self, weights: Sequence[MovablePages], caches: Sequence[KV]) -> None:
         """Moves a few random pages of ranges that this thread has leased; a page that cannot be moved now stays.
         DriverError."""
         for _ in range(self._tuning.moves):

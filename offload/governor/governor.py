@@ -89,19 +89,22 @@ class Governor:
         bandwidth: float | None = None,
         received: Callable[[], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        waits: Callable[[], float] = time.monotonic,
         tuning: Tuning = DEFAULT,
         window: float = Config().reserve,
         spill: bool = False,
         events: Events | None = None,
         marks: Marks | None = None,
     ) -> None:
-        """`bandwidth`, `received`: see Link. `clock`: seconds, by which all is decided that depends on time. `window`:
-        seconds that a model's reserve outlasts its use. `spill`: may pages of the host stand in where no others are
+        """`bandwidth`, `received`: see Link. `clock`: seconds, by which all is decided that depends on time. `waits`:
+        the same, by which one thread waits no longer for another. `window`: seconds that a model's reserve outlasts its
+        use. `spill`: may pages of the host stand in where no others are
         left? `events`: the device's log. `marks`: of its streams, None where operators are complete when they
         return."""
-        known = Overview(device, clock, tuning, window, events, marks, bandwidth, received)
+        known = Overview(device, clock, tuning, window, events, marks, bandwidth, received, waits)
         self.tuning: Final = tuning
         self.clock: Final = clock
+        self.waits: Final = waits
         # the same in ns, and where nothing else was said in one call of C
         self.nanoseconds: Final = time.monotonic_ns if clock is time.monotonic else lambda: round(clock() * 1e9)
         self.spill: Final = spill
@@ -267,8 +270,8 @@ class Governor:
     # -- KV caches
 
     def add_client(self, cache: PageClient) -> int:
-        """Adds a cache and returns its number. Called on the thread that uses it first; see caches.py, Note [Whose
-        caches]."""
+        """Adds a cache and returns its number. Called on the thread that uses it first; see clients.py, Note [Whose
+        pages]."""
         with self._known.lock:
             return self._known.clients.add_paged(cache)
 

@@ -67,10 +67,6 @@ class KVOffers:
                     found[kind].append((number, spans))
         return found
 
-    def is_of_slot(self, index: int) -> bool:
-        """Is the offer of pages of a slot?"""
-        return index in self._slices
-
     def _sliced(self) -> dict[int, Slice]:
         """Pages of slots, by index of the offer: what was offered before has the index that it had."""
         known = {each[:3]: index for index, each in self._slices.items()}

@@ -27,7 +27,7 @@ from .decision import Decision
 from .duplicates import Duplicates
 from .lend import Lending
 from .link import Link
-from .pages import Pages
+from .pages import DevicePages
 from .published import Pool, Published
 from .restore import Back, plan_restore
 from .situation import Situation
@@ -46,6 +46,7 @@ class Overview:
         marks: Marks | None,
         bandwidth: float | None,
         received: Callable[[], int | None] | None,
+        waits: Callable[[], float],
     ) -> None:
         """See Governor."""
         self.device: Final = device
@@ -60,7 +61,7 @@ class Overview:
         self.settled: RunningShares | None = None
         self.wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
         # pages
-        self.pages: Final = Pages(device, tuning.pages)
+        self.pages: Final = DevicePages(device, tuning.pages, waits)
         self.list: Final = Published(device)
         self.events: Final = Events() if events is None else events
         self.events.naming = self.list.named

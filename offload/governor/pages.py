@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 
 from ..policy.remap import Calm, observe
 from ..policy.tuning import FreePages
 from .published import Pool
 
 
-class Pages:
+class DevicePages:
     """`look` is not thread-safe: whoever calls holds the governor's lock; the others are."""
 
-    def __init__(self, device: Pool, tuning: FreePages) -> None:
+    def __init__(self, device: Pool, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
+        """`waits`: the clock by which `wait` gives up."""
         self.short = False  # were few free when it was looked last?
         self.scarce = False  # or not long ago?
         self._quiet_until = -math.inf  # before then time alone changes nothing of what a look finds
@@ -23,6 +25,7 @@ class Pages:
         self._ample: float | None = None  # since when
         self._device = device
         self._tuning = tuning
+        self._waits = waits
         self._calm: Calm | None = None
         self._given = threading.Condition()
 
@@ -95,12 +98,12 @@ class Pages:
     def wait(self, timeout: float) -> bool:
         """Waits until others may have given some, `timeout` seconds at most, and gives meanwhile what others request of
         this thread. False where nothing has happened."""
-        end, before, requested = time.monotonic() + timeout, self.free, 0
+        end, before, requested = self._waits() + timeout, self.free, 0
         while True:
             requested, was = self._device.page_request, requested
             if (requested and self._device.yield_pages()) or self.free > before or requested < was:
                 return True
-            left = end - time.monotonic()
+            left = end - self._waits()
             if left <= 0:
                 return False
             with self._given:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..policy.ledger import Client, Refusal, RunningShares, Shares, share, share_running
+from ..policy.ledger import LinkClient, Refusal, RunningShares, Shares, share, share_running
 from ..record.record import Point
 from .activity import Activity
 from .client import ModelClient
@@ -44,7 +44,7 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
         costs, measured = now.costs(new, point)
         if new.slo(phase) == math.inf or not measured:
             continue
-        client = Client(new.name, costs, now.page_size, new.slo(phase), available, only=only)
+        client = LinkClient(new.name, costs, now.page_size, new.slo(phase), available, only=only)
         wide = [now.client(each, each.last["decode"], _all(each)) for each in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue
@@ -55,7 +55,7 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     return None
 
 
-def _together(now: Situation, clients: Sequence[Client], room: int) -> Shares | None:
+def _together(now: Situation, clients: Sequence[LinkClient], room: int) -> Shares | None:
     """What is best for all, if it can be had within `room` beside the pages that they have."""
     assert now.bandwidth is not None
     found = share(clients, now.bandwidth, now.traffic)

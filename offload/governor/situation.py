@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..policy.interval import Costs, fitting, meeting
-from ..policy.ledger import FIXED, Client, Option, RunningShares
+from ..policy.ledger import FIXED, LinkClient, Option, RunningShares
 from ..policy.plan import Plan
 from ..policy.remap import Model
 from ..record.record import Phase, Point
@@ -108,7 +108,7 @@ class Situation:
         """What an option of `client` means."""
         return self.standing(state) if option.interval == FIXED else self.costs(state, point)[0].plan(option.interval)
 
-    def client(self, state: ModelState, point: Point, room: int) -> Client:
+    def client(self, state: ModelState, point: Point, room: int) -> LinkClient:
         """As ledger.py wants it, with so many pages beside those that it has."""
         costs, _ = self.costs(state, point)
         plan = self.standing(state)
@@ -117,7 +117,7 @@ class Situation:
         free = state.auto and slo < math.inf and fitting(costs, available) is not None
         fixed = None if free else plan
         least = 0 if fixed else _kept(costs, state.model.floor, available)
-        return Client(state.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
+        return LinkClient(state.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
 
     def _least(self, state: ModelState, phase: Phase) -> int:
         """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""

@@ -32,7 +32,7 @@ from typing import Final
 class Rung(IntEnum):
     """In the order in which they are pulled; numbered as in the design where it has a number for them."""
 
-    TRIM = 0  # free blocks, mapped slots, reserves
+    TRIM = 0  # free blocks, cached ranges, reserves
     PREFIX = 1  # KV that is only kept in case that a prompt begins with it, and lies on the host as well
     INFLATE = 2  # free pages of activations become KV, or the reverse
     LEND = 3  # KV that nobody uses, of a model that has more than its own, while another one lacks that (lending.py)

@@ -44,7 +44,7 @@ Reason = Literal["memory", "slo", "link"]
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class LinkClient:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
     infinite where nobody said; `available`: device pages for its layers and slots, of which it keeps `least`; `only`:
     the interval that somebody asked for; `fixed`: what it streams whatever anyone wants, which is no interval
@@ -147,14 +147,14 @@ class RunningShares:
 _Sum = tuple[int, int, tuple[int, ...], tuple[Option, ...]]  # -bytes on the host, bytes per second, intervals, of what
 
 
-def options(client: Client) -> tuple[Option, ...]:
+def options(client: LinkClient) -> tuple[Option, ...]:
     """The intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one that
     streams least, as there is nothing to trade memory for."""
     found = _valid(client)
     return found if client.slo < math.inf else tuple(sorted(found, key=lambda each: (each.host, each.interval))[:1])
 
 
-def share(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> Shares | Refusal:
+def share(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | Refusal:
     """The intervals with which every SLO is met and most host memory is used; of several the one with the smallest
     largest need, then with the fewest bytes per second, then with the smallest intervals in the order of `clients`. The
     latter come in the order in which they were admitted: refused is the first that does not go with those before it.
@@ -170,7 +170,7 @@ def share(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> 
     return _refusal(active[count - 1], tables[: count - 1], left)
 
 
-def share_running(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> RunningShares:
+def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> RunningShares:
     """`share` between iterations, when no model can be sent away any more: where the link got slower the newest that
     does not go with those before it keeps streaming what its memory demands, and its SLO is given up. ValueError for
     layers that do not fit."""
@@ -186,30 +186,30 @@ def share_running(clients: Sequence[Client], bandwidth: float, traffic: float = 
     return RunningShares(found, missed)
 
 
-def _fitting(client: Client) -> Iterator[int]:
+def _fitting(client: LinkClient) -> Iterator[int]:
     every = range(1, client.costs.none + 1) if client.only is None else (client.only,)
     every = every if client.fixed is None else (FIXED,)
     return (i for i in every if client.least <= client.plan(i).device_pages <= client.available)
 
 
-def _valid(client: Client) -> tuple[Option, ...]:
+def _valid(client: LinkClient) -> tuple[Option, ...]:
     anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
     return tuple(each for each in anywhere if client.plan(each.interval).device_pages <= client.available)
 
 
 @lru_cache(maxsize=256)
-def _valid_anywhere(client: Client) -> tuple[Option, ...]:
+def _valid_anywhere(client: LinkClient) -> tuple[Option, ...]:
     found = ((interval, _need(client, interval)) for interval in _fitting(client))
     return tuple(_option(client, interval, need) for interval, need in found if need is not None)
 
 
-def _option(client: Client, interval: int, need: int) -> Option:
+def _option(client: LinkClient, interval: int, need: int) -> Option:
     plan = client.plan(interval)
     host = plan.host_pages * client.page_bytes
     return Option(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
 
 
-def _need(client: Client, interval: int) -> int | None:
+def _need(client: LinkClient, interval: int) -> int | None:
     """None where the whole link is not enough."""
 
     def enough(part: int) -> bool:
@@ -226,7 +226,7 @@ def _need(client: Client, interval: int) -> int | None:
     return client.bandwidth(parts[bisect_left(parts, True, key=enough)])
 
 
-def _least_part(client: Client, interval: int) -> int:
+def _least_part(client: LinkClient, interval: int) -> int:
     """The largest part of the link over which the bytes of an iteration take at least as long as the SLO."""
     pages = client.plan(interval).host_pages
     return min(_PARTS - 1, math.floor(pages * client.costs.page_seconds / client.slo * _PARTS)) if pages else 0
@@ -281,7 +281,7 @@ def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
     return min(sums, default=None)
 
 
-def _refusal(client: Client, before: Sequence[Sequence[Option]], left: int) -> Refusal:
+def _refusal(client: LinkClient, before: Sequence[Sequence[Option]], left: int) -> Refusal:
     reason: Reason = "link" if options(client) else "slo" if next(_fitting(client), None) is not None else "memory"
     anywhere = _valid(replace(client, available=sum(client.costs.pages)))
     enough = [each.interval for each in anywhere if _possible([*before, (each,)], left)]
@@ -290,7 +290,7 @@ def _refusal(client: Client, before: Sequence[Sequence[Option]], left: int) -> R
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
 
 
-def _nearest(client: Client, before: Sequence[Sequence[Option]], left: int) -> float | None:
+def _nearest(client: LinkClient, before: Sequence[Sequence[Option]], left: int) -> float | None:
     """The smallest SLO that can be met beside the others: by the most of the link that each interval can count on."""
 
     times = []
@@ -304,5 +304,5 @@ def _nearest(client: Client, before: Sequence[Sequence[Option]], left: int) -> f
     return min((time for time in times if time < math.inf), default=None)
 
 
-def _beyond(need: int, client: Client, interval: int, before: Sequence[Sequence[Option]], left: int) -> bool:
+def _beyond(need: int, client: LinkClient, interval: int, before: Sequence[Sequence[Option]], left: int) -> bool:
     return not _possible([*before, (_option(client, interval, need),)], left)

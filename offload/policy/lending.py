@@ -65,7 +65,7 @@ def unit_within(worker: int, master: int, most: int) -> Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class UnitExchange:
     """A move of so many units from one to the other, which are so many blocks of either."""
 
     units: int
@@ -73,18 +73,18 @@ class Exchange:
     master: int
 
 
-def scale_up(blocks: int, needed: int, unit: Unit) -> Exchange:
+def scale_up(blocks: int, needed: int, unit: Unit) -> UnitExchange:
     """What a worker that has `blocks` takes back to have at least `needed`."""
     return _exchange(-(-max(0, needed - blocks) // unit.worker), unit)
 
 
-def scale_down(blocks: int, needed: int, unit: Unit) -> Exchange:
+def scale_down(blocks: int, needed: int, unit: Unit) -> UnitExchange:
     """What a worker that has `blocks` may lend and still have `needed`, the most of a `Window`."""
     return _exchange(max(0, blocks - needed) // unit.worker, unit)
 
 
-def _exchange(units: int, unit: Unit) -> Exchange:
-    return Exchange(units, units * unit.worker, units * unit.master)
+def _exchange(units: int, unit: Unit) -> UnitExchange:
+    return UnitExchange(units, units * unit.worker, units * unit.master)
 
 
 def resized(reserve: int, block: int, needed: int, unit: Unit) -> int:

@@ -278,13 +278,15 @@ class WeightsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How long one thread waits for another, in seconds of real time, and how often it looks. All chosen."""
+    """How long one thread waits for another, in seconds of the clock of waits, and how often it looks, in seconds that
+    really pass. All chosen."""
 
     # `manage()` for forwards that are running, and between looks at their stacks: an order above a long prefill.
     gate: float = 30.0
     gate_look: float = 0.005
     # A forward for the slots: without them it reads the host, right and slower, so it need not wait long.
     slots: float = 1.0
+    slots_look: float = 0.05
     # Whoever looks at a layer that only files have, for the thread that runs it, and between two looks.
     reveal: float = 60.0
     reveal_look: float = 0.02

@@ -111,7 +111,8 @@ class Backing:
     def copies(self, first: int, count: int, to: int) -> Copies:
         """What brings the bytes of `count` pieces to the address `to`."""
         if self.file is None:
-            return [(to, self.pages.address + first * self._page, count * self._page)]
+            pages = self._made.get("pages") or self.pages  # for each layer of each token: in one call
+            return [(to, pages.address + first * self._page, count * self._page)]
         return list(_clipped(self.file.copies, first * self._page, count * self._page, to))
 
     def saves(self, pieces: Iterable[int]) -> Copies:

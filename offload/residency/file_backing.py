@@ -33,7 +33,7 @@ Place = tuple[int, FileSpan]  # the offset in a range of what is there, and the 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FileRun:
     """Bytes that come over in one copy: `offset` in the range, [start, start + nbytes) in the file."""
 
     file: WeightsFile
@@ -42,7 +42,7 @@ class Run:
     nbytes: int
 
 
-def runs(places: Iterable[Place], piece: int) -> list[Run]:
+def runs(places: Iterable[Place], piece: int) -> list[FileRun]:
     """The fewest copies that bring everything to its place, in order of the offsets; none crosses a piece of the file.
 
     ValueError for places that overlap, or that are not at a multiple of 512 bytes.
@@ -50,8 +50,8 @@ def runs(places: Iterable[Place], piece: int) -> list[Run]:
     return [part for whole in _joined(places) for part in _cut(whole, piece)]
 
 
-def _joined(places: Iterable[Place]) -> list[Run]:
-    found: list[Run] = []
+def _joined(places: Iterable[Place]) -> list[FileRun]:
+    found: list[FileRun] = []
     for offset, span in sorted(places, key=lambda place: place[0]):
         if offset % ALIGNMENT:
             raise ValueError(f"a tensor at offset {offset}, which is no multiple of {ALIGNMENT}")
@@ -61,17 +61,17 @@ def _joined(places: Iterable[Place]) -> list[Run]:
             if gap < 0:
                 raise ValueError(f"tensors overlap at offset {offset}")
             if last.file is span.file and span.start - last.start == offset - last.offset and gap < ALIGNMENT:
-                found[-1] = Run(last.file, last.offset, last.start, offset + span.nbytes - last.offset)
+                found[-1] = FileRun(last.file, last.offset, last.start, offset + span.nbytes - last.offset)
                 continue
-        found.append(Run(span.file, offset, span.start, span.nbytes))
+        found.append(FileRun(span.file, offset, span.start, span.nbytes))
     return found
 
 
-def _cut(run: Run, piece: int) -> Iterator[Run]:
+def _cut(run: FileRun, piece: int) -> Iterator[FileRun]:
     start, end = run.start, run.start + run.nbytes
     while start < end:
         reached = min(end, (start // piece + 1) * piece)
-        yield Run(run.file, run.offset + start - run.start, start, reached - start)
+        yield FileRun(run.file, run.offset + start - run.start, start, reached - start)
         start = reached
 
 
@@ -160,7 +160,7 @@ class FileBackings:
                 del pieces[index]
             del self._pieces[file]
 
-    def _address(self, run: Run, undo: ExitStack) -> int:
+    def _address(self, run: FileRun, undo: ExitStack) -> int:
         """Where the first byte of the run is in memory that is registered, now if it was not."""
         index, inside = divmod(run.start, self._piece)
         pieces = self._pieces.setdefault(run.file, {})

@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedLayer:
     """A streamed layer: its number in the model, its slot, and its ranges."""
 
     layer: int

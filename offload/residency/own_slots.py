@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ...allocator._native import Range
-from .layer_parts import Streamed
+from .layer_parts import StreamedLayer
 from .slots import Copies, Slot
 
 
@@ -17,7 +17,7 @@ class OwnSlots:
     """The own slots of one model, at first none. Not thread-safe, but for what may be asked on any thread."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[Streamed, Slot[int]]] = {}
+        self._slots: dict[int, tuple[StreamedLayer, Slot[int]]] = {}
 
     # -- on any thread
 
@@ -52,19 +52,19 @@ class OwnSlots:
     # -- for the ring
 
     @property
-    def members(self) -> list[tuple[Streamed, Slot[int]]]:
+    def members(self) -> list[tuple[StreamedLayer, Slot[int]]]:
         """The layers, and their slots."""
         return list(self._slots.values())
 
-    def get(self, layer: int) -> tuple[Streamed, Slot[int]] | None:
+    def get(self, layer: int) -> tuple[StreamedLayer, Slot[int]] | None:
         """The layer and its slot, None where it has none."""
         return self._slots.get(layer)
 
-    def add(self, each: Streamed, opened: Range) -> None:
+    def add(self, each: StreamedLayer, opened: Range) -> None:
         """The layer is read from these pages from now on, which are filled when a pass begins."""
         self._slots[each.layer] = each, Slot(opened, [each.layer])
 
-    def remove(self, layers: Collection[int] | None = None) -> Iterable[Streamed]:
+    def remove(self, layers: Collection[int] | None = None) -> Iterable[StreamedLayer]:
         """Closes the slots of these layers, with None of all, and returns those that had one, one after the other. They
         are on the host."""
         for layer in self._slots.keys() & (self._slots if layers is None else layers):

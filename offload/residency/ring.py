@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import DriverError
 from .backing import not_now
-from .layer_parts import Streamed, spans
+from .layer_parts import StreamedLayer, spans
 from .own_slots import OwnSlots, is_taken
 from .slots import Copies, Filler, Slot, open_pages
 
@@ -53,7 +53,7 @@ class Ring:
         # Called before a layer is copied to its slot: is it the first one there, whose copy may be for the next pass?
         self.loading: Callable[[int, bool], None] = lambda layer, first: None
         self._slots: list[Slot[int]] = []
-        self._layers: dict[int, Streamed] = {}  # those that stream
+        self._layers: dict[int, StreamedLayer] = {}  # those that stream
         self.own = OwnSlots()  # of those that have come back
         self._runs: Callable[[int], bool] = lambda layer: True
 
@@ -82,7 +82,7 @@ class Ring:
         """The layers that stream, ascending."""
         return tuple(sorted(self._layers))
 
-    def layer(self, layer: int) -> Streamed | None:
+    def layer(self, layer: int) -> StreamedLayer | None:
         """A layer that streams or has come back; None where it does neither."""
         found = self._layers.get(layer) or self.own.get(layer)
         return found[0] if isinstance(found, tuple) else found
@@ -108,7 +108,9 @@ class Ring:
                 slot.range.close()
                 slot.range, slot.holds = made, None
 
-    def arrange(self, slot_pages: Sequence[int], layers: Sequence[Streamed], others: Iterable[Streamed] = ()) -> None:
+    def arrange(
+        self, slot_pages: Sequence[int], layers: Sequence[StreamedLayer], others: Iterable[StreamedLayer] = ()
+    ) -> None:
         """From now on `layers` stream, in the order in which they compute, and no others. `others`: those on the host
         that come back; who is not among them keeps its own slot. Nobody shows what is in slots. See Note [Leaving and
         coming back]. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged,
@@ -175,8 +177,9 @@ class Ring:
         slot = self.slot(layer)
         if slot is None:
             return
-        following = slot.after(layer)
-        if slot.turns[-1] != layer or (following != layer and ahead(following)):
+        turns = slot.turns
+        following = turns[(turns.index(layer) + 1) % len(turns)]  # as `after`, in one call
+        if turns[-1] != layer or (following != layer and ahead(following)):
             self._filler.fill(self, slot, following)
 
     def give_away(self, layer: int) -> None:
@@ -201,7 +204,7 @@ class Ring:
             layers.append(each)
         for each in layers:  # in one call: this is done for each token
             for part in each.parts:
-                if (backed := part.backing.file) is None:
+                if (backed := part.mover.backing.file) is None:
                     continue
                 for file in backed.files:
                     if id(file) not in checked:
@@ -275,16 +278,18 @@ class Ring:
 
     def copies(self, member: int, slot: Slot[int]) -> Copies:
         """What fills the slot with the layer."""
-        each = self.layer(member)
-        assert each is not None
-        led = member not in self._layers and is_taken(slot)  # to the host copy: it would be copied onto itself
-        return [] if led else each.copies(slot.range)
+        if (each := self._layers.get(member)) is not None:  # as `layer`, in one call
+            return each.copies(slot.range)
+        found = self.own.get(member)
+        assert found is not None
+        led = is_taken(slot)  # to the host copy: it would be copied onto itself
+        return [] if led else found[0].copies(slot.range)
 
     def filling(self, member: int, slot: Slot[int]) -> None:
         self.loading(member, member == slot.turns[0])
 
 
-def _adopt(each: Streamed, filled: Range) -> None:
+def _adopt(each: StreamedLayer, filled: Range) -> None:
     """The ranges of a layer on the host get the pages of `filled`, all or none. ManageError, DriverError."""
     with ExitStack() as undo:
         for part in each.parts:

@@ -61,7 +61,7 @@ def open_pages(device: Device, group: Group, owner: Owner, pages: int, *, reuse:
     return opened
 
 
-class Source(Protocol[Member]):
+class SlotSource(Protocol[Member]):
     """Where members' bytes come from."""
 
     def copies(self, member: Member, slot: Slot[Member]) -> Copies:
@@ -87,7 +87,7 @@ class Filler(Generic[Member]):
         self._owner = owner
         self._waiting = waiting
 
-    def fill(self, source: Source[Member], slot: Slot[Member], member: Member, after: int | None = None) -> None:
+    def fill(self, source: SlotSource[Member], slot: Slot[Member], member: Member, after: int | None = None) -> None:
         """Has the slot hold the member, once its readers have passed, and what the stream `after` was given so far. See
         Note [Overwriting a slot]. DriverError."""
         if slot.holds == member:
@@ -101,7 +101,7 @@ class Filler(Generic[Member]):
         slot.holds = member
         slot.readers.clear()
 
-    def read(self, source: Source[Member], slot: Slot[Member], member: Member, stream: int) -> None:
+    def read(self, source: SlotSource[Member], slot: Slot[Member], member: Member, stream: int) -> None:
         """What `stream` is given from now on reads the member in the slot. DriverError."""
         if slot.holds != member:
             self.fill(source, slot, member, stream)

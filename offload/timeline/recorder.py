@@ -28,7 +28,7 @@ from .series import Level, Recording, Row, fewer, thinned
 from .served import Served
 
 
-class Source(Protocol):
+class TimelineSource(Protocol):
     """What is recorded: a `Device`."""
 
     def timeline(self) -> list[Row]:
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(
         self,
-        source: Source,
+        source: TimelineSource,
         events: Events | None = None,
         tuning: Timelines = DEFAULT.timeline,
     ) -> None:
@@ -182,7 +182,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _collect(source: Source) -> None:
+def _collect(source: TimelineSource) -> None:
     """Gives all recorders of the device what it has. The caller holds the lock. See Note [Several recorders]."""
     rows, snapshot = source.timeline(), source.snapshot()
     for recorder in _recorders:

@@ -45,7 +45,7 @@ _QWEN_TOKENS: Final = {
 
 
 def _qwen_image(batch: int) -> Tensors:
-    """Of each image 4 x 4 patches, which become 2 x 2 tokens."""
+    """Each image is 4 x 4 patches, which become 2 x 2 tokens."""
     return {
         "pixel_values": floats(batch * 16, 3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * batch),

@@ -39,7 +39,7 @@ class Hold:
             self._release_in(PATIENCE, self._expire)
 
     def release(self) -> None:
-        """Again: does nothing."""
+        """Idempotent."""
         if not self.released:
             self.released = True
             self._post(self._gate)

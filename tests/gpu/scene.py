@@ -122,7 +122,7 @@ class Captured:
 
     @property
     def pool(self) -> Any:
-        """Of the graph's memory."""
+        """The pool of the graph's memory."""
         return None if self._graph is None else self._graph.pool()
 
     def launch(self) -> None:

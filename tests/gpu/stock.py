@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import ballonet
+from ballonet import testing
 from ballonet.testing import chaos_of
 
 from .. import models
@@ -47,7 +47,7 @@ def compared(name: str, place: Place, dtype: torch.dtype, modes: Mapping[str, An
     expected = {mode: models.generate(model, mode, inputs, TOKENS) for mode in modes}
     wrong = []
     for chaos in (None, 5):
-        with ballonet.manage(model, chaos=chaos) as managed:
+        with testing.manage(model, chaos=chaos) as managed:
             for mode in modes:
                 found = models.generate(model, mode, inputs, TOKENS)
                 if said := differences(found, expected[mode]):
@@ -62,6 +62,6 @@ def few_tokens(place: Place, tokens: int) -> None:
     model = models.build("llama").to(place.kind)
     inputs = {key: value.to(place.kind) for key, value in models.prompts(2, 9).items()}
     expected = models.generate(model, "greedy", inputs, tokens)
-    with ballonet.manage(model, chaos=4):
+    with testing.manage(model, chaos=4):
         found = models.generate(model, "greedy", inputs, tokens)
     assert not differences(found, expected)

@@ -11,6 +11,7 @@ import torch
 from transformers import StoppingCriteria
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator.errors import BudgetInUse
 
 from .. import models
@@ -98,7 +99,7 @@ def test_several_models_and_threads(place: Place) -> None:
 
     with small_layers():
         managed = [
-            ballonet.manage(model, priority=number, chaos=5 if number == 1 else None)
+            testing.manage(model, priority=number, chaos=5 if number == 1 else None)
             for number, (model, _) in enumerate(spoken)
         ]
         least = smallest(place, lambda: speak(0))

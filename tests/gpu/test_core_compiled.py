@@ -75,7 +75,7 @@ def test_graphs_keep_their_memory_without_it(
 
 
 def test_it_is_compiled_with_the_headers_of_pips_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lack the folder crt/, which comes with nvcc."""
+    """The headers of pip's torch lack the folder crt/, which comes with nvcc."""
     cuda = torch.version.cuda
     assert cuda is not None
     there, missing = cuda_headers.find(cuda)

@@ -64,7 +64,7 @@ class Cache:
         return found, oldest(found)
 
     def check(self, number: int, new: torch.Tensor, found: Any, early: list[torch.Tensor]) -> None:
-        """That, by the stock layer; `found` may be None."""
+        """Compares with the stock layer; `found` may be None."""
         right = self.pairs[number][1].update(new, -new)
         if self._place.cuda:
             torch.cuda._sleep(2_000_000)
@@ -312,7 +312,7 @@ class Interrupted(Cache):
 
 @scene(needs_host=True, spill=True, pages=256, host_pages=128)
 def test_slots_are_taken_while_a_layer_is_read(place: Place) -> None:
-    """Of each layer in turn; what others had in the slot is right as well."""
+    """Slots of each layer in turn; what others had in the slot is right as well."""
     times = 4 * LAYERS
     with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
         cache = Interrupted(place)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import ballonet
+from ballonet import testing
 
 from .. import models
 from .scene import Place, play, scene
@@ -72,6 +72,6 @@ def test_threads_generate_at_once(place: Place) -> None:
                 assert not differences(found, expected[number]), f"thread {number}"
         lane.lead()
 
-    with ballonet.manage(model, chaos=3), ThreadPoolExecutor(3) as threads:
+    with testing.manage(model, chaos=3), ThreadPoolExecutor(3) as threads:
         list(threads.map(generate, range(3)))
         place.synchronize()

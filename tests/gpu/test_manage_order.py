@@ -22,7 +22,7 @@ SHORT = 0.5  # seconds in which a thread comes to where it should not
 
 @scene(pages=256)
 def test_weights_change_memory_after_who_reads_them(place: Place) -> None:
-    """Also of weights that share a page with others, so that nobody waits until it can be unmapped."""
+    """Weights, too, that share a page with others, so that nobody waits until it can be unmapped."""
     model = tiny("llama", place, layers=1)
     ballonet.manage(model).release()  # what is done once is done
     right = model.model.norm.weight.clone()

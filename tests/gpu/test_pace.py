@@ -72,7 +72,7 @@ def test_captures_are_left_alone(place: Place) -> None:
 
 @scene(needs_host=True)
 def test_the_link_has_a_speed(place: Place) -> None:
-    """And nothing of what measured it stays."""
+    """Nothing of what measured it stays."""
     before = place.device.snapshot()
     speed = link.measure(place.device)
     assert speed is not None

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.prefix import saving
 from ballonet.offload.residency.prefix_file import Saved
@@ -37,7 +38,7 @@ class Talk:
         self.said: Ids = []
 
     def turn(self, words: int) -> Ids:
-        """So many new tokens are asked; returns the answer."""
+        """Asks `new` tokens; returns the answer."""
         self.said += torch.randint(2, models.VOCABULARY, (words,), generator=self._random).tolist()
         ids = torch.tensor([self.said], device=self._place.kind)
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
@@ -95,7 +96,7 @@ def test_conversations_while_pages_move(place: Place, chaos: int | None) -> None
     Without chaos all that is stored leaves the device after each turn."""
     model, seeds = speaker(place), range(3)
     wanted = expected(model, place, seeds)
-    managed = ballonet.manage(model, interval=None, prefix_cache=True, chaos=chaos)
+    managed = testing.manage(model, interval=None, prefix_cache=True, chaos=chaos)
     talks, lanes = [Talk(model, place, seed) for seed in seeds], [place.lane() for _ in range(3)]
     found: list[list[Ids]] = [[] for _ in seeds]
     for turn, count in enumerate(words(place)):

@@ -35,7 +35,7 @@ Ids = list[int]
 
 
 class Asked(NamedTuple):
-    """Of a conversation: what was asked, how many tokens of it were not computed, and the answer."""
+    """A request of a conversation: what was asked, how many tokens of it were not computed, and the answer."""
 
     prompt: Ids
     reused: int
@@ -68,7 +68,7 @@ class Speaker:
         return self.store.contents.index.device_pages
 
     def ask(self, talk: int, words: int) -> None:
-        """So many new tokens, in that conversation, on the current stream."""
+        """Asks for new tokens in that conversation, on the current stream."""
         before = self.asked[talk]
         said = [*before[-1].prompt, *before[-1].answer] if before else []
         prompt = said + torch.randint(2, models.VOCABULARY, (words,), generator=self._random).tolist()

@@ -10,7 +10,7 @@ import torch
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.prefix.sequence import CachedSequence, Run, copy_in, reading
+from ballonet.hooks.prefix.sequence import CachedSequence, TokenRun, copy_in, reading
 
 from .hold import held
 from .scene import Place, scene
@@ -38,7 +38,7 @@ class Stored:
         """To another cache; submitted."""
         copy = ElasticLayer(CacheRanges())
         end = self.layer.get_seq_length()
-        copy_in([copy], [[Run(self.sequence, 0, end)]], [0])
+        copy_in([copy], [[TokenRun(self.sequence, 0, end)]], [0])
         return copy
 
     def check(self, copy: ElasticLayer, times: int) -> None:
@@ -91,7 +91,7 @@ def test_other_threads_move_nothing_that_is_copied(place: Place) -> None:
         with ThreadPoolExecutor(1) as threads:
             return threads.submit(lambda: sum(kv_range.range.move(piece, "device") for piece in range(2))).result()
 
-    with reading([Run(stored.sequence, 0, stored.tokens)]):
+    with reading([TokenRun(stored.sequence, 0, stored.tokens)]):
         keys, values = stored.sequence.part(0, 0, stored.tokens)
         assert not tried(), "the lease of who copies was not asked for"
         assert torch.equal(keys, -values)

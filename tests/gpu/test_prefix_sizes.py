@@ -27,7 +27,7 @@ STEP = 64  # tokens that are added or read at once
 
 
 class Cache:
-    """So many layers, each of which has the same number in every element of a token."""
+    """Layers, each of which has the same number in every element of a token."""
 
     def __init__(self, place: Place, layers: int, heads: int, dim: int, *, alone: bool = True) -> None:
         """`alone`: each layer has a range of its own; else all share one."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.testing import chaos_of
 
@@ -46,7 +47,7 @@ def streaming(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
 @contextlib.contextmanager
 def streaming_and_chaos(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
     """Some layers come through slots while pages of the others, and KV, move."""
-    with small_layers(), ballonet.manage(model, interval=2, chaos=7) as managed:
+    with small_layers(), testing.manage(model, interval=2, chaos=7) as managed:
         yield lambda: chaos_of(managed) is not None and sum(chaos_of(managed).moved.values()) > 0
 
 

@@ -28,7 +28,7 @@ def answer(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def another_copy(place: Place) -> Done:
-    """Of pages of its own, which waits for nothing but the copies before it."""
+    """A copy of pages of its own, which waits for nothing but the copies before it."""
     one, other = place.range(1), place.range(1)
     copies = [(one.address, other.address, place.page)]
     return Transfer(place.device).copy(copies, after=place.lane().handle, owner="kv", to="device")

@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def where(pair: Pair) -> str:
-    """Of each page: device, peer or host, by the first letter."""
+    """Where each page is: device, peer or host, by the first letter."""
     return "".join((pair.kv_range.range.place(piece) or "-")[0] for piece in range(pair.kv_range._most))
 
 

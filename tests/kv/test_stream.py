@@ -126,7 +126,7 @@ def fly(layers: Layers) -> None:
 
 @pytest.fixture
 def streamed(device: Device) -> Iterator[Layers]:
-    """They fly: 32 pages, and room for 26."""
+    """Layers in slots: 32 pages, and room for 26."""
     hog = room(device, 26)
     layers = Layers(100)
     fly(layers)

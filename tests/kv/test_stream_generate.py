@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv import range as kv_range
 from ballonet.offload.governor import kv_read_plan
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_stock(way: str, chaos: int | None, flights: Flights
         model = models.build("llama", num_hidden_layers=4)
         expected = answer(model, way)
     flights.loads = 0
-    with ballonet.manage(model, interval=None, chaos=chaos):
+    with testing.manage(model, interval=None, chaos=chaos):
         found = answer(model, way)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.agrees(expected)

@@ -32,7 +32,7 @@ from .. import pool
 from ..core import arm, disarm
 from ..lines import interrupted
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
-from ..tuned import Tuned
+from ..tuned import Clock, Tuned
 from .pressure import STEPS, poison, press, started, tiers
 
 ROWS = DEFAULT.kv_reads.rows
@@ -84,7 +84,7 @@ class Pair:
         return tier
 
     def places(self) -> str:
-        """Of each page: device, host or alias, by the first letter."""
+        """Where each page is: device, host or alias, by the first letter."""
         return "".join(self.kv_range.range.backing(piece)[0] for piece in range(self.kv_range._most))
 
     def offers(self) -> list[tuple[int, bool]]:
@@ -402,7 +402,7 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
 
 @pytest.mark.filterwarnings("ignore:the device budget of ballonet:RuntimeWarning")
 def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tuned: Tuned) -> None:
-    tuned(waiting={"room": 0.3})
+    tuned(waiting={"room": 0.3, "room_look": 0.01}, waits=Clock(step=0.01))  # seconds pass at looks alone
     pairs: list[Pair] = []
     go, done = threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import ballonet
+from ballonet import testing
 from ballonet.allocator import install
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix import sessions
@@ -191,7 +191,7 @@ class Sides:
         self.known: dict[int, set[int]] = {}  # by chained tokens, what was computed for the last one
 
     def manage(self, block: int = BLOCK, **options: Any) -> None:
-        self.managed = ballonet.manage(self.model, **{"prefix_cache": True, **options})
+        self.managed = testing.manage(self.model, **{"prefix_cache": True, **options})
         assert self.managed.prefixes is not None
         self.store = self.managed.prefixes
         self.store.contents.index.blocks.block = block
@@ -340,8 +340,8 @@ def sides(
     changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Sides]:
-    """Of the tiny model of that name. `prepare`: the model; `changes`: of its configuration; `options`: of `manage()`.
-    Released in the end, when nothing may be left."""
+    """Both sides of the tiny model of that name. `prepare`: the model; `changes`: of its configuration; `options`: of
+    `manage()`. Released in the end, when nothing may be left."""
     both = Sides(name, prepare, changes)
     both.manage(**options)
     with watched([both]):

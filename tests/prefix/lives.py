@@ -125,7 +125,7 @@ def switch(models: Iterable[Any], adapter: int) -> None:
 
 
 class Life:
-    """Of some models on one device."""
+    """The life of some models on one device."""
 
     def __init__(self, seed: int, names: Sequence[str], *, adapters: bool = False, folder: Path | None = None) -> None:
         self.draw = random.Random(seed)
@@ -139,7 +139,7 @@ class Life:
         self._asking = False
 
     def live(self, steps: int) -> None:
-        """So many steps, most of them requests; then everything goes."""
+        """Takes `steps`, most of them requests; then everything goes."""
         with watched(self.talkers), pytest.MonkeyPatch.context() as patch:
             around_appends(patch, lambda _: self._meanwhile())
             for number in range(steps):

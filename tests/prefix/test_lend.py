@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
@@ -66,7 +67,7 @@ def turns(name: str, seed: int, *lengths: int) -> list[Turn]:
 
 
 def talk(name: str, seed: int, count: int) -> list[Turn]:
-    """They go on from each other at random."""
+    """Conversations go on from each other at random."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     found: list[Turn] = []
     for _ in range(count):
@@ -81,7 +82,7 @@ class One:
 
     def __init__(self, name: str, **options: Any) -> None:
         self.model = build(name, **MODELS[name]).double()
-        self.managed = ballonet.manage(self.model, prefix_cache=True, **options)
+        self.managed = testing.manage(self.model, prefix_cache=True, **options)
         self.store.contents.index.blocks.block = BLOCK
 
     @property
@@ -146,8 +147,8 @@ class Counted:
 
 
 def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """Its reserve was lent. What it lacks comes in one exchange and one call, and no byte moves; what the host has is
-    not forgotten."""
+    """The worker's reserve was lent. What it lacks comes in one exchange and one call, and no byte moves; what the host
+    has is not forgotten."""
     first, back = turns("llama", 1, 40, 200)
     others = turns("qwen2", 2, *[200] * 9)
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
@@ -249,7 +250,7 @@ def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """It is there when its reader is done, whoever wants pages meanwhile."""
+    """What is read is there when its reader is done, whoever wants pages meanwhile."""
     (back,) = turns("llama", 4, 200)
     others = turns("qwen2", 2, *[200] * 9)
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):

@@ -115,7 +115,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_another_process_goes_on_from_files_bit_for_bit(tmp_path: Path, from_files: list[Taken]) -> None:
-    """And with what memory has lost from the middle of a file."""
+    """With what memory has lost from the middle of a file, too."""
     model = built().bfloat16()
     wanted = by_hand(model, FIRST)
     further = longer(wanted)

@@ -268,7 +268,7 @@ def change_round(model: Any) -> None:
 
 
 def change_module(model: Any) -> None:
-    """That has no weights."""
+    """Changes a module that has no weights."""
     config = copy.deepcopy(model.config)
     config.rope_parameters["rope_theta"] = 77.0
     model.model.rotary_emb = type(model.model.rotary_emb)(config)

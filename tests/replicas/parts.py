@@ -42,7 +42,7 @@ def deeper(name: str) -> Any:
 
 
 def cuts(layers: int, parts: int) -> list[Span]:
-    """So many spans, of which no two need be alike."""
+    """Spans, of which no two need be alike."""
     ends = [1, layers - 1, layers] if parts == 3 else [layers // 2, layers]
     return [Span(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 

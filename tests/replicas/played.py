@@ -326,14 +326,14 @@ def preparing(members: int = 4) -> Played:
 
 
 def exchanging(members: int = 4) -> Played:
-    """It is committed."""
+    """The change is committed."""
     played = preparing(members)
     played.all_prepared()
     return played
 
 
 def dropped(members: int = 4) -> Played:
-    """It is through."""
+    """The drop is through."""
     played = Played(members)
     played.drop()
     return played

@@ -124,7 +124,7 @@ def test_who_lost_its_group_is_valid_at_once_and_pulls_from_its_backing(name: st
 
 
 def test_what_a_replica_that_is_killed_was_to_send_comes_from_the_backing() -> None:
-    """Of four replicas in two pairs one is killed, its survivor pulls from the other pair, and that one is killed."""
+    """One of four replicas in two pairs is killed, its survivor pulls from the other pair, and that one is killed."""
     four = fleet(4, 1600, network=SLOWLY)
     arrivals = burst(300, 0.05, 60, 150) + burst(12, 6.0, 20, 20, begin=60.0)
     calm = outcome([], arrivals, four)

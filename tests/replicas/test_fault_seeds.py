@@ -43,7 +43,7 @@ def moment(draw: random.Random) -> float:
 
 
 def test_replicas_are_killed_at_random_moments_and_every_request_is_answered_once() -> None:
-    """Of two to four replicas all but one, at most; a new one may join."""
+    """All but one of two to four replicas, at most; a new one may join."""
     seen: Counter[str] = Counter()
     for seed in range(KILLS):
         draw = random.Random(seed)

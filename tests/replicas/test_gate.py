@@ -60,7 +60,7 @@ def test_tokens_before_a_chunk_cost() -> None:
 
 
 def test_those_whose_kv_is_exchanged_wait() -> None:
-    """They have 10 tokens to go, from 2 s on; the prompt needs what they hold."""
+    """The requests have 10 tokens to go, from 2 s on; the prompt needs what they hold."""
     work = Work(1000, 1, [(500, 100)], [(800, 10)], stall=2.0)
     assert drain_seconds(work, Linear(step=0.1), TUNING) == pytest.approx(2.0 + 1.0 + 0.1)
     fits = Work(2000, 1, [(500, 100)], [(800, 10)], stall=2.0)

@@ -80,7 +80,7 @@ def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> N
 
 @pytest.fixture
 def boxes(store: Store) -> Iterator[list[Mailbox]]:
-    """Of the supervisor, and of members 0 and 1, each over a connection of its own."""
+    """The boxes of the supervisor, and of members 0 and 1, each over a connection of its own."""
     before = store.keys()
     found = [Mailbox(store.clone(), me, SECRET, Bell()) for me in (SUPERVISOR, 0, 1)]
     yield found

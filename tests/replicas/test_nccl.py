@@ -122,7 +122,7 @@ def store() -> Store:
 
 
 def connects(store: Store, epoch: int, all_: Communicators, gpus: tuple[str, str]) -> list[NcclConnect]:
-    """Those of the members 1 and 2."""
+    """Connections of the members 1 and 2."""
     return [
         NcclConnect(
             store,

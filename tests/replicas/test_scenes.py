@@ -148,7 +148,7 @@ def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
 @pytest.mark.parametrize("host", [64, 1])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_requests_are_preempted_where_pages_run_out(stages: int, host: int) -> None:
-    """Their KV goes to the host on all stages, or where there is no room they are computed again."""
+    """KV of requests goes to the host on all stages, or where there is no room they are computed again."""
     model, asked, expected = llama(10, 60, 24)
     pages = 36 + 2 * (stages - 1)  # each cache has a guard, and sectors for padding
     page = 3 * PAGE // 16  # a block of 16 tokens in 3 layers

@@ -186,7 +186,7 @@ def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
 
 
 def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
-    """Those of both ranks are lost, and what is started there instead does not come to join."""
+    """Clients of both ranks are lost, and what is started there instead does not come to join."""
     scene.begins()
     scene.replicas.ends(0)
     scene.replicas.ends(1)

@@ -51,7 +51,7 @@ class Played:
 
     @property
     def pending(self) -> int:
-        """Of the last load."""
+        """What is pending by the last load."""
         return [each.pending for each in self.heard if isinstance(each, events.Load)][-1]
 
 

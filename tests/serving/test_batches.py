@@ -86,7 +86,7 @@ def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("host", [64, 1])
 def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
-    """Also in the middle of a step, whose activations need them. Without room there requests are computed again."""
+    """In the middle of a step, too, whose activations need them. Without room there requests are computed again."""
     model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
     expected = stock(model, asked, 60)
     ballonet.install(34 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")

@@ -102,7 +102,7 @@ def test_the_limit_is_that_of_blocks_and_sequences_together() -> None:
 
 
 def test_pages_that_are_kept_serve_others_meanwhile() -> None:
-    """They go to the host, and are found there again."""
+    """Kept pages go to the host, and are found there again."""
     model, other, asked = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=6), prompts(12, 60)
     expected = stock(model, asked, 30), stock(other, asked, 60)
     install(34)

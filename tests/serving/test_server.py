@@ -476,7 +476,7 @@ def test_an_slo_comes_with_a_request(serving: Serving) -> None:
 def test_models_that_have_not_run_are_measured(
     count: int, host_pages: bool, records: int, tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is known what one can give while another is asked; alone it gives to nobody, and without host pages it is
+    """What one can give is known while another is asked; alone it gives to nobody, and without host pages it is
     served all the same."""
     tuned(weights={"large": 2**11}, serving={"measured": (1, 64, 1.0)})
     monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))

@@ -76,7 +76,7 @@ def test_a_request_alone_takes_what_its_steps_cost(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", SHARED)
 def test_two_runs_take_the_same_decisions(policy: str) -> None:
-    """Also where weights lend, KV goes to the host and requests are preempted."""
+    """The same where weights lend, KV goes to the host and requests are preempted."""
     logs: list[list[Decision]] = [[], []]
     ones = [simulated(policy, machine(90), *dealt(ARRIVALS, 2), log=log) for log in logs]
     assert (ones[0]["requests"], ones[0]["failed"], ones[0]["tokens"]) == (24, 0, 24 * 24)

@@ -46,7 +46,7 @@ def folder(torch: str) -> Path:
 
 
 def packages(environment: Path) -> Path:
-    """Its site-packages."""
+    """The environment's site-packages."""
     return next(iter((environment / "lib").glob("python3*/site-packages")), environment / "absent")
 
 

@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Also where nothing ran: a selection that selects nothing proves nothing."""
+        """True, too, where nothing ran: a selection that selects nothing proves nothing."""
         return self.status != 0 or not self.count("PASSED")
 
 

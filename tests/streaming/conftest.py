@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Range
 from ballonet.offload.policy import plan
@@ -68,7 +69,7 @@ def streamed(model: Any, m: int, slots: int, monkeypatch: pytest.MonkeyPatch, **
     monkeypatch.setattr(
         plan, "at_interval", lambda pages, interval: plan.streaming(pages, plan.spread(pages, m), slots)
     )
-    return ballonet.manage(model, interval=1, **options)
+    return testing.manage(model, interval=1, **options)
 
 
 def fly(model: Any, managed: ballonet.Managed) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
 from ballonet.offload.governor.levers import Lever, levers
@@ -223,7 +224,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
 def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
     with install.stock():
         them: list[tuple[Any, Output]] = [(model, say(model)), (copy.deepcopy(larger), say(larger))]
-    managed = [ballonet.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
+    managed = [testing.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
     for each, _ in them:
         say(each)
     for _ in range(4):

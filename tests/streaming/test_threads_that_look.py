@@ -161,7 +161,7 @@ class Recorded:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Of all locks above the core, from now on."""
+    """Records all locks above the core, from now on."""
     it, governor = Recorder(), governors.of(runtime.require())
     take, end = Turns.take, Turns.end
 

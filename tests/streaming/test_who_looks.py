@@ -215,7 +215,7 @@ def test_a_graph_that_another_thread_goes_back_through(model: Any, original: Any
 def test_a_thread_that_looks_while_the_layer_runs(
     model: Any, original: Any, managed: ballonet.Managed, where: str
 ) -> None:
-    """It keeps what it sees, until the slot holds another layer."""
+    """The thread keeps what it sees, until the slot holds another layer."""
     module = projection(model, managed)
     held = module.weight
     looks = {
@@ -278,7 +278,7 @@ def test_what_is_kept_of_a_layer_that_runs_is_its_weight(
 def test_a_weight_that_is_given_other_memory_is_read_there(
     model: Any, original: Any, stock: Output, managed: ballonet.Managed
 ) -> None:
-    """Also where someone holds what it had before, so that nothing shows it; and where only its shape is another."""
+    """Where someone holds what it had before, too, so that nothing shows it; and where only its shape is another."""
     fly(model, managed)
     weight = projection(model, managed).weight
     before = weight.data

@@ -81,7 +81,7 @@ def held() -> dict[str, int]:
 
 
 def fail(calls: int) -> None:
-    """So many calls that back blocks fail, as when the driver refuses."""
+    """Lets calls that back blocks fail, as when the driver refuses."""
     import torch
 
     from ballonet.hooks.sectors.pages import SectorPages

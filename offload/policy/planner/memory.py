@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from ..interval import Costs
 from ..ladder import Candidate, Rung, ordered
-from ..ledger import Client, Refusal, share
+from ..ledger import LinkClient, Refusal, share
 from ..plan import Fewest, Plan
 from ..reclaim import by_rung, of_layer
 from ..remap import Model, remap, standing
@@ -332,7 +332,7 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -
         needs.beside + model.plan.device_pages + needs.last.pages for needs, model in zip(models, running, strict=True)
     )
     clients = [
-        Client(each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free))
+        LinkClient(each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free))
         for each in running
     ]
     found = share(clients, budget.page_size / budget.page_seconds)

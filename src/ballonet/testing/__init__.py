@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..allocator.config import Config
+from ..allocator.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,12 +58,19 @@ def environment(
     return found
 
 
-def manage(model: nn.Module, *, chaos: int, **options: Any) -> Managed:
+def manage(model: nn.Module, *, chaos: int | None = None, **options: Any) -> Managed:
     """`ballonet.manage(model, **options)`, with chaos: at the boundaries of decoder layers random pages of the model's
-    weights and KV are moved. `chaos`: a seed. Raises what `ballonet.manage` raises, OptionError for what is no seed."""
-    from ..hooks.managed import manage
+    weights and KV are moved. `chaos`: a seed; None: as `ballonet.manage`. A model that is managed already, without,
+    gets it. Raises what `ballonet.manage` raises, AlreadyManaged where it has another seed, OptionError for what is
+    no seed."""
+    from ..hooks.managed import manage, move_pages
 
-    return manage(model, chaos=chaos, **options)
+    if chaos is not None and (type(chaos) is not int or chaos < 0):
+        raise OptionError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
+    managed = manage(model, **options)
+    if chaos is not None:
+        move_pages(managed, chaos)
+    return managed
 
 
 def chaos_of(managed: Managed) -> Chaos | None:

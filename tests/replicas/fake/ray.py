@@ -75,7 +75,7 @@ def remote(*, num_gpus: float) -> Callable[[type], Any]:
 
 
 def wait(refs: Sequence[Ref], *, num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
-    """Those that have returned, and the others, once `num_returns` have, or after so many seconds."""
+    """The futures that have returned, and the others, once `num_returns` have, or after so many seconds."""
     end = time.monotonic() + timeout
     while True:
         waiting = [each.connection for each in refs if not each.value]

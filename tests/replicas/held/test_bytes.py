@@ -77,7 +77,7 @@ def test_what_is_written_is_never_lost(
 def test_a_layer_that_somebody_refers_to_goes_to_host_pages(
     model: Any, managed: ballonet.Managed, held: HeldLayers, stock: Output
 ) -> None:
-    """So that they read what it is, wherever it is, also where they took it after it was ready."""
+    """Whoever refers to it reads what it is, wherever it is, also where they took it after it was ready."""
     weight = model.model.layers[5].mlp.up_proj.weight
     prepared(held)
     other = model.model.layers[4].mlp.up_proj.weight
