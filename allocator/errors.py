@@ -191,6 +191,24 @@ class RequestTooLarge(ManageError):
         )
 
 
+class SequenceTooLong(ManageError):
+    """A request for more tokens than the model can tell apart. In tokens: `prompt`, `new` that it asks for, `longest`
+    sequence of the model."""
+
+    def __init__(self, request: str, prompt: int, new: int, longest: int) -> None:
+        super().__init__(request, prompt, new, longest)
+        self.request = request
+        self.prompt = prompt
+        self.new = new
+        self.longest = longest
+
+    def __str__(self) -> str:
+        asked = f"{self.request} has {self.prompt} tokens and asks for {self.new} more"
+        left = self.longest - self.prompt
+        todo = f"ask for {left} at most" if left > 0 else f"send fewer than {self.longest}"
+        return f"{asked}, and the model's longest sequence has {self.longest}: {todo}"
+
+
 class AlreadyManaged(ManageError):
     """The model, or a part of it, is managed already."""
 

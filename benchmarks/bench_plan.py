@@ -1,9 +1,10 @@
 """Plans against runs: the time to the first token and per token, predicted from a configuration, and as measured.
 
-Everything in one process: the model is measured first, as `python -m ballonet profile` does it, and plans are made from
-that record. Then each setting, a batch, a prompt and a budget, is planned, and run as planned: answers to random
-prompts, of which the median counts. Settings come in random order, so that a drift of the machine meets all alike.
-`off by` is the part of the measured time that the prediction is wrong by. Where the run streams other layers than were
+Two processes take turns, so that a machine that is busy for a while is so for both. One measures the model at the
+points around a setting, all layers resident, as `python -m ballonet profile` does it. The other one runs the setting, a
+batch, a prompt and a budget, as planned: answers to random prompts. What is predicted is made of the fastest of what
+the first process measured, and compared with the fastest that the second one ran. Settings come in random order. `off
+by` is the part of the measured time that the prediction is wrong by. Where the run streams other layers than were
 planned that is told. The stand-in's link is slowed to 2 GB/s.
 """
 
@@ -25,13 +26,14 @@ LAYERS = 16
 BATCHES = {"cuda": (1, 3, 8), "cpu": (1, 3), "tiny": (1,)}
 PROMPTS = {"cuda": (200, 1500), "cpu": (100, 180), "tiny": (70,)}  # tokens
 PARTS = {"cuda": (1.0, 0.75, 0.5, 0.25), "cpu": (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), "tiny": (1.0, 0.0)}
-GRID = {"cuda": (8, 2048), "cpu": (4, 256), "tiny": (1, 128)}  # sequences and tokens that are measured beforehand
 TOKENS = {"cuda": 24, "cpu": 12, "tiny": 5}
-ROUNDS = {"cuda": 3, "cpu": 3, "tiny": 1}
+ROUNDS = {"cuda": 3, "cpu": 5, "tiny": 1}
 PAGE = {"cuda": None, "cpu": MIB // 4}
+BUDGET = {"cuda": 60 * GIB, "cpu": 2 * GIB}
 SECONDS = 600.0  # that measuring may take
 WARM = 2  # tokens before the first that counts: the first pass fills the slots
 OFF = 0.1
+Size = tuple[int, int]  # sequences, tokens of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,46 @@ def main() -> None:
     random.Random(0).shuffle(settings)
     with tempfile.TemporaryDirectory() as folder:
         given = {**environment(chosen), "BALLONET_CACHE_DIR": folder}
-        with peers(__file__, chosen, ("ballonet",), {"ballonet": given}) as found:
-            peer = found["ballonet"]
-            peer.ask("measure")
-            taken = [(each, peer.ask("run", batch=each.batch, prompt=each.prompt, part=each.part)) for each in settings]
+        with peers(__file__, chosen, ("resident", "planned"), dict.fromkeys(("resident", "planned"), given)) as found:
+            taken = [(each, taken_of(each, found["resident"], found["planned"], ROUNDS[kind])) for each in settings]
     rows = [row_of(*each) for each in sorted(taken, key=lambda each: (each[0].batch, each[0].prompt, -each[0].part))]
     rows.append(summary([facts for _, facts in taken], chosen))
     report(chosen, "plan", titled(chosen, f"plans against runs, {describe_few(chosen, LAYERS)}"), rows)
+
+
+def taken_of(setting: Setting, resident: Any, planned: Any, rounds: int) -> dict[str, Any]:
+    """What the two processes say of a setting."""
+    sizes = sorted(product(around(setting.batch), around(setting.prompt)))
+    measured = [resident.ask("measure", sizes=sizes)]
+    planned.ask("load", batch=setting.batch, prompt=setting.prompt, part=setting.part, record=measured[0])
+    ran = []
+    for _ in range(rounds):
+        ran.append(planned.ask("answer"))
+        measured.append(resident.ask("measure", sizes=sizes))
+    facts: dict[str, Any] = planned.ask("compare", record=fastest(measured))
+    return {
+        **facts,
+        "ttft": (facts["ttft"], [each[0] for each in ran]),
+        "tpot": (facts["tpot"], [each[1] for each in ran]),
+    }
+
+
+def around(number: int) -> set[int]:
+    """The powers of two on either side, one where it is one."""
+    above = 1 << (number - 1).bit_length()
+    return {above, above if above == number else above // 2}
+
+
+def fastest(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each point the least time, and of what is beside them."""
+    points = {
+        tuple(each[:3]): min(one["points"][n][3] for one in measured) for n, each in enumerate(measured[0]["points"])
+    }
+    beside = {phase: min(one["beside"][phase] for one in measured) for phase in measured[0]["beside"]}
+    bandwidth = max(one["bandwidth"] for one in measured)
+    copying = median(one["copying"] for one in measured)
+    found = [[*at, seconds] for at, seconds in points.items()]
+    return {"points": found, "beside": beside, "bandwidth": bandwidth, "copying": copying}
 
 
 def row_of(setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
@@ -74,9 +109,8 @@ def row_of(setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def off(facts: dict[str, Any], name: str) -> float:
-    """The part of the measured time that the predicted one is wrong by."""
-    measured = median(facts[name][1])
-    return abs(float(facts[name][0]) / measured - 1)
+    """The part of the fastest time that the predicted one is wrong by."""
+    return abs(float(facts[name][0]) / min(facts[name][1]) - 1)
 
 
 def summary(taken: list[dict[str, Any]], chosen: Options) -> dict[str, Any]:
@@ -91,91 +125,140 @@ def summary(taken: list[dict[str, Any]], chosen: Options) -> dict[str, Any]:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    run = Running(chosen)
-    return {"measure": run.measure, "run": run.run}
+    if name == "resident":
+        return {"measure": Resident(chosen).measure}
+    planned = Planned(chosen)
+    return {"load": planned.load, "answer": planned.answer, "compare": planned.compare}
 
 
-class Running:
-    """The process that loads the model, once for each setting."""
+def built(chosen: Options) -> str:
+    """The folder of the model, which this process made, after it has installed the pool."""
+    import torch
+    from llama import build, few
+
+    import ballonet
+
+    folder = tempfile.mkdtemp(prefix="ballonet-plan-")
+    model = build(few(chosen, LAYERS), "cpu")
+    if chosen.cuda:
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(folder)
+    ballonet.install(BUDGET[chosen.device], page_size=page_size(chosen) or PAGE[chosen.kind])
+    return folder
+
+
+def loaded(folder: str) -> Any:
+    import ballonet
+
+    model = ballonet.from_pretrained(folder, dtype="auto")
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+class Resident:
+    """The process that measures, with every layer resident."""
 
     def __init__(self, chosen: Options) -> None:
-        import torch
-        from llama import build, few
+        self._model = loaded(built(chosen))
 
-        import ballonet
-
-        self._chosen = chosen
-        self._tokens = TOKENS[chosen.kind]
-        self._folder = tempfile.mkdtemp(prefix="ballonet-plan-")
-        model = build(few(chosen, LAYERS), "cpu")
-        if chosen.cuda:
-            model = model.to(torch.bfloat16)
-        model.save_pretrained(self._folder)
-        self._budget = 60 * GIB if chosen.cuda else 2 * GIB
-        ballonet.install(self._budget, page_size=page_size(chosen) or PAGE[chosen.kind])
-
-    def _load(self) -> Any:
-        import ballonet
-
-        model = ballonet.from_pretrained(self._folder, dtype="auto")
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-        return model
-
-    def measure(self) -> None:
-        """The record of the model goes to its file."""
+    def measure(self, sizes: list[Size]) -> dict[str, Any]:
+        """A record of these sizes, as plain values."""
         import ballonet
         from ballonet.allocator import runtime
         from ballonet.hooks.managed import pace_of
-        from ballonet.hooks.profile import Grid, load_or_measure
+        from ballonet.hooks.profile import Grid, measured, measured_link
+        from ballonet.offload.record.record import Record
 
-        batch, length = GRID[self._chosen.kind]
-        model = self._load()
-        load_or_measure(model, pace_of(ballonet.manage(model)), runtime.require(), Grid(batch, length, SECONDS))
+        class Given(Grid):
+            def sizes(self, longest: int = 0) -> list[Size]:
+                return [(batch, length) for batch, length in sizes]
 
-    def run(self, batch: int, prompt: int, part: float) -> dict[str, Any]:
-        """Plans, and runs as planned."""
-        import ballonet
+        bandwidth, copying = measured_link(runtime.require())
+        assert bandwidth is not None
+        pace = pace_of(ballonet.manage(self._model))
+        found, _ = measured(self._model, pace, Record({}, bandwidth), Given(seconds=SECONDS, rounds=1))
+        points = [[*point, seconds] for point, seconds in sorted(found.seconds.items())]
+        return {"points": points, "beside": dict(found.beside), "bandwidth": bandwidth, "copying": copying}
+
+
+class Planned:
+    """The process that runs settings as planned."""
+
+    def __init__(self, chosen: Options) -> None:
+        self._chosen = chosen
+        self._tokens = TOKENS[chosen.kind]
+        self._folder = built(chosen)
+        self._model: Any = None
+        self._budget = BUDGET[chosen.device]
+        self._asked = (0, 0)
+
+    def load(self, batch: int, prompt: int, part: float, record: dict[str, Any]) -> None:
+        """The budget of the setting holds, and the model is loaded under it, and has answered once."""
         from ballonet.allocator import runtime
-        from ballonet.hooks.plan.planner import Planner
 
         gc.collect()
-        device = runtime.require()
-        context = prompt + self._tokens - 1
-
-        def planner(budget: int) -> Planner:
-            return Planner(self._folder, context, batch, prompt, budget, device.page_size)
-
-        wide = planner(self._budget)
+        device, self._asked = runtime.require(), (batch, prompt)
+        device.set_budget(BUDGET[self._chosen.device])
+        self._remember(record)
+        wide = self._planner(device.budget)
         answer = wide.ask(wide.asked)
-        budget = round(answer.least + part * (answer.all - answer.least)) * device.page_size
-        plan = planner(budget).facts()
-        device.set_budget(budget)
-        try:
-            model = self._load()
-            times = [self._times(model, batch, prompt) for _ in range(1 + ROUNDS[self._chosen.kind])][1:]
-            ran = len(ballonet.manage(model).report().streamed)
-            pages = device.snapshot()["pages"]["weights"]
-        finally:
-            device.set_budget(self._budget)
-        return {
-            "budget": budget,
-            "planned": plan["layers_streamed"],
-            "ran": ran,
-            "pages": pages == plan["pages"]["weights"],
-            "ttft": (plan["ttft_seconds"], [first for first, _ in times]),
-            "tpot": (plan["tpot_seconds"], [token for _, token in times]),
-        }
+        self._budget = round(answer.least + part * (answer.all - answer.least)) * device.page_size
+        device.set_budget(self._budget)
+        self._model = loaded(self._folder)
+        self.answer()
 
-    def _times(self, model: Any, batch: int, prompt: int) -> tuple[float, float]:
+    def answer(self) -> tuple[float, float]:
         """Seconds to the first token, and per token."""
         from generating import Clock, answer, words
 
         clock = Clock(self._chosen.device)
-        ids = words(model, (batch, prompt), 1).to(self._chosen.device)
+        ids = words(self._model, self._asked, 1).to(self._chosen.device)
         clock.note()
-        answer(model, ids, self._tokens, clock)
-        return clock.times[1] - clock.times[0], clock.ms(1 + WARM) / 1e3
+        answer(self._model, ids, self._tokens, clock)
+        return clock.times[1] - clock.times[0], min(clock.gaps(1 + WARM)) / 1e3
+
+    def compare(self, record: dict[str, Any]) -> dict[str, Any]:
+        """What is planned by this record, and what ran."""
+        import ballonet
+        from ballonet.allocator import runtime
+
+        ran = len(ballonet.manage(self._model).report().streamed)
+        weights = runtime.require().snapshot()["pages"]["weights"]
+        self._model = None
+        self._remember(record)
+        plan = self._planner(self._budget).facts()
+        return {
+            "budget": self._budget,
+            "planned": plan["layers_streamed"],
+            "ran": ran,
+            "pages": weights == plan["pages"]["weights"],
+            "ttft": plan["ttft_seconds"],
+            "tpot": plan["tpot_seconds"],
+        }
+
+    def _planner(self, budget: int) -> Any:
+        from ballonet.allocator import runtime
+        from ballonet.hooks.plan.planner import Planner
+
+        batch, prompt = self._asked
+        page = runtime.require().page_size
+        return Planner(self._folder, prompt + self._tokens - 1, batch, prompt, budget, page)
+
+    def _remember(self, found: dict[str, Any]) -> None:
+        """Keeps the record where plans and runs look for it."""
+        from ballonet.allocator import runtime
+        from ballonet.allocator.config import cache_dir
+        from ballonet.hooks.device.key import key_for
+        from ballonet.hooks.plan.shape import shape_of
+        from ballonet.offload.record import record
+        from ballonet.offload.record.record import Point, Record
+
+        device, settings = runtime.require(), runtime.of().settings
+        key = key_for(shape_of(self._folder).model, device.kind, device.ordinal, settings)
+        points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in found["points"]}
+        kept = Record(key, found["bandwidth"], points, beside=found["beside"], copying=found["copying"])
+        record.save(kept, record.path_of(cache_dir(settings), key))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ __all__ = [
     "one_shape",
     "peek_config",
     "plain_attention",
+    "position_table",
     "prepared_caches",
     "quantization",
     "reads_all_tokens",
@@ -433,6 +434,15 @@ def longest_sequence(config: Any) -> int:
     """Tokens of the longest sequence that the model was made for; 0 where its configuration does not say."""
     found = (getattr(_text(config), name, None) for name in _POSITIONS)
     return max((value for value in found if isinstance(value, int)), default=0)
+
+
+def position_table(model: torch.nn.Module) -> int | None:
+    """Positions that the model has learned an embedding of, beyond which it fails; None where it computes them."""
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position" in last):
+            return module.num_embeddings - int(getattr(module, "offset", 0))
+    return None
 
 
 def cropped(length: int, tokens_to_remove: int) -> int:

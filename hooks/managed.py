@@ -402,8 +402,18 @@ class Managed:
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
         if self._elastic.options.slo or any(self._elastic.plan.pages):
+            if record is None and grid is None and not self._elastic.options.slo:
+                record = self._kept()
             known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
             self._elastic.start(known, grid is not None or record is not None)
+
+    def _kept(self) -> Record | None:
+        """What was measured of it on this machine before, if anything was: what a plan of this run goes by."""
+        from .profile import kept
+
+        model = self._model()
+        assert model is not None  # manage() holds it
+        return kept(model, self._weights.device)
 
     def _measured(self, grid: Grid | None) -> Record:
         """What its iterations take, all layers being resident."""
@@ -642,6 +652,7 @@ def _attach_caches(
     from .batching import seams
     from .batching.batched import Batched
     from .batching.living import Living
+    from .compat import position_table
     from .device.references import label
     from .kv import generation
 
@@ -667,7 +678,8 @@ def _attach_caches(
         return exposed * (governor.link.page_seconds or 0.0)
 
     costs = StepCosts(governor.tuning.serving, assumed)
-    batched = Batched(label(model), device, costs, options.batches == "fast", require, lends, living, slo)
+    fast, positions = options.batches == "fast", position_table(model)
+    batched = Batched(label(model), device, costs, fast, require, lends, living, slo, positions)
     detach_batches = seams.attach(model, batched)
 
     def detach() -> None:

@@ -10,6 +10,7 @@ Note [How it is measured]
 from __future__ import annotations
 
 import gc
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -83,19 +84,45 @@ def load_or_measure(
     known = None if force else _known(path, key, model)
     if known is not None and not (grid and _missing(model, grid, known)):
         return Profile(known, path, True, {})
-    bandwidth = link.measure(device)
+    bandwidth, copying = measured_link(device)
     if bandwidth is None:
         raise ManageError(
             "the link to the host cannot be measured: no page is free, or this device has no host pages (python -m "
             "ballonet info). Give a larger budget, or a larger host budget"
         )
-    found = (known or Record(key, bandwidth)).with_bandwidth(bandwidth)
+    found = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
     found, left = measured(model, pace, found, grid or Grid())
     try:
         record.save(found, path)
     except OSError as error:
         warnings.warn(f"the performance record cannot be kept in {path}: {error}", RuntimeWarning, stacklevel=2)
     return Profile(found, path, False, left)
+
+
+def measured_link(device: Device) -> tuple[float | None, float]:
+    """Bytes per second of the link, None where it cannot be measured; and seconds that the processor which computes is
+    busy with each second of copies. On the stand-in copies take a core, which operators miss that use all of them."""
+    began, busy = time.perf_counter(), time.process_time()
+    bandwidth = link.measure(device)
+    took, busy = time.perf_counter() - began, time.process_time() - busy
+    if bandwidth is None or device.kind != "standin" or torch.get_num_threads() < (os.cpu_count() or 1):
+        return bandwidth, 0.0
+    return bandwidth, min(1.0, busy / took)
+
+
+def kept(model: nn.Module, device: Device) -> Record | None:
+    """The record of a model in its file; None where there is none for it. A warning where the file is damaged."""
+    key = key_of(model, device)
+    path = record.path_of(cache_dir(runtime.holding(device).settings), key)
+    try:
+        return record.load(path, key)
+    except record.Damaged as why:
+        warnings.warn(
+            f"the performance record of {type(model).__name__} is not used: {why}", RuntimeWarning, stacklevel=4
+        )
+    except record.Unusable:
+        pass
+    return None
 
 
 def measured(
@@ -108,6 +135,7 @@ def measured(
     left: dict[Size, str] = {}
     missing = _missing(model, grid, known)
     end, each = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
+    beside: dict[Phase, list[float]] = {"prefill": [], "decode": []}
     with steps(f"Measuring {type(model).__name__}", len(missing)) as step:
         for size in missing:
             step(f"{size[0]} x {size[1]}")
@@ -117,7 +145,7 @@ def measured(
                 left[size] = larger or f"it takes longer than the {grid.seconds:.4g} seconds in all"
                 continue
             try:
-                times = _times(model, pace, size, grid)
+                times = _times(model, pace, size, grid, beside)
             except torch.OutOfMemoryError:
                 left[size] = "it does not fit in memory"
             else:
@@ -129,7 +157,9 @@ def measured(
         raise ManageError(
             f"{type(model).__name__} cannot be profiled: {next(iter(left.values()), 'nothing was asked')}"
         )
-    return known, left
+    return replace(
+        known, beside={**known.beside, **{phase: median(each) for phase, each in beside.items() if each}}
+    ), left
 
 
 def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | None:
@@ -152,18 +182,26 @@ def _points(size: Size) -> dict[Phase, Point]:
     return {"prefill": Point("prefill", *size), "decode": Point("decode", *size)}
 
 
-def _times(model: Any, pace: Pace, size: Size, grid: Grid) -> dict[Point, float]:
-    """Seconds of a prefill, and of a decode step, of this size. torch.OutOfMemoryError."""
+def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase, list[float]]) -> dict[Point, float]:
+    """Seconds of a prefill, and of a decode step, of this size; what `generate()` took `beside` them is added there.
+    torch.OutOfMemoryError."""
     prompt = _prompt(model, size)
     settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
     seen: list[Measured] = []
     for round_ in range(1 + grid.rounds):
         with pace.listening() as heard:
+            began = time.perf_counter()
             model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
             if prompt["input_ids"].is_cuda:
                 torch.cuda.synchronize(prompt["input_ids"].device)
+            took = time.perf_counter() - began
             pace.drain()
         seen += heard if round_ else ()
+        gaps = [each.between - each.total for each in heard if each.between is not None]
+        if round_ and gaps:
+            beside["decode"].append(max(0.0, gap := median(gaps)))
+            once = took - sum(each.total for each in heard) - gap * len(heard)
+            beside["prefill"].append(max(0.0, once) + max(0.0, gap))
     times = {point: [each.seconds for each in seen if _phase(each) == phase] for phase, point in _points(size).items()}
     if not all(times.values()):
         raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")

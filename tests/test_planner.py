@@ -19,6 +19,7 @@ from ballonet.hooks.device.key import key_of
 from ballonet.hooks.plan.forward import seen
 from ballonet.hooks.plan.planner import Planner
 from ballonet.hooks.plan.planner import _at_least as at_least
+from ballonet.hooks.plan.shape import _weights as weights_of
 from ballonet.hooks.plan.shape import shape_of
 from ballonet.hooks.programs import model_info
 from ballonet.hooks.weights.layers import decoder_layers
@@ -30,9 +31,22 @@ from ballonet.offload.record.record import Point, Record
 from . import models
 from .pool import installing
 
+H100 = "by the data sheet NVIDIA H100 Tensor Core GPU, of 2023"
 GPU = {"memory": "24GiB", "bandwidth": "1TB/s", "flops": {"2": 1e14, "4": 5e13}, "link": "25GB/s"}
 KEYS = {
-    *("fits", "least_budget", "budget", "page_size", "context", "prompt", "batch", "slo", "slo_met", "exact"),
+    *(
+        "fits",
+        "least_budget",
+        "budget",
+        "host_budget",
+        "page_size",
+        "context",
+        "prompt",
+        "batch",
+        "slo",
+        "slo_met",
+        "exact",
+    ),
     *("pages", "host_pages", "interval", "layers_streamed", "ttft_seconds", "tpot_seconds", "limit", "hardware"),
     *("changes", "models"),
 }
@@ -80,7 +94,7 @@ def test_json_is_one_object_with_all_that_is_asked(folder: str, capsys: pytest.C
     assert facts["pages"].keys() == {"weights", "kv", "activations"}
     assert (facts["context"], facts["prompt"], facts["batch"], facts["slo"]) == (2048, 2047, 8, 0.001)
     assert facts["page_size"] == 8 * 2**20  # of a GPU, wherever it is asked
-    assert facts["hardware"] == {"name": "NVIDIA H100 SXM", "source": "by its data sheet", "link": 55e9}
+    assert facts["hardware"] == {"name": "NVIDIA H100 SXM", "source": H100, "link": 55e9}
     assert facts["changes"]
     for each in facts["changes"]:
         assert each.keys() >= {"what", "to", "unit", "text", "fits", "ttft_seconds", "tpot_seconds", "limit"}
@@ -112,7 +126,8 @@ def test_people_read_whether_it_fits_how_fast_what_binds_and_what_helps(
     assert (code, error) == (0, "")
     assert "It fits." in out
     assert "all 16 layers resident" in out
-    assert "by its data sheet, link 55 GB/s" in out
+    assert "by the data sheet NVIDIA H100 Tensor Core GPU" in " ".join(out.split())
+    assert "link 55 GB/s" in " ".join(out.split())
     code, out, _ = told(capsys, *plan, "--budget", "60MiB", "--batch", "2", "--slo", "1us")
     assert code == 0
     assert "what would help" in out
@@ -150,6 +165,16 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     assert sum(halves) < sum(storages.values())
     facts = model_info.gather(str(tmp_path), Config(device="cpu", page_size=4096), 2, 40)
     assert [index for row in facts["layers"] if row["elastic"] for index in row["indices"]] == sorted(shape.widths)
+
+
+def test_what_layers_share_belongs_to_none_of_them() -> None:
+    model = models.build("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    layers = decoder_layers(model)
+    found = survey(members(model, layers), torch.device("cpu")).spans
+    assert [(each.nbytes, each.layer) for each in weights_of(model, layers)] == [
+        (each.nbytes, each.layer) for each in found
+    ]
 
 
 def test_layers_that_are_alike_count_as_if_each_were_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,21 +222,55 @@ def test_what_was_measured_here_counts(folder: str, tmp_path: Path, capsys: pyte
         ballonet.manage(loaded).release()
         del loaded
     times = {Point("prefill", 1, 128): 0.5, Point("decode", 1, 128): 0.02, Point("decode", 1, 64): 0.01}
-    record.save(Record(key, 2e9, times), record.path_of(tmp_path / "cache", key))
+    path = record.path_of(tmp_path / "cache", key)
+    record.save(Record(key, 2e9, times), path)
     known = ballonet.plan(folder, context=129, prompt=128, budget="2GiB")
     assert known["hardware"] == {"name": "this CPU", "source": "measured on this machine", "link": 2e9}
     assert (known["ttft_seconds"], known["tpot_seconds"]) == pytest.approx((0.5, 0.02))
     assert known["limit"] == "compute"
     between = ballonet.plan(folder, context=97, prompt=96, budget="2GiB")
     assert 0.01 < between["tpot_seconds"] < 0.02
+    record.save(Record(key, 2e9, times, beside={"prefill": 0.25, "decode": 0.125}), path)
+    beside = ballonet.plan(folder, context=129, prompt=128, budget="2GiB")
+    assert (beside["ttft_seconds"], beside["tpot_seconds"]) == pytest.approx((0.75, 0.145))
+    record.save(Record({**key, "torch": "0.1"}, 2e9, times), path)
+    elsewhere = ballonet.plan(folder, context=129, prompt=128, budget="2GiB")
+    assert "was measured for another torch" in elsewhere["hardware"]["source"]
+    assert elsewhere["tpot_seconds"] is None
+    path.write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"cannot be read: .* Delete the file, or measure anew with python -m ballonet"
+    ):
+        ballonet.plan(folder, context=129)
     other = ballonet.plan(folder, context=129, prompt=128, budget="2GiB", gpu="h100")
-    assert other["hardware"]["source"] == "by its data sheet"
+    assert other["hardware"]["source"] == H100
+
+
+def test_what_leaves_the_device_has_to_fit_the_host(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: dict[str, Any] = {"context": 1024, "page_size": "2MiB", "gpu": "h100"}
+    asked["budget"] = ballonet.plan(folder, budget="1GiB", **asked)["least_budget"]
+    unknown = ballonet.plan(folder, **asked)
+    assert (unknown["fits"], unknown["host_budget"]) == (True, None)
+    assert sum(unknown["host_pages"].values()) > 0
+    short = ballonet.plan(folder, host_budget="2MiB", **asked)
+    assert (short["fits"], short["limit"]) == (False, "host")
+    (change,) = (each for each in short["changes"] if each["what"] == "host")
+    assert (change["fits"], change["unit"]) == (True, "bytes")
+    assert change["to"] >= sum(unknown["host_pages"].values()) * 2**21  # by the most that operators may have
+    assert ballonet.plan(folder, host_budget=change["to"], **asked)["fits"]
+    assert not ballonet.plan(folder, host_budget=change["to"] - 2**21, **asked)["fits"]
+    command = [folder, "--context", "1k", "--budget", str(asked["budget"]), "--page-size", "2MiB", "--gpu", "h100"]
+    code, out, _ = told(capsys, *command, "--host-budget", "2MiB")
+    assert code == 0
+    assert "host memory: what leaves the device has no room there, which has 2MiB" in " ".join(out.split())
+    here = ballonet.plan(folder, context=1024, budget="64MiB")
+    assert here["host_budget"] > 0
 
 
 def test_a_file_describes_a_device(folder: str, tmp_path: Path) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps({"name": "mine", **GPU}))
     facts = ballonet.plan(folder, context=128, gpu=tmp_path / "gpu.json")
-    assert facts["hardware"] == {"name": "mine", "source": "by its data sheet", "link": 25e9}
+    assert facts["hardware"] == {"name": "mine", "source": f"by the file {tmp_path / 'gpu.json'}", "link": 25e9}
     assert 20 * 2**30 < facts["budget"] < 24 * 2**30
     (tmp_path / "gpu.json").write_text(json.dumps({**GPU, "flops": 1}))
     slow = ballonet.plan(folder, context=128, gpu=tmp_path / "gpu.json")
@@ -305,7 +364,7 @@ def test_what_python_is_given_is_checked_too(folder: str, wrong: dict[str, Any])
 def test_a_curve_falls_from_the_least_budget_on(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planner = Planner(folder, 1024, 2, budget="64MiB", page_size="2MiB", gpu="h100")
+    planner = Planner(folder, 64, 1, budget="64MiB", page_size="2MiB", gpu="h100")
     points = planner.curve(6)
     assert len(points) == 6
     assert points[0][0] == planner.facts()["least_budget"]

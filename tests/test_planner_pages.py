@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,20 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.allocator.config import Config
+from ballonet.hooks.device.key import key_for
 from ballonet.hooks.plan.planner import Planner
+from ballonet.hooks.plan.shape import shape_of
+from ballonet.offload.record import record
+from ballonet.offload.record.record import Point, Record
 
 from . import models
 from .pool import bytes_that_exist, installing
-from .tuned import tuning
+from .tuned import Clock, tuning
 
+# The settings in which a plan says "about": by a few pages that kernels may allocate inside of themselves more leaves,
+# or less (offload/policy/planner/memory.py, Note [What cannot be foreseen]).
+ABOUT = frozenset({4, 11, 18, 21, 22, 26, 32, 33})
 NAMES = ("llama", "qwen3", "gpt2", "gemma2", "mistral", "olmo2", "mixtral", "phi")
 LAYERS = {"gpt2": "n_layer"}
 SLACK = 4  # pages: small blocks of the heap, which few operators share out
@@ -35,6 +42,7 @@ class Setting:
     prompt: int
     tokens: int
     part: float
+    record: str = ""  # of what was measured of it: nothing, that all copies hide, that none does
 
     @classmethod
     def drawn(cls, seed: int) -> Setting:
@@ -47,11 +55,21 @@ class Setting:
             draw.randint(8, 60),
             draw.randint(8, 60),
             draw.uniform(0, 1.1),
+            ("", "hides", "waits")[seed % 3],
         )
 
     @property
     def context(self) -> int:
         return self.prompt + self.tokens - 1
+
+    def changed(self, what: str, to: int, budget: int) -> tuple[Setting, int]:
+        """The setting and the budget in bytes, with one of them changed."""
+        if what == "budget":
+            return self, to
+        if what == "batch":
+            return replace(self, batch=to), budget
+        prompt = min(self.prompt, to)
+        return replace(self, prompt=prompt, tokens=to - prompt + 1), budget
 
     def build(self) -> Any:
         changes: dict[str, Any] = {LAYERS.get(self.name, "num_hidden_layers"): self.layers}
@@ -101,17 +119,29 @@ def run(model: Any, setting: Setting) -> Seen:
 
 
 @pytest.fixture(autouse=True)
-def standin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are for what the runs are on."""
+def standin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plans are for what the runs are on, and go by the records that they have."""
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("seed", [2, 3, 8, 17, 19])
-def test_planned_pages_are_those_of_a_run(seed: int) -> None:
+def remember(setting: Setting, folder: str, cache: Path) -> None:
+    """Keeps the record of the setting: an iteration takes minutes, or the link does for a page."""
+    if setting.record:
+        key = key_for(shape_of(folder).model, "standin", 0, Config())
+        seconds, bandwidth = (1e3, 1e12) if setting.record == "hides" else (1e-6, 1.0)
+        points = (Point("prefill", 8, 256), Point("decode", 8, 256))
+        record.save(Record(key, bandwidth, dict.fromkeys(points, seconds)), record.path_of(cache, key))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planned_pages_are_those_of_a_run(seed: int, tmp_path: Path) -> None:
+    """No page of weights or KV more or less, whatever streams and leaves; or the plan says that it may be."""
     setting = Setting.drawn(seed)
-    model = setting.build()
-    with tuning(weights={"large": 2**11}), tempfile.TemporaryDirectory() as folder:
+    model, folder = setting.build(), str(tmp_path / "model")
+    with tuning(weights={"large": 2**11}, clock=Clock()):
         model.config.save_pretrained(folder)
+        remember(setting, folder, tmp_path / "cache")
 
         def planner(budget: int) -> Planner:
             return Planner(folder, setting.context, setting.batch, setting.prompt, budget, setting.page, None)
@@ -119,24 +149,46 @@ def test_planned_pages_are_those_of_a_run(seed: int) -> None:
         wide = planner(2**30)
         answer = wide.ask(wide.asked)
         pages = round(answer.least + setting.part * (answer.all - answer.least))
-        while True:  # one at which nothing has to leave while it runs
-            planned = planner(pages * setting.page)
-            facts = planned.facts()
-            assert facts["fits"]
-            if facts["exact"]:
-                break
-            pages += max(1, (answer.all - answer.least) // 8)
+        planned = planner(pages * setting.page)
+        facts = planned.facts()
+        assert facts["fits"]
         peak = max(each.peak for each in planned.sizings[0].seen(setting.batch, setting.prompt, setting.context))
         with installing(pages * setting.page, setting.page) as now:
             now()
             seen = run(model, setting)
-    assert {name: seen.pages[name] for name in ("weights", "kv")} == {
-        name: facts["pages"][name] for name in ("weights", "kv")
-    }
     assert seen.exist == sum(seen.pages.values())
-    assert seen.streamed == facts["layers_streamed"]
     assert peak <= seen.peak <= 1.1 * peak
-    assert seen.pages["activations"] <= facts["pages"]["activations"] + SLACK
+    if facts["exact"]:
+        assert seen.pages["activations"] <= facts["pages"]["activations"] + SLACK
+        assert {name: seen.pages[name] for name in ("weights", "kv")} == {
+            name: facts["pages"][name] for name in ("weights", "kv")
+        }
+        assert seen.streamed == facts["layers_streamed"]
+    assert facts["exact"] is (seed not in ABOUT)
+
+
+@pytest.mark.parametrize("seed", range(40, 48))
+def test_each_change_that_is_named_really_fits(seed: int, tmp_path: Path) -> None:
+    """Nothing is refused, nor put on pages of the host."""
+    drawn = Setting.drawn(seed)
+    setting = replace(drawn, batch=drawn.batch + 2, record="")
+    model, folder = setting.build(), str(tmp_path)
+    with tuning(weights={"large": 2**11}, clock=Clock()):
+        model.config.save_pretrained(folder)
+        plan = {"context": setting.context, "prompt": setting.prompt, "batch": setting.batch, "page_size": setting.page}
+        least = ballonet.plan(folder, budget=2**30, **plan)["least_budget"]
+        budget = least - setting.page * (1 + seed % 8)
+        facts = ballonet.plan(folder, budget=budget, **plan)
+        assert not facts["fits"]
+        changes = [each for each in facts["changes"] if each["what"] in ("budget", "context", "batch")]
+        assert changes
+        for change in changes:
+            changed, given = setting.changed(change["what"], change["to"], budget)
+            with installing(given, setting.page) as now:
+                now()
+                run(model, changed)
+                runtime.of().events.hear()
+                assert not {"spill", "refuse"} & runtime.of().events.counts().keys(), change["text"]
 
 
 def test_without_the_least_budget_nothing_runs_and_with_it_it_does(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def change(content: dict[str, Any], **changes: Any) -> str:
     ("text", "reason"),
     [
         (lambda it: "", "cannot be read"),
-        (lambda it: "[1]", "another version"),
+        (lambda it: "[1]", "holds no object"),
         (lambda it: change(it, format=0), "another version"),
         (lambda it: change(it, bandwidth=1e9), "checksum"),
         (lambda it: json.dumps(it)[:-20], "cannot be read"),

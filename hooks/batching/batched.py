@@ -37,8 +37,8 @@ class Batched:
     `fast`: are batches chosen by that? `require`: is told what the requests of the next batch ask of a step that
     decodes, and of one with prompts, in seconds, and whether others wait for it, before it is computed. `lends`: what
     its own layers could give, and at which price. `living`: the cache that outlives the loops; None: each has its own.
-    `slo`: of requests that ask nothing themselves. `schedules`: of its loops, as long as they live; `latencies`: of
-    their requests."""
+    `slo`: of requests that ask nothing themselves. `positions`: that it has learned, beyond which no step can look;
+    None: any. `schedules`: of its loops, as long as they live; `latencies`: of their requests."""
 
     name: str
     device: Device
@@ -48,6 +48,7 @@ class Batched:
     lends: Lends
     living: Living | None = None
     slo: RequestSLO = NOTHING
+    positions: int | None = None
     schedules: list[weakref.ref[Schedule]] = field(default_factory=list)
     latencies: Latencies = field(default_factory=Latencies)
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...allocator.errors import DriverError, ManageError, RequestTooLarge
+from ...allocator.errors import DriverError, ManageError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.ladder import Rung
@@ -50,6 +50,7 @@ class ElasticScheduler(Scheduler):
         self.tuning = tuning
         self._passed: dict[str, int] = {}
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
+        self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
         self._caution = 0  # bytes that stay free beside the reserve
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
@@ -75,8 +76,8 @@ class ElasticScheduler(Scheduler):
         self._passed = {}
 
     def add_waiting_request(self, state: Any) -> None:
-        """As Scheduler's. For the one request RequestTooLarge where it can never run, SLOError where it cannot have
-        what it asks, and ManageError where it has no tokens, which would end the loop."""
+        """As Scheduler's. For the one request RequestTooLarge or SequenceTooLong where it can never run, SLOError where
+        it cannot have what it asks, and ManageError where it has no tokens, which would end the loop."""
         if not state.initial_tokens:
             raise ManageError(f"request {state.request_id} has no tokens")
         if (slo := self.cache.model.slo) != NOTHING:
@@ -89,9 +90,12 @@ class ElasticScheduler(Scheduler):
             raise why
         super().add_waiting_request(state)
 
-    def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | None:
+    def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | SequenceTooLong | None:
         """Says why a request of so many tokens, and so many new ones, can never run; None where it can. On any
         thread."""
+        positions = self.cache.model.positions
+        if positions is not None and prompt + max(0, new - 1) > positions:  # the last token is not computed with
+            return SequenceTooLong(request, prompt, new, positions)
         return self._refused(request, prompt, new, self._most())
 
     def _refused(self, request: str, prompt: int, new: int, most: Memory) -> RequestTooLarge | None:

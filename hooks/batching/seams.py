@@ -35,7 +35,6 @@ _NEEDED: Final = (
     ("cache", "PagedAttentionCache.evict_cached_blocks", ()),
     ("cache", "PagedAttentionCache.search_prefix_match", ("request_id", "prompt_ids")),
     ("cache", "PagedAttentionCache.mark_complete_blocks", ("state", "complete_blocks")),
-    ("cache", "PagedAttentionCache.prepare_fork_request", ("src_state", "dst_req_ids")),
     ("cache", "PagedAttentionCache.reset", ()),
     ("cache", "PagedAttentionCache.free_blocks", ("request_id", "no_cache")),
     ("cache", "PagedAttentionCache.prepare_fork_request", ("src_state", "dst_req_ids", "copy_src_and_dst")),
@@ -154,8 +153,8 @@ def _replace() -> None:
 
         return make
 
-    _put(vars(continuous_api), "PagedAttentionCache", cache)
-    _put(vars(continuous_api), "OffloadingManager", preemption)
+    _put(continuous_api, "PagedAttentionCache", cache)
+    _put(continuous_api, "OffloadingManager", preemption)
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         _put(mapping, name, scheduling(mapping[name], elastic))
     processor = continuous_api.ContinuousBatchProcessor
@@ -163,9 +162,9 @@ def _replace() -> None:
         (manager, "_create_batch_processor", create),
         (processor, "_generation_step", steps.computing(processor._generation_step)),
         (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
+        (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
     ):
-        _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, mine)
+        _put(owner, name, mine)
 
 
 def others_run(model: Batched) -> bool:
@@ -173,12 +172,22 @@ def others_run(model: Batched) -> bool:
     return any(each.runs for each in tuple(_attached.values()) if each is not model and each.device is model.device)
 
 
-def _put(names: dict[str, Any], name: str, mine: object) -> None:
-    stock, names[name] = names[name], mine
+def _put(owner: Any, name: str, mine: object) -> None:
+    """`owner`: a module, a class or a dictionary."""
+    names = owner if isinstance(owner, dict) else vars(owner)
+    stock = names[name]
+
+    def put(value: object) -> None:
+        if names is owner:
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+
+    put(mine)
 
     def put_back() -> None:
         if names.get(name) is mine:  # else somebody has replaced it since
-            names[name] = stock
+            put(stock)
 
     _undo.append(put_back)
 

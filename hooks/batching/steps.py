@@ -86,6 +86,18 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
     return prepare
 
 
+def telling(stock: Callable[..., None]) -> Callable[..., None]:
+    """Stock's `_handle_request_error`, which keeps the text of an error only: whoever waits for the request gets it."""
+
+    @functools.wraps(stock)
+    def handle(self: Any, error: Exception, state: Any) -> None:
+        if isinstance(self.offloading_manager, PagePreemption) and state.request_id in self.scheduler.reasons:
+            self.scheduler.reasons[state.request_id] = error
+        stock(self, error, state)
+
+    return handle
+
+
 def _take_in(processor: Any) -> bool:
     """Waits for the batch in flight and notes its tokens. Was there one? See Note [In flight]."""
     if not processor.use_async_batching:

@@ -26,11 +26,13 @@ _CPU: Final = Path("/proc/cpuinfo")
 def key_of(model: nn.Module, device: Device) -> dict[str, str]:
     """Keys: model (a hash of its class, configuration and weights' shapes), size (of its weights), device, driver,
     link, torch, transformers, ballonet (versions)."""
-    return key_for(model, device.kind, device.ordinal, runtime.holding(device).settings)
+    settings = runtime.holding(device).settings if device.kind == "standin" else Config()
+    return key_for(model, device.kind, device.ordinal, settings)
 
 
 def key_for(model: nn.Module, kind: Literal["cuda", "standin"], ordinal: int, settings: Config) -> dict[str, str]:
-    """As `key_of`, of a device that need not be open, and a model that need not have values."""
+    """As `key_of`, of a device that need not be open, and a model that need not have values. `settings`: of the
+    stand-in's link."""
     config = getattr(model, "config", None)
     weights = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in weights.values()]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,10 +47,16 @@ _GROUPED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A forward: what it does, and the most bytes that its tensors have at once."""
+    """A forward: what it does, and the most bytes that its tensors have at once in each of its `stages`: before the
+    first elastic layer appends its tokens, from there until the next one does, and so on."""
 
     work: Work
-    peak: int
+    stages: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most of all."""
+        return max(self.stages)
 
 
 def seen(shape: Shape, batch: int, prompt: int, context: int) -> tuple[Seen, Seen]:
@@ -88,6 +94,7 @@ class _Lengths:
         self, widths: tuple[int, int, int], keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> Any:
         assert self.meter is not None
+        self.meter.next_stage()
         tokens = self.held + keys.shape[2]
         with self.meter.paused():
             return tuple(
@@ -109,7 +116,8 @@ def _forward(shape: Shape, cache: Any, lengths: _Lengths, batch: int, tokens: in
         stack.enter_context(_Fused(meter))
         out = model(input_ids=torch.zeros((batch, tokens), dtype=torch.int64), **given)
         out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as `generate()` looks at them
-    return Seen(meter.work, meter.peak)
+    meter.next_stage()
+    return Seen(meter.work, tuple(meter.stages))
 
 
 class _Meter(TorchDispatchMode):
@@ -118,7 +126,8 @@ class _Meter(TorchDispatchMode):
     def __init__(self, itemsize: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.read, self.calls = 0.0, 0.0, 0
-        self.peak = 0
+        self.stages: list[int] = []  # the peaks of those that are over
+        self.peak = 0  # of this stage
         self._now = 0
         self._itemsize = itemsize
         self._paused = False
@@ -138,11 +147,20 @@ class _Meter(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def add(self, other: Work) -> None:
-        """Counts what somebody else did."""
+    def add(self, other: Work, peaks: Sequence[int]) -> None:
+        """Counts what somebody else did, in stages with these peaks."""
         self.flops += other.flops
         self.read += other.read
         self.calls += other.calls
+        for peak in peaks:
+            self.peak = max(self.peak, peak)
+            self.next_stage()
+        self.peak = self.stages.pop()  # the last one goes on
+
+    def next_stage(self) -> None:
+        """Another stage begins."""
+        self.stages.append(self.peak)
+        self.peak = self._now
 
     def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Counts an attention: of several queries each sees half of the keys as a mean."""
@@ -216,7 +234,7 @@ class _Fused(TorchFunctionMode):
 @contextmanager
 def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
     """Within it layers that are like two before them are not run. See Note [Layers that are alike]."""
-    runs: dict[Any, list[tuple[Work, Any]]] = {}
+    runs: dict[Any, list[_Ran]] = {}
     layers = decoder_layers(shape.model)
     for index, layer in enumerate(layers):
         if index in shape.widths or len(shape.widths) == len(layers):
@@ -231,20 +249,27 @@ def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
             vars(layer).pop("forward", None)
 
 
-def _run(
-    layer: nn.Module, forward: Callable[..., Any], ran: list[tuple[Work, Any]], meter: _Meter, *args: Any, **kw: Any
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a layer did, the peaks of the stages in which it did, and the shapes of what it returned."""
+
+    work: Work
+    peaks: tuple[int, ...]
+    like: Any
+
+
+def _run(layer: nn.Module, forward: Callable[..., Any], ran: list[_Ran], meter: _Meter, *args: Any, **kw: Any) -> Any:
     if len(ran) < DEFAULT.planning.alike:
-        before = meter.work
+        before, stages = meter.work, len(meter.stages)
         out = forward(layer, *args, **kw)
         after = meter.work
         done = Work(after.flops - before.flops, after.read - before.read, after.calls - before.calls, after.itemsize)
-        ran.append((done, tree_map(lambda each: (each.shape, each.dtype) if _is_tensor(each) else each, out)))
+        like = tree_map(lambda each: (each.shape, each.dtype) if _is_tensor(each) else each, out)
+        ran.append(_Ran(done, (*meter.stages[stages:], meter.peak), like))
         return out
-    done, like = ran[-1]
-    calls, out = meter.calls, _made(like)
+    calls, out = meter.calls, _made(ran[-1].like)
     meter.calls = calls
-    meter.add(done)
+    meter.add(ran[-1].work, ran[-1].peaks)
     return out
 
 

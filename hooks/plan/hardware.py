@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,9 +21,10 @@ from ...allocator.config import Config, cache_dir, parse_bandwidth, parse_size
 from ...allocator.errors import BallonetError, ConfigError
 from ...offload.policy.planner.changes import Question
 from ...offload.policy.planner.hardware import DEVICES, Hardware, named
+from ...offload.policy.planner.needs import Judged
 from ...offload.policy.planner.seconds import Size, by_device, interpolated
 from ...offload.record import record
-from ...offload.record.record import Phase
+from ...offload.record.record import Phase, Point
 from ..device.key import key_for
 from .moments import Sizing
 
@@ -54,20 +55,20 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What iterations of a model take on a device. `source`: who says so; `link`: bytes per second; `measured`: seconds
-    by phase and size, with every layer resident."""
+    """What iterations of a model take on a device, with every layer resident. `source`: who says so; `link`: bytes per
+    second; `known`: what was measured."""
 
     device: Device
     source: str
     link: float | None
-    measured: Mapping[Phase, Mapping[Size, float]] = field(default_factory=dict)
+    known: record.Record | None = None
 
     def seconds(self, sizing: Sizing, asked: Question) -> tuple[float | None, float | None]:
         """Seconds of the prefill and of the decode step; None where nobody knows."""
-        if self.measured and asked.bits is None:
+        if self.known is not None and asked.bits is None:
             return (
-                interpolated(self.measured.get("prefill", {}), asked.batch, asked.prompt),
-                interpolated(self.measured.get("decode", {}), asked.batch, max(1, asked.context - 1)),
+                interpolated(self._by_size("prefill"), asked.batch, asked.prompt),
+                interpolated(self._by_size("decode"), asked.batch, max(1, asked.context - 1)),
             )
         hardware = self.device.hardware
         if hardware is None:
@@ -76,6 +77,27 @@ class Speed:
         less = sizing.saved(asked.bits)
         first, last = (by_device(each.work.reading(less), hardware) for each in forwards)
         return first, last
+
+    def beside(self) -> tuple[float, float]:
+        """Seconds that `generate()` takes beside the first forward, and beside each other, as far as that was
+        measured."""
+        known: Mapping[Phase, float] = {} if self.known is None else self.known.beside
+        return known.get("prefill", 0.0), known.get("decode", 0.0)
+
+    def judged(self, asked: Question) -> Judged | None:
+        """What a run decides by, which has the same record; None without one."""
+        if self.known is None:
+            return None
+        points = (
+            Point("decode", 1, 1),
+            Point("prefill", asked.batch, asked.prompt),
+            Point("decode", asked.batch, max(1, asked.context - 1)),
+        )
+        return Judged(*(self.known.time(*point.corner) for point in points))
+
+    def _by_size(self, phase: Phase) -> dict[Size, float]:
+        assert self.known is not None
+        return {(at.batch, at.length): seconds for at, seconds in self.known.seconds.items() if at.phase == phase}
 
 
 def device_of(gpu: str | None, settings: Config) -> Device:
@@ -97,25 +119,40 @@ def device_of(gpu: str | None, settings: Config) -> Device:
     return Device("cuda", named(target.facts["name"]), _without_outside(memory), True, target.ordinal)
 
 
+def host_pages(device: Device, settings: Config, page: int) -> int | None:
+    """Pages that its host has for what leaves it: as many as were asked for, or a run takes; None of another machine,
+    of which nobody knows."""
+    if settings.host_budget is None and not device.here:
+        return None
+    return runtime.host_budget(settings, device.kind, page) // page
+
+
 def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:
     """How fast the model is there. See Note [Which figures]."""
-    known = _recorded(device, sizing, settings) if device.here else None
+    known, why = _recorded(device, sizing, settings) if device.here else (None, "")
     if known is not None:
-        phases: dict[Phase, dict[Size, float]] = {"prefill": {}, "decode": {}}
-        for point, seconds in known.seconds.items():
-            phases[point.phase][point.batch, point.length] = seconds
-        return Speed(device, "measured on this machine", known.bandwidth, phases)
+        return Speed(device, "measured on this machine", known.bandwidth, known)
     if device.hardware is not None:
-        return Speed(device, "by its data sheet", device.hardware.link)
-    return Speed(device, f"not known: python -m ballonet profile {sizing.shape.name}, or --gpu", None)
+        return Speed(device, f"by the {device.hardware.source}", device.hardware.link)
+    return Speed(device, f"not known{why}: python -m ballonet profile {sizing.shape.name}, or --gpu", None)
 
 
-def _recorded(device: Device, sizing: Sizing, settings: Config) -> record.Record | None:
+def _recorded(device: Device, sizing: Sizing, settings: Config) -> tuple[record.Record | None, str]:
+    """The record of the model on this machine; where there is one for something else, what of it differs. ConfigError
+    where it is damaged."""
     key = key_for(sizing.shape.model, device.kind, device.ordinal, settings)
+    path = record.path_of(cache_dir(settings), key)
     try:
-        return record.load(record.path_of(cache_dir(settings), key), key)
-    except record.Unusable:
-        return None
+        return record.load(path, key), ""
+    except record.Missing:
+        return None, ""
+    except record.Damaged as error:
+        raise ConfigError(
+            f"the performance record of {sizing.shape.name} cannot be used: {error}. Delete the file, or measure anew "
+            f"with python -m ballonet profile {sizing.shape.name}"
+        ) from error
+    except record.Unusable as error:
+        return None, f", as {error}"
 
 
 def _without_outside(memory: int) -> int:
@@ -150,6 +187,7 @@ def _of_file(path: Path) -> Hardware:
         sizes["bandwidth"],
         _flops(found["flops"], path),
         sizes["link"],
+        f"file {path}",
     )
 
 

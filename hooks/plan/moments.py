@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ...allocator.errors import ConfigError
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.layout import place
 from ...offload.policy.planner.changes import Question
-from ...offload.policy.planner.needs import Moment, Needs
+from ...offload.policy.planner.needs import Judged, Moment, Needs
 from ..compat import one_shape
 from ..device import governors
 from ..kv.grouping import Sizes, geometry_for
+from ..programs.model_info import Widths
 from ..weights.layers import decoder_layers
 from ..weights.room import working_pages
 from .forward import Seen, seen
 from .shape import Shape
 
 _INDEX = 8  # bytes of a token's number
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A range: how its tokens lie, and which of the layers that append is the `first` in it, and which the `last`."""
+
+    geometry: Geometry
+    first: int
+    last: int
+
+    def pages(self, tokens: int) -> int:
+        """Pages under so many tokens of each sequence."""
+        return self.geometry.parts * self.geometry.pieces(tokens)
+
+    def full(self, tokens: int) -> int:
+        """Pages of these on which nothing else will come."""
+        return self.geometry.parts * self.geometry.full(tokens)
+
+    def takes(self, after: int, until: int) -> Iterator[int]:
+        """The lengths behind `after`, and up to `until`, at which it takes a page more."""
+        page, token = self.geometry.page, self.geometry.token_bytes
+        for piece in range(self.geometry.pieces(after), self.geometry.pieces(until)):
+            yield piece * page // token + 1
 
 
 class Sizing:
@@ -39,37 +63,77 @@ class Sizing:
         before, after = (sum(each.nbytes for each in self.shape.blocks(how)) for how in (None, bits))
         return before - after
 
-    def needs(self, name: str, asked: Question, seconds: tuple[float | None, float | None]) -> Needs:
-        """Pages; `seconds` of a prefill and of a decode step. ConfigError."""
+    def needs(
+        self,
+        name: str,
+        asked: Question,
+        seconds: tuple[float | None, float | None],
+        judged: Judged | None = None,
+        aside: tuple[float, float] = (0.0, 0.0),
+    ) -> Needs:
+        """Pages; `seconds` of a prefill and of a decode step; `judged` and `aside`: see Needs. ConfigError."""
         shape, tuning = self.shape, governors.composed_with().tuning.weights
         layout = place(shape.blocks(asked.bits), self.page, tuning.large)
         layers = layout.layer_pages(shape.layers)
         working = working_pages(shape.model, decoder_layers(shape.model), self.page, tuning)
         first, last = self.seen(asked.batch, asked.prompt, asked.context)
+        ranges = list(self._spread(asked))
         return Needs(
             name,
             layers,
             layout.pages - sum(layers),
             layout.spare(sources=False, working=working),
-            self._moment(asked, asked.prompt, first),
-            self._moment(asked, asked.context, last),
+            self._moment(ranges, asked.prompt, asked.batch, first.peak),
+            self._moment(ranges, asked.context, asked.batch, last.peak),
             asked.prompt,
             *seconds,
+            tuple(self._stages(ranges, asked, first)),
+            tuple(self._growth(ranges, asked, last)),
+            judged,
+            aside,
         )
 
-    def _moment(self, asked: Question, tokens: int, forward: Seen) -> Moment:
-        ranges = list(self._ranges(asked))
-        kv = tuple(each.parts * each.pieces(tokens) for each in ranges)
-        movable = sum(each.parts * each.full(tokens) for each in ranges)
-        prompts = 2 * (2 * asked.batch * tokens * _INDEX)  # `generate()` appends to the tokens and their mask by a copy
-        small = governors.composed_with().tuning.weights.small_blocks
-        return Moment(kv, movable, -(-(forward.peak + prompts) // self.page) + small)
+    def _stages(self, ranges: Sequence[Spread], asked: Question, forward: Seen) -> Iterator[Moment]:
+        """The prompt: after so many layers have appended, what has pages, and which of them may leave."""
+        for stage, peak in enumerate(forward.stages):
+            opened = [each for each in ranges if each.first < stage]
+            full = sum(each.full(asked.prompt) for each in opened if each.last < stage)
+            yield replace(self._moment(opened, asked.prompt, asked.batch, peak), movable=full)
 
-    def _ranges(self, asked: Question) -> Iterator[Geometry]:
-        """The ranges of the cache, as the first layers that append make them (grouping.py)."""
+    def _growth(self, ranges: Sequence[Spread], asked: Question, forward: Seen) -> Iterator[Moment]:
+        """The answer: at each token that takes a page."""
+        ends = {tokens for each in ranges for tokens in each.takes(asked.prompt, asked.context)}
+        for tokens in sorted({*ends, asked.context}):
+            moment = self._moment(ranges, tokens, asked.batch, forward.peak)
+            yield replace(moment, movable=sum(each.full(tokens - 1) for each in ranges))
+
+    def _moment(self, ranges: Sequence[Spread], tokens: int, batch: int, peak: int) -> Moment:
+        """With so many tokens, while operators have so many bytes."""
+        tuning = governors.composed_with().tuning
+        prompts = 2 * (2 * batch * tokens * _INDEX)  # `generate()` appends to the tokens and their mask by a copy
+        most = -(-(int(peak * tuning.planning.unseen) + prompts) // self.page) + tuning.weights.small_blocks
+        kv = tuple(each.pages(tokens) for each in ranges)
+        return Moment(kv, sum(each.full(tokens) for each in ranges), most, -(-peak // self.page))
+
+    def _spread(self, asked: Question) -> Iterator[Spread]:
+        """The ranges of the cache in the order in which layers append, each with the layers that share it: as the first
+        layer that finds no place in one makes the next (grouping.py)."""
+        geometries = dict(self._geometries(asked))
+        places: dict[Widths, list[int]] = {}
+        for turn, (_, widths) in enumerate(sorted(self.shape.widths.items())):
+            places.setdefault(widths, []).append(turn)
+        found = [
+            Spread(geometry, turns[at], turns[min(at + geometry.layers, len(turns)) - 1])
+            for widths, turns in places.items()
+            for geometry in (geometries[widths],)
+            for at in range(0, len(turns), geometry.layers)
+        ]
+        yield from sorted(found, key=lambda each: each.first)
+
+    def _geometries(self, asked: Question) -> Iterator[tuple[Widths, Geometry]]:
         shape = self.shape
         together = len(shape.widths) if one_shape(shape.config) else 1
-        for widths, count in Counter(shape.widths.values()).items():
+        for widths in dict.fromkeys(shape.widths.values()):
             sizes = Sizes(asked.batch, *widths, shape.dtype.itemsize)
             geometry = geometry_for(
                 sizes,
@@ -86,4 +150,4 @@ class Sizing:
                     f"{shape.name}: {asked.batch} sequences of {asked.context} tokens are more than attention kernels "
                     "can index in 32 bits: give a smaller --batch or --context"
                 )
-            yield from [geometry] * -(-count // geometry.layers)
+            yield widths, geometry

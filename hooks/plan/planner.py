@@ -23,12 +23,19 @@ from ...offload.policy.planner.changes import Change, Question, nearest
 from ...offload.policy.planner.memory import Budget
 from ..device import governors
 from ..measure.report import interval_of
-from .hardware import Device, Speed, device_of, speed_of
+from .hardware import Device, Speed, device_of, host_pages, speed_of
 from .moments import Sizing
 from .shape import Shape, shape_of
 
 Facts = dict[str, Any]
-_UNITS: Final = {"budget": "bytes", "context": "tokens", "batch": "sequences", "weights": "bits", "slo": "seconds"}
+_UNITS: Final = {
+    "budget": "bytes",
+    "host": "bytes",
+    "context": "tokens",
+    "batch": "sequences",
+    "weights": "bits",
+    "slo": "seconds",
+}
 
 
 def plan(
@@ -41,26 +48,29 @@ def plan(
     page_size: SupportsIndex | str | None = None,
     gpu: str | PathLike[str] | None = None,
     slo: float | str | None = None,
+    host_budget: SupportsIndex | str | None = None,
 ) -> Facts:
     """What a run of `models` will take, from their configurations: folders, names on the hub, or types such as "llama".
     No weights are loaded, and no device is opened.
 
     `context`: tokens that each of `batch` sequences holds at the last token; `prompt`: those that are given, all but
     one where nothing is said; `budget`: bytes of device pages, or "24GiB"; `gpu`: a name such as "h100", or a JSON file
-    with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms".
+    with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms";
+    `host_budget`: bytes of host pages, by default as many as a run takes here, and of another machine as many as it
+    needs.
 
-    Returns plain values, ready for JSON. fits; least_budget (bytes); budget, page_size, context, prompt, batch, slo,
-    slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators were seen to
-    allocate, at most; exact: those of weights and KV are what a run has, which they are where nothing has to leave
-    while it runs, as what leaves then hangs on the moment; host_pages: {weights, kv}; interval (of every so many layers
-    the last streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None
-    where nobody knows); limit ("memory", "link", "compute", None); hardware: {name, source, link}; changes: the nearest
-    that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
+    Returns plain values, ready for JSON. fits; least_budget (bytes); budget, host_budget, page_size, context, prompt,
+    batch, slo, slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators
+    were seen to allocate, at most; exact: those of weights and KV are what a run has, to the page (policy/planner/
+    memory.py, Note [What cannot be foreseen]); host_pages: {weights, kv}; interval (of every so many layers the last
+    streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where
+    nobody knows); limit ("memory", "host", "link", "compute", None); hardware: {name, source, link}; changes: the
+    nearest that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
     layers_streamed}; models: of each {model, class, dtype, layers, streamed, ...}, with the keys above that are its
     own. Where there are several models all run at once, and times, limit and interval are those of the slowest.
     ConfigError.
     """
-    return Planner(models, context, batch, prompt, budget, page_size, gpu, slo).facts()
+    return Planner(models, context, batch, prompt, budget, page_size, gpu, slo, host_budget).facts()
 
 
 class Planner:
@@ -76,6 +86,7 @@ class Planner:
         page_size: SupportsIndex | str | None = None,
         gpu: str | PathLike[str] | None = None,
         slo: float | str | None = None,
+        host_budget: SupportsIndex | str | None = None,
     ) -> None:
         """As `plan`. ConfigError."""
         names = [fspath(models)] if isinstance(models, str | PathLike) else [fspath(each) for each in models]
@@ -86,13 +97,16 @@ class Planner:
             settings = replace(settings, budget=parse_size(budget, "budget"))
         if page_size is not None:
             settings = replace(settings, page_size=parse_size(page_size, "page_size"))
+        if host_budget is not None:
+            settings = replace(settings, host_budget=parse_size(host_budget, "host_budget"))
         self.device: Device = device_of(None if gpu is None else fspath(gpu), settings)
         self.page = runtime.page_size(settings, self.device.kind)
         seconds = None if slo is None else parse_time(slo, "slo")
         if seconds == 0:
             raise ConfigError("slo is 0, and no token takes no time: give seconds, or a text such as '80ms'")
         pages = (settings.budget or self.device.memory) // self.page
-        self.asked = Question(pages, context, prompt, batch, None, seconds)
+        host = host_pages(self.device, settings, self.page)
+        self.asked = Question(pages, context, prompt, batch, None, seconds, host)
         shapes = [shape_of(name) for name in names]
         for each in shapes:
             _check_positions(each, context)
@@ -109,6 +123,7 @@ class Planner:
             "fits": answer.fits,
             "least_budget": answer.least * self.page,
             "budget": asked.pages * self.page,
+            "host_budget": None if asked.host is None else asked.host * self.page,
             "page_size": self.page,
             "context": asked.context,
             "prompt": asked.prompt,
@@ -134,17 +149,19 @@ class Planner:
         return [(pages * self.page, each.slowest.tpot) for pages, each in found if each.fits]
 
     def _ask(self, asked: Question) -> Answer:
-        speeds = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
+        seconds_of = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
         needs = [
-            sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds)
-            for number, (sizing, seconds) in enumerate(zip(self.sizings, speeds, strict=True))
+            sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds, speed.judged(asked), speed.beside())
+            for number, (sizing, speed, seconds) in enumerate(zip(self.sizings, self.speeds, seconds_of, strict=True))
         ]
         link = self.speeds[0].link
-        budget = Budget(asked.pages, self.page, None if link is None else self.page / link, asked.slo)
+        known = self.speeds[0].known
+        page_seconds, copying = None if link is None else self.page / link, 0.0 if known is None else known.copying
+        budget = Budget(asked.pages, self.page, page_seconds, asked.slo, asked.host, copying)
         return answered(needs, budget, asked.context - asked.prompt, governors.composed_with().tuning)
 
     def _change(self, change: Change) -> Facts:
-        to: float = change.to * self.page if change.what == "budget" else change.to
+        to: float = change.to * self.page if change.what in ("budget", "host") else change.to
         return {
             "what": change.what,
             "to": to,
@@ -199,6 +216,8 @@ def _sum(pages: Iterable[dict[str, int]]) -> dict[str, int]:
 def _text(change: Change, to: float) -> str:
     if change.what == "budget":
         return f"a budget of {_at_least(int(to))}"
+    if change.what == "host":
+        return f"a host budget of {_at_least(int(to))}"
     if change.what == "context":
         return f"a context of {int(to):,} tokens"
     if change.what == "batch":

@@ -10,6 +10,7 @@ from ...allocator.units import format_size, format_time
 Facts = dict[str, Any]
 _LIMITS = {
     "memory": "memory: it does not fit, even if all layers stream",
+    "host": "host memory: what leaves the device has no room there",
     "link": "the link: tokens wait for copies from host memory",
     "compute": "compute: nothing is waited for",
     None: "not known, as nobody knows what an iteration takes",
@@ -53,10 +54,13 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         if several and each["tpot_seconds"] is not None:
             yield f"{name}per token", format_time(each["tpot_seconds"])
     if facts["fits"] and not facts["exact"]:
-        yield "", "about: what leaves while it runs hangs on when pages are lacking"
+        yield (
+            "",
+            "about: what leaves hangs on what kernels allocate inside of themselves, or on times that nobody measured",
+        )
     yield "first token", _time(facts["ttft_seconds"])
     yield "per token", _time(facts["tpot_seconds"]) + _slo(facts)
-    yield "limit", _LIMITS[facts["limit"]]
+    yield "limit", _LIMITS[facts["limit"]] + _of_host(facts)
     link = facts["hardware"]["link"]
     yield "times", facts["hardware"]["source"] + ("" if link is None else f", link {link / 1e9:.3g} GB/s")
 
@@ -78,6 +82,10 @@ def _streams(each: Facts) -> str:
 
 def _time(seconds: float | None) -> str:
     return "not known" if seconds is None else format_time(seconds)
+
+
+def _of_host(facts: Facts) -> str:
+    return f", which has {format_size(facts['host_budget'])}" if facts["limit"] == "host" else ""
 
 
 def _slo(facts: Facts) -> str:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import HTTPException
-from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ...allocator.errors import ManageError, SLOError
+from ..server import length
+from ..server.loading import Models
 from ..server.tenants import asked_seed, asked_slo
 from .plan import Sampling
 from .requests import Request
@@ -145,7 +146,8 @@ def sampling_of(options: Any) -> Sampling:
 
 class FrontLoop(CBGenerateManager):
     """The generation of a model that replicas hold. 429 where too many requests wait, 400 where one has no tokens, 413
-    where it can never run, 422 where a replica cannot keep its SLO, with the nearest that it can."""
+    where it can never run, or is longer than the model, 422 where a replica cannot keep its SLO, with the nearest that
+    it can."""
 
     def __init__(self, front: Front, supervisor: Takes, most_waiting: int) -> None:
         super().__init__()
@@ -161,14 +163,14 @@ class FrontLoop(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
         """As transformers', or HTTPException."""
-        self._admit(inputs)
+        self._admit(request_id, model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """As transformers', or HTTPException; the request is cancelled where its client goes away."""
-        self._admit(inputs)
+        self._admit(request_id, model, inputs, gen_config)
         try:
             found: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
@@ -180,9 +182,10 @@ class FrontLoop(CBGenerateManager):
             raise
         return found
 
-    def _admit(self, inputs: Any) -> None:
+    def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
+        length.fit(request, model, len(inputs["input_ids"]), options)
         if self._supervisor.waiting >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
 
@@ -208,7 +211,7 @@ class FrontState(GenerationState):
         self._front.stop()
 
 
-class ShapeOnly(ModelManager):
+class ShapeOnly(Models):
     """Finds a model's configuration and tokenizer, and its class without weights: those are with the replicas."""
 
     def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:

@@ -104,9 +104,9 @@ class ReplicaServer:
         loop = FrontLoop(self._front, self.supervisor, address.waiting)
         state = FrontState(loop, self._front)
         try:
-            models = ShapeOnly(device="cpu", continuous_batching=True, model_timeout=-1)
+            models = ShapeOnly([name], "cpu")
             models.load_model_and_processor(models.process_model_name(name))
-            self._application = Application([name], models, state, address, say)
+            self._application = Application(models, state, address, say)
             self.app = self._application.app
             say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
             self.supervisor.start()

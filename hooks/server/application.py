@@ -4,10 +4,12 @@ numbers, keys, and a shutdown that finishes what runs."""
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import os
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler
+from jinja2 import TemplateError
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
@@ -28,22 +27,32 @@ from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError
 from ..device import governors
 from ..watch import registry
+from . import body, length
+from .handlers import ChatCompletions, Completions, Responses
 from .load import SLOS
+from .loading import Models
 from .tenants import asked_seed, asked_slo
 
-OPEN = ("/health", "/metrics")  # that need no key
+OPEN = ("/health",)  # that need no key
+CLOSED = {  # paths of transformers' server that load other models, or forget those that there are
+    "/load_model": "this server serves the models that it was started with",
+    "/reset": "this server serves the models that it was started with",
+    "/v1/audio/transcriptions": "this server serves text: no model of speech can be batched continuously",
+}
 
 
 @dataclass(frozen=True)
 class Address:
     """Where a server listens, and who may ask. `key`: what clients send as `Authorization: Bearer KEY`; None: anybody.
-    `waiting`: requests of a model that may wait; `grace`: seconds that requests may take to end at a shutdown."""
+    `waiting`: requests of a model that may wait; `grace`: seconds that requests may take to end at a shutdown;
+    `as_json`: is a line of JSON printed once it listens?"""
 
     host: str = "127.0.0.1"
     port: int = 8000
     key: str | None = None
     waiting: int = 1024
     grace: float = 30.0
+    as_json: bool = False
 
 
 class _Listening(uvicorn.Server):
@@ -65,15 +74,13 @@ class Application:
 
     def __init__(
         self,
-        names: Iterable[str],
-        models: ModelManager,
+        models: Models,
         loops: GenerationState,
         address: Address,
         say: Callable[[str], None],
     ) -> None:
-        """`names`: of the models that are served; `models`: finds them and their tokenizers; `loops`: generate, and
-        have `tell()`, which ends all without waiting; `say`: is called with each line for people."""
-        self._names = {models.process_model_name(name) for name in names}
+        """`models`: finds those that are served and their tokenizers; `loops`: generate, and have `tell()`, which ends
+        all without waiting; `say`: is called with each line for people."""
         self._models = models
         self._loops: Any = loops
         self._address = address
@@ -103,9 +110,9 @@ class Application:
         models, loops = self._models, self._loops
         app: FastAPI = build_server(
             models,
-            ChatCompletionHandler(models, loops),
-            completion_handler=CompletionHandler(models, loops),
-            response_handler=ResponseHandler(models, loops),
+            ChatCompletions(models, loops),
+            completion_handler=Completions(models, loops),
+            response_handler=Responses(models, loops),
             transcription_handler=TranscriptionHandler(models, loops),
             systemone_handler=SystemOneHandler(model_manager=models, generation_state=loops),
             generation_state=loops,
@@ -116,7 +123,10 @@ class Application:
         async def lifespan(running: FastAPI) -> Any:
             async with stock(running) as state:
                 at = f"http://{self._address.host}:{self._address.port}"
-                self._say(f"ready: {', '.join(sorted(name.partition('@')[0] for name in self._names))} at {at}")
+                self._say(f"ready: {', '.join(self._models.served)} at {at}")
+                if self._address.as_json:
+                    ready = {"ready": True, "url": at, "models": self._models.served, "pid": os.getpid()}
+                    print(json.dumps(ready), flush=True)
                 yield state
                 self._say("shutting down")
 
@@ -124,28 +134,28 @@ class Application:
         app.get("/metrics")(lambda: Response(registry.text(), media_type="text/plain; version=0.0.4"))
         app.middleware("http")(self._checked)
         app.exception_handler(HTTPException)(_refused)
+        app.exception_handler(TemplateError)(_unfit)
         return app
 
     async def _checked(self, request: Request, go_on: Callable[[Request], Any]) -> Any:
         """Refuses who has no key, models that are not served, and SLOs that are none; notes those that are."""
-        key = self._address.key
-        if key is not None and request.url.path not in OPEN and request.headers.get("authorization") != f"Bearer {key}":
+        if request.url.path not in OPEN and not self._has_key(request):
             return refusal(401, "an API key is needed: Authorization: Bearer KEY")
-        if request.url.path in ("/load_model", "/reset"):
-            return refusal(403, "this server serves the models that it was started with")
-        if request.method == "POST" and "json" in request.headers.get("content-type", ""):
+        if (why := CLOSED.get(request.url.path)) is not None:
+            return refusal(403, why)
+        if request.method == "POST":
             try:
-                body = json.loads(await request.body())
-            except ValueError as error:
-                return refusal(400, f"the body is no JSON: {error}")
-            if not isinstance(body, dict):
-                return refusal(400, "the body is not a JSON object")
-            name = str(body.get("model"))
-            if self._models.process_model_name(name) not in self._names:
-                served = ", ".join(sorted(each.partition("@")[0] for each in self._names))
-                return refusal(404, f"no model {name!r} here: {served}")
-            seed = body.get("seed")
-            asked_seed.set(seed if isinstance(seed, int) else None)
+                found = body.read(await request.body())
+                if found.get("model") is None:
+                    return refusal(400, f"the request names no model: {', '.join(self._models.served)}")
+                self._models.check(str(found["model"]))
+                body.check(request.url.path, found)
+            except body.BadBody as error:
+                return refusal(400, str(error))
+            except HTTPException as error:
+                return refusal(error.status_code, str(error.detail))
+            asked_seed.set(found.get("seed"))
+            length.is_open.set(body.is_open(found))
         try:
             given = [request.headers.get(name) for name in SLOS]
             ttft, tpot = (parse_time(text, name) if text else None for text, name in zip(given, SLOS, strict=True))
@@ -153,6 +163,16 @@ class Application:
             return refusal(400, str(error))
         asked_slo.set((ttft, tpot) if any(given) else None)
         return await go_on(request)
+
+    def _has_key(self, request: Request) -> bool:
+        if self._address.key is None:
+            return True
+        sent = request.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
+        return hmac.compare_digest(sent, f"Bearer {self._address.key}".encode())
+
+
+async def _unfit(_: Request, error: TemplateError) -> JSONResponse:
+    return refusal(400, f"the model's chat template does not take these messages: {error}")
 
 
 async def _refused(_: Request, error: HTTPException) -> JSONResponse:

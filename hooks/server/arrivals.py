@@ -39,7 +39,17 @@ class Arrival:
 
 def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: float = 1.0) -> list[Arrival]:
     """Returns the first `limit` requests of a file. `rate`: a second, where it has no times; `scale`: how many times as
-    fast as recorded they come. TraceError where it is none of the formats, or a line is no request; OSError."""
+    fast as recorded they come. TraceError where there is no such file, it is none of the formats, or a line is no
+    request."""
+    try:
+        return _read(path, limit, rate, scale)
+    except OSError as error:
+        raise TraceError(str(path), 0, f"the trace cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise TraceError(str(path), 0, f"the trace is no text: {error}") from None
+
+
+def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[Arrival]:
     with path.open(encoding="utf-8", newline="") as file:
         first = file.readline()
         file.seek(0)
@@ -55,6 +65,8 @@ def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: floa
                     at += draw.expovariate(rate)
                     each = replace(each, at=at)
                 found.append(each)
+        except UnicodeDecodeError:
+            raise
         except (KeyError, ValueError, TypeError) as error:
             raise TraceError(str(path), 0, f"request {len(found) + 1} cannot be read: {error!r}") from error
     if not found:

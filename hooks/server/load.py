@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -129,6 +130,8 @@ def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float
 
 
 def quantile(values: Sequence[float], part: float) -> float | None:
-    """Returns the smallest value that at least so great a part of them does not exceed; None of none."""
+    """Returns the smallest of the values that at least so great a part of them does not exceed (the nearest rank);
+    None of none."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
+    rank = math.ceil(round(part * len(ordered), 9))  # 0.07 * 100 is a little more than 7
+    return ordered[max(1, rank) - 1] if ordered else None

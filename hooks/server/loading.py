@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from fastapi import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...allocator._native import Device
 from ...allocator.errors import BallonetError, ManageError, PoolExhausted
 
 
-def manager_for(device: Device) -> ModelManager:
+class Models(ModelManager):
+    """As ModelManager, of the models that a server was started with: no other one is listed or loaded."""
+
+    def __init__(self, names: Iterable[str], device: str) -> None:
+        """`names`: of the models, on the hub or folders; `device`: as torch calls it."""
+        self._names = tuple(self.process_model_name(name) for name in names)
+        self._began = int(time.time())
+        super().__init__(device=device, continuous_batching=True, model_timeout=-1)
+
+    @property
+    def served(self) -> list[str]:
+        """The names that clients ask for."""
+        return sorted(name.removesuffix("@main") for name in self._names)
+
+    def check(self, name: str) -> None:
+        """HTTPException where no model of that name is served."""
+        if self.process_model_name(name) not in self._names:
+            raise HTTPException(404, f"no model {name!r} here: {', '.join(self.served)}")
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Lists the models that are served, as OpenAI's clients read it."""
+        return [{"id": name, "object": "model", "created": self._began, "owned_by": "ballonet"} for name in self.served]
+
+    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+        """As ModelManager's. HTTPException where no such model is served."""
+        self.check(model_id_and_revision)
+        return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+
+
+def models_on(device: Device, names: Iterable[str]) -> Models:
     """What loads models on a device, and keeps them."""
-    place = f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu"
-    return ModelManager(device=place, continuous_batching=True, model_timeout=-1)
+    return Models(names, f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu")
 
 
-def load(models: ModelManager, name: str) -> Any:
+def load(models: Models, name: str) -> Any:
     """Loads a model that can be batched continuously. ManageError, BallonetError, torch.OutOfMemoryError."""
     try:
         model, _ = models.load_model_and_processor(models.process_model_name(name))
@@ -33,4 +63,4 @@ def load(models: ModelManager, name: str) -> Any:
 def loaded(name: str, device: Device, say: Callable[[str], object]) -> Any:
     """Loads one model, and says so."""
     say(f"loading {name}")
-    return load(manager_for(device), name)
+    return load(models_on(device, [name]), name)

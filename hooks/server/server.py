@@ -18,7 +18,7 @@ from ..managed import Managed, managed
 from ..options import ManageOptions
 from ..profile import Grid
 from .application import Address, Application
-from .loading import load, manager_for
+from .loading import load, models_on
 from .metrics import RequestCollector
 from .tenants import Tenants
 
@@ -39,12 +39,12 @@ class Server:
         takes. ManageError where a model is not there or cannot be loaded, torch.OutOfMemoryError."""
         self._say = say
         self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
-        self._models = manager_for(device)
+        self._models = models_on(device, names)
         self._handles: dict[str, Managed] = {}
         grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
         for name in names:
             self._load(name, options, grid)
-        self._application = Application(names, self._models, self.tenants, address, say)
+        self._application = Application(self._models, self.tenants, address, say)
         self._figures = RequestCollector(self.tenants)
         self.app = self._application.app
 

@@ -14,12 +14,13 @@ from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
-from ...allocator.errors import DriverError
+from ...allocator.errors import DriverError, PoolExhausted, RequestTooLarge, SLOError
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
+from . import length
 
-# what errors say for which the server is not to blame: a request waited too long, or alone had no memory; a shutdown
-_LATER = ("cannot be kept", "memory", "Generation loop finished", "is stopping")
+# for which the server is not to blame: a request waited too long, or had no memory. Another time it may be answered
+_LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
 
 # what the request that is handled asks: seconds to its first token, and of a step in which it decodes
 asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
@@ -28,13 +29,14 @@ asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # o
 
 class Loop(CBGenerateManager):
     """The generation loop of one model. A request is refused before it waits, as HTTP errors: 400 where it has no
-    tokens; 413 where it can never run, with the numbers; 422 where it cannot have the SLO that it asks for, with the
-    nearest that it can; 429 where too many wait."""
+    tokens; 413 where it can never run, or is longer than the model, with the numbers; 422 where it cannot have the SLO
+    that it asks for, with the nearest that it can; 429 where too many wait."""
 
     def __init__(self, settings: Any, most_waiting: int) -> None:
         """`settings`: a ContinuousBatchingConfig; `most_waiting`: requests that may wait."""
         super().__init__(settings)
         self._most_waiting = most_waiting
+        self._ends = False  # requests are told that the server shuts down
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Begins the loop with the first request, so that its cache and its scheduler are there when this returns, or
@@ -54,7 +56,7 @@ class Loop(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
         """As transformers', or HTTPException."""
-        self._admit(request_id, inputs, gen_config)
+        self._admit(request_id, model, inputs, gen_config)
         try:
             return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
         except BaseException:
@@ -65,29 +67,35 @@ class Loop(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """As transformers', or HTTPException; the request is cancelled where its client goes away."""
-        self._admit(request_id, inputs, gen_config)
+        self._admit(request_id, model, inputs, gen_config)
+        self._reasons[request_id] = None
         try:
             found: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
             )
-        except BaseException as error:
-            if self._cb is not None:
-                self._cb.cancel_request(request_id)
-            self._release(request_id)
-            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LATER):
-                ended = "Generation loop finished" in str(error)
-                raise HTTPException(503, "the server shuts down" if ended else str(error)) from None
+        except RuntimeError:
+            why = self._leave(request_id)
+            if self._ends:
+                raise HTTPException(503, "the server shuts down") from None
+            if isinstance(why, _LATER):
+                raise HTTPException(503, str(why)) from None
             raise
+        except BaseException:
+            self._leave(request_id)
+            raise
+        self._reasons.pop(request_id, None)
         return found
 
     def tell(self) -> None:
         """Ends the loop after its step, without waiting: requests that run or wait are told."""
+        self._ends = True
         if self._cb is not None:
             rank = self._cb.distributed_helper.global_rank
             self._cb.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
 
     def stop(self) -> None:
         """Ends the loop; requests that run or wait are told."""
+        self._ends = True
         if self._cb is not None:
             self._cb.stop(block=True, timeout=60, hard_stop=True)
 
@@ -116,11 +124,12 @@ class Loop(CBGenerateManager):
         processor = None if self._cb is None else self._cb.batch_processor
         return None if processor is None else processor.scheduler
 
-    def _admit(self, request: str, inputs: Any, options: Any) -> None:
+    def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
         if self.queued[1] >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
+        length.fit(request, model, len(inputs["input_ids"]), options)
         scheduler = self._scheduler
         if isinstance(scheduler, ElasticScheduler):
             refusal = scheduler.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
@@ -132,6 +141,19 @@ class Loop(CBGenerateManager):
                 if late is not None:
                     scheduler.promises.note(request, NOTHING)
                     raise HTTPException(422, str(late))
+
+    @property
+    def _reasons(self) -> dict[str, Exception | None]:
+        """Why requests failed whose end somebody waits for."""
+        scheduler = self._scheduler
+        return scheduler.reasons if isinstance(scheduler, ElasticScheduler) else {}
+
+    def _leave(self, request: str) -> Exception | None:
+        """Nobody waits for the request any more. Returns why it failed, as far as it did."""
+        if self._cb is not None:
+            self._cb.cancel_request(request)
+        self._release(request)
+        return self._reasons.pop(request, None)
 
     def _release(self, request: str) -> None:
         """Nothing is promised any more to a request that may never reach the loop."""

@@ -83,10 +83,14 @@ class EngineCache:
         self._lease.enter(self._group)
         client.uses()
 
-    def end(self) -> None:
-        """What the step submits is submitted."""
+    def end(self, idle: bool) -> None:
+        """What the step submits is submitted. `idle`: no request is left, so that free pages go back to the driver, for
+        other processes."""
         self._lease.close()
         self._lease = Lease()
+        if idle:
+            with suppress(DriverError):  # they stay in the pool then
+                self._device.trim()
 
     def shut(self) -> None:
         """The engine ends."""

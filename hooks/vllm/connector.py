@@ -28,11 +28,12 @@ OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes")
 @dataclass
 class Changes(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the workers: the request of that number for blocks to open, and blocks that lose their
-    pages."""
+    pages. `idle`: there is no request."""
 
     number: int
     open: tuple[int, ...]
     close: tuple[int, ...]
+    idle: bool
 
 
 @dataclass
@@ -91,6 +92,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         keep = bool(options.pop("keep_prefixes", False))
         self._cache: EngineCache | None = None
         self._answer: Opened | None = None
+        self._idle = False
         if role == KVConnectorRole.WORKER:
             settings = Config.from_env().merge(**options)
             tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
@@ -121,6 +123,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cache, changes = self._cache, self._get_connector_metadata()
         assert cache is not None
         assert isinstance(changes, Changes)
+        self._idle = changes.idle
         cache.close(changes.close)
         self._answer = Opened(changes.number, frozenset(cache.open(changes.open)), cache.limit)
         cache.begin()
@@ -129,7 +132,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """After a step."""
         super().clear_connector_metadata()
         if self._cache is not None:
-            self._cache.end()
+            self._cache.end(self._idle)
 
     def build_connector_worker_meta(self) -> Opened | None:
         """What was opened in this step."""
@@ -192,7 +195,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 plan.limit,
                 plan.block,
             )
-        return Changes(*gate.ask(need, plan.limit), closed)
+        return Changes(*gate.ask(need, plan.limit), closed, not plan.requests)
 
     def has_pending_push_work(self) -> bool:
         """Is there to be one more step, although there is no request? As long as an idle engine has pages to give."""

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Final
-
-from vllm import __version__
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.core import block_pool, kv_cache_utils
-from vllm.v1.worker import utils
 
 from ...allocator.errors import UnsupportedVersion
 
-_METHODS: Final[tuple[tuple[type[Any], tuple[str, ...]], ...]] = (
-    (
-        base.KVConnectorBase_V1,
-        (
-            *("get_mem_pool_context", "bind_gpu_block_pool", "on_new_request"),
-            *("build_connector_worker_meta", "update_connector_output", "clear_connector_metadata"),
-        ),
+_NAMES: Final = {  # by module
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+        *("KVConnectorMetadata", "KVConnectorRole", "KVConnectorWorkerMetadata", "SupportsHMA"),
+        *("KVConnectorBase_V1.get_mem_pool_context", "KVConnectorBase_V1.bind_gpu_block_pool"),
+        *("KVConnectorBase_V1.on_new_request", "KVConnectorBase_V1.build_connector_worker_meta"),
+        *("KVConnectorBase_V1.update_connector_output", "KVConnectorBase_V1.clear_connector_metadata"),
+        "KVConnectorBase_V1.has_pending_push_work",
     ),
-    (block_pool.BlockPool, ("evict_blocks", "get_num_free_blocks")),
-    (kv_cache_utils.FreeKVCacheBlockQueue, ("remove", "prepend_n", "get_all_free_blocks")),
-)
+    "vllm.v1.core.block_pool": ("BlockPool.evict_blocks", "BlockPool.get_num_free_blocks"),
+    "vllm.v1.core.kv_cache_utils": (
+        *("FreeKVCacheBlockQueue.remove", "FreeKVCacheBlockQueue.prepend_n"),
+        "FreeKVCacheBlockQueue.get_all_free_blocks",
+    ),
+    "vllm.v1.worker.utils": ("allocate_kv_cache",),
+}
 
 
 def check() -> None:
-    """UnsupportedVersion where something is missing, with what."""
-    missing = [f"{owner.__name__}.{name}" for owner, names in _METHODS for name in names if not hasattr(owner, name)]
-    allocate: Callable[..., Any] | None = getattr(utils, "allocate_kv_cache", None)
-    if allocate is None or "torch.zeros" not in inspect.getsource(allocate):
-        missing.append("allocate_kv_cache, which makes the cache by one torch.zeros")
-    if missing:
+    """UnsupportedVersion where something is missing, with what. ImportError without vLLM."""
+    version = importlib.import_module("vllm").__version__
+    if missing := [each for module, names in _NAMES.items() for each in _missing(module, names)]:
         raise UnsupportedVersion(
-            f"vLLM {__version__} lacks {'; '.join(missing)}, which the connector stands on: use vLLM 0.32, or serve "
-            "with `python -m ballonet serve`"
+            f"vLLM {version} lacks {'; '.join(missing)}, which the connector stands on: use vLLM 0.32, or serve with "
+            "`python -m ballonet serve`"
         )
+
+
+def _missing(module: str, names: tuple[str, ...]) -> Iterator[str]:
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("vllm"):
+            raise  # of another package, which lacks whatever the version
+        yield module
+        return
+    for name in names:
+        there: Any = found
+        for part in name.split("."):
+            there = getattr(there, part, None)
+        if there is None:
+            yield name
+        elif name == "allocate_kv_cache" and "torch.zeros" not in inspect.getsource(there):
+            yield "allocate_kv_cache that makes the cache by one torch.zeros"

@@ -95,14 +95,14 @@ class Sizes:
 
 
 def costs_of(path: Path) -> Parts:
-    """The cost model in a file: seconds by part, as JSON. ManageError where it is none; OSError."""
+    """The cost model in a file: seconds by part, as JSON. ManageError where it is none."""
     try:
         parts = Parts(**json.loads(path.read_text()))
         if not all(isinstance(each, int | float) and each >= 0 for each in asdict(parts).values()):
             raise ValueError("a part is not a number of seconds")
         if parts.fixed + parts.row + parts.key + parts.pair <= 0:
             raise ValueError("all parts are 0, so that no time would pass")
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ManageError(f"{path} is no cost model of fixed, row, key and pair: {error}") from None
     return parts
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..policy.ladder import Candidate, Rung, above_floors, claimed
-from ..policy.reclaim import givable, listing
-from ..policy.remap import Model
+from ..policy.reclaim import by_rung, of_layer
 from .client import SPLIT, Offer
-from .client_state import ModelState, PageState
+from .client_state import PageState
 from .situation import Situation
 
 
@@ -39,34 +38,9 @@ def listed(
 def of_models(now: Situation) -> Iterator[Candidate]:
     """Layers, in the order of reclaim.py."""
     states = {state.name: state for state in now.states if state.auto and not state.held}
-    models = {name: now.model(state) for name, state in states.items()}
     gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
-    hidden = {name: _hidden(model) for name, model in models.items()}
-    within, beyond = listing(models.values(), gone)
-    for name, layer in within:
-        model = models[name]
-        hidden[name] -= model.plan.pages[layer]
-        if not model.active:
-            yield _layer(states[name], model, layer, Rung.IDLE_WEIGHTS)
-        elif hidden[name] >= 0:
-            yield _layer(states[name], model, layer, Rung.HIDDEN_WEIGHTS)
-        else:
-            yield _layer(states[name], model, layer, Rung.STALLING_WEIGHTS, model.costs.page_seconds)
-    for name, layer in beyond:
-        model = models[name]
-        yield _layer(states[name], model, layer, Rung.LAST_WEIGHTS, model.costs.page_seconds if model.active else 0.0)
-
-
-def _layer(state: ModelState, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Candidate:
-    """A layer as a candidate. All have one recency: equals are in their order already."""
-    return Candidate(
-        rung, state.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=state.number
-    )
-
-
-def _hidden(model: Model) -> int:
-    """Pages that it can give while the copies hide."""
-    return givable(replace(model, base=0))
+    for rung, model, layer in by_rung([now.model(state) for state in states.values()], gone):
+        yield of_layer(rung, model, layer, states[model.name].number)
 
 
 def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..policy.interval import Costs
-from ..policy.plan import Plan, fewest, smallest
-from ..policy.remap import cap
+from ..policy.plan import Plan
+from ..policy.remap import standing
 from ..policy.tuning import DEFAULT, WeightPlans
 from ..record.record import Phase, Point
 from .activity import Activity
@@ -119,21 +119,11 @@ class ModelState(ClientState):
         return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
-        """What it has to stream now: the fastest plan for the pages that are left to it. Beyond its cap with one slot:
-        pages are so short that the next layer may have to go, and a slot cannot."""
-        plan = self.model.plan
+        """What it has to stream now; see remap.standing."""
         if not self.taken:
-            return plan
+            return self.model.plan
         costs, _ = self.costs_at(point, page_seconds)
-        left = plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
-        most = max(cap(costs, self.tuning.capped), self.base)
-        found = fewest(plan.pages, left, costs.ratio, most, self.tuning.slots)
-        found = found or fewest(plan.pages, left, costs.ratio, slots=(1,))
-        if found is not None:
-            return found
-        found = fewest(plan.pages, smallest(plan.pages), costs.ratio)
-        assert found is not None
-        return found
+        return standing(self.model.plan, self.taken, costs, self.base, self.tuning.slots, self.tuning.capped)
 
     def passed(self, phase: Phase) -> bool:
         """Counts an iteration, unless its plan is to be looked at then: False."""

@@ -3,7 +3,9 @@
 Note [Who says so]
     A model whose requests somebody schedules is in use while there are any, however long its turn does not come, and
     idle as soon as the last one has ended (Oneiros §5.2): no timer decides. Its iterations count by time where they
-    came later, as it was used by itself then; so do those of any other model.
+    came later, as it was used by itself then; so do those of any other model. That is all that the scheduler has to
+    say: in which order models ran is known from their iterations, each of which says when it begins, and a priority is
+    of a model (`manage(priority=)`), not of a request, whose urgency is its SLO.
 """
 
 from __future__ import annotations

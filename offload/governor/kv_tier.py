@@ -17,6 +17,7 @@ from ...allocator.interrupts import Finalizer
 from ..policy.ahead import ahead, window
 from ..policy.ladder import Rung
 from ..policy.peer import mean_seconds
+from ..policy.shortage import scarce, worth_telling
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_extents import KVExtents
 from .host import Host
@@ -114,8 +115,10 @@ class KVTier:
         """Notes that so many more pages are full. `soon`: where pages are scarce the governor is told before the next
         iteration, once they are a part of the budget that is worth a new list."""
         self._unsaid += pages
-        part = self._tuning.tell
-        if soon and self.governor.pages.scarce and self._unsaid * self._device.page_size * part >= self._device.budget:
+        total = self._device.budget // self._device.page_size
+        if not soon or not worth_telling(self._unsaid, total, self._tuning):
+            return
+        if self.governor.pages.scarce or scarce(self._device.available, total, self.governor.tuning.pages):
             self._unsaid = 0
             self.governor.client_changed(self.number)
 

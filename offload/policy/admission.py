@@ -6,7 +6,8 @@ Note [Algorithm 1]
     created under the budget, and those that others have to give when asked (the published list). Lines 8 and 24 lack an
     "and". KV that goes to the host needs staging on the device while it is written, which is charged like activations.
     The two phases are two loops in the paper; a batch of transformers decodes and prefills at once, so decoding
-    requests come first, and what is left is for prompts.
+    requests come first, and what is left is for prompts. Lines 23-27, which say how many pages change between KV and
+    activations, are no part of the answer: both take pages from one pool when they need them, and give them back to it.
 
 Note [All or nothing]
     A request gets everything that it needs in this iteration, or nothing: none holds pages while it waits for others
@@ -87,13 +88,12 @@ class Memory:
 class Admitted:
     """`where`: the requests that take part, in the order in which they were looked at, and where the KV of each goes.
     `passed`: those that did not fit while others behind them did. `kv`, `activations`: bytes of the device that they
-    take in all. `inflation`: bytes that change from activations to KV, negative the other way round."""
+    take in all."""
 
     where: dict[str, Where]
     passed: frozenset[str]
     kv: int
     activations: int
-    inflation: int
 
 
 def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving) -> Admitted:
@@ -120,16 +120,7 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
                 break
             continue
         passed.update(blocked)
-    return Admitted(where, frozenset(passed), kv, activations, _inflation(memory, kv, activations))
-
-
-def _inflation(memory: Memory, kv: int, activations: int) -> int:
-    """Lines 23-27: what has to change its owner, where the one has too little and the other too much."""
-    if kv > memory.kv and activations < memory.activations:
-        return min(kv - memory.kv, memory.activations - activations)
-    if activations > memory.activations and kv < memory.kv:
-        return -min(activations - memory.activations, memory.kv - kv)
-    return 0
+    return Admitted(where, frozenset(passed), kv, activations)
 
 
 def can_ever_run(needed: int, staging: int, most: Memory) -> bool:

@@ -17,12 +17,13 @@ Note [As much as can be arranged]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
+from .ladder import Candidate, Rung
 from .plan import smallest
 from .remap import Model, victims
 
@@ -58,6 +59,29 @@ def listing(
     for giver in givers:
         giver.left += giver.beyond
     return within, _in_turns(givers)
+
+
+def by_rung(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> Iterator[tuple[Rung, Model, int]]:
+    """As `listing`, with the rung of the ladder that takes each layer."""
+    known = {model.name: model for model in models}
+    hidden = {name: givable(replace(model, base=0)) for name, model in known.items()}  # while the copies hide
+    within, beyond = listing(known.values(), gone)
+    for name, layer in within:
+        model = known[name]
+        hidden[name] -= model.plan.pages[layer]
+        if not model.active:
+            yield Rung.IDLE_WEIGHTS, model, layer
+        else:
+            yield Rung.HIDDEN_WEIGHTS if hidden[name] >= 0 else Rung.STALLING_WEIGHTS, model, layer
+    for name, layer in beyond:
+        yield Rung.LAST_WEIGHTS, known[name], layer
+
+
+def of_layer(rung: Rung, model: Model, layer: int, number: int) -> Candidate:
+    """A layer of the model with that number as a candidate. All have one recency: equals are in their order already."""
+    stalls = model.active and rung in (Rung.STALLING_WEIGHTS, Rung.LAST_WEIGHTS)
+    seconds = model.costs.page_seconds if stalls else 0.0
+    return Candidate(rung, number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=number)
 
 
 def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:

@@ -97,6 +97,22 @@ def cap(costs: Costs, capped: bool = True) -> int:
     return max(takewhile(hidden, range(max(1, sum(map(bool, pages))))))
 
 
+def standing(
+    plan: Plan, taken: Iterable[int], costs: Costs, base: int, slots: tuple[int, ...], capped: bool = True
+) -> Plan:
+    """What a model has to stream once these layers of its plan are `taken`: the fastest plan for the pages that are
+    left to it. Beyond its cap with one slot: pages are so short that the next layer may have to go, and a slot
+    cannot."""
+    left = plan.device_pages - sum(plan.pages[layer] for layer in taken)
+    if left == plan.device_pages:
+        return plan
+    found = fewest(plan.pages, left, costs.ratio, max(cap(costs, capped), base), slots)
+    found = found or fewest(plan.pages, left, costs.ratio, slots=(1,))
+    found = found or fewest(plan.pages, smallest(plan.pages), costs.ratio)
+    assert found is not None
+    return found
+
+
 def victims(models: Iterable[Model]) -> list[Model]:
     """In the order in which they give. See Note [Who gives]."""
     return sorted(models, key=lambda it: (it.active, it.priority, -it.used if it.mru else it.used, it.name))

@@ -73,12 +73,16 @@ class Lesson(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Record:
     """`key`: what it was measured for and on (model, device, driver, link, versions). `bandwidth`: bytes per second to
-    the device. `seconds`: of one iteration, by point. `lessons`: of what ran since that which `time` remembers, by
-    point, oldest first; `recent`: the last of it, newest first."""
+    the device. `seconds`: of one iteration, by point. `beside`: that `generate()` takes beside a decode step, and once
+    beside the first forward, by phase; what nobody measured is missing. `copying`: seconds of the processor that
+    computes, for each second of the link, 0 where others copy. `lessons`: of what ran since that which `time`
+    remembers, by point, oldest first; `recent`: the last of it, newest first."""
 
     key: Mapping[str, str]
     bandwidth: float
     seconds: Mapping[Point, float] = field(default_factory=dict)
+    beside: Mapping[Phase, float] = field(default_factory=dict, kw_only=True)
+    copying: float = field(default=0.0, kw_only=True)
     lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     tuning: Records = DEFAULT.records
@@ -87,6 +91,9 @@ class Record:
         times = (self.bandwidth, *self.seconds.values())
         if not all(isinstance(each, int | float) and 0 < each < math.inf for each in times):
             raise ValueError("a bandwidth or a time is not a positive number")
+        beside = (*self.beside.values(), self.copying)
+        if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in beside):
+            raise ValueError("what is beside an iteration is no number of seconds")
         if not all(point.phase in get_args(Phase) and min(point[1:]) >= 1 for point in self.seconds):
             raise ValueError("a point has no known phase, or no sequences or tokens")
 
@@ -190,6 +197,10 @@ class Missing(Unusable):
     """There is no file."""
 
 
+class Damaged(Unusable):
+    """The file is not what was written."""
+
+
 def path_of(folder: Path, key: Mapping[str, str]) -> Path:
     """Where the record is kept that is for the same model and device: one file, whatever else of the key changes."""
     owner = json.dumps([key.get(name) for name in ("model", "device")])
@@ -202,6 +213,8 @@ def save(record: Record, path: Path) -> None:
         "key": dict(record.key),
         "bandwidth": record.bandwidth,
         "points": [[*point, seconds] for point, seconds in sorted(record.seconds.items())],
+        **({"beside": dict(record.beside)} if record.beside else {}),
+        **({"copying": record.copying} if record.copying else {}),
     }
     text = json.dumps({"format": FORMAT, "checksum": _checksum(content), **content}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,26 +228,30 @@ def save(record: Record, path: Path) -> None:
 
 
 def load(path: Path, key: Mapping[str, str]) -> Record:
-    """The record in the file. Missing; Unusable where it is damaged, of another version, or for something else."""
+    """The record in the file. Missing; Damaged; Unusable where it is of another version, or for something else."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is none yet in {path}") from None
     except (OSError, ValueError) as error:
-        raise Unusable(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{path} is damaged: it holds no object of JSON")
+    if found.get("format") != FORMAT:
         raise Unusable(f"{path} was written by another version of ballonet")
     content: dict[str, Any] = {name: found.get(name) for name in ("key", "bandwidth", "points")}
+    content |= {name: found[name] for name in ("beside", "copying") if name in found}
     if found.get("checksum") != _checksum(content):
-        raise Unusable(f"{path} is damaged: its checksum is wrong")
+        raise Damaged(f"{path} is damaged: its checksum is wrong")
     if content["key"] != dict(key):
         differ = sorted(name for name in {*key, *content["key"]} if content["key"].get(name) != key.get(name))
         raise Unusable(f"{path} was measured for another {', '.join(differ)}")
     try:
         points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in content["points"]}
-        return Record(content["key"], content["bandwidth"], points)
+        beside, copying = content.get("beside", {}), content.get("copying", 0.0)
+        return Record(content["key"], content["bandwidth"], points, beside=beside, copying=copying)
     except (TypeError, ValueError) as error:
-        raise Unusable(f"{path} is damaged: {error}") from error
+        raise Damaged(f"{path} is damaged: {error}") from error
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -66,4 +66,6 @@ def looping(model: Any, tokens: int, **settings: Any) -> AbstractContextManager[
 
 def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:
     """What it answers without ballonet, with as much memory as it takes."""
-    return answers(model, asked, tokens, num_blocks=16 * len(asked))
+    found = answers(model, asked, tokens, num_blocks=16 * len(asked))
+    assert [each.error for each in found] == [None] * len(asked), "or nothing would be compared"
+    return found

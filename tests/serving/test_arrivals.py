@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ballonet.__main__ import main
 from ballonet.allocator.errors import TraceError
 from ballonet.hooks.server.arrivals import Arrival, read
 from ballonet.hooks.server.load import Answered, prompt_of, quantile, replay, summary
@@ -53,6 +54,16 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
         read(tmp_path / "trace")
 
 
+def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bytes").write_bytes(b"hash_ids \xff\xfe")
+    for name, why in (("missing", "No such file"), (".", "Is a directory"), ("bytes", "no text")):
+        with pytest.raises(TraceError, match=why):
+            read(tmp_path / name)
+        for command in (["load"], ["whatif", "--budget", "16MiB"]):
+            assert main([*command, str(tmp_path / name), "--model", "any"]) == 2
+            assert why in capsys.readouterr().err
+
+
 def test_prompts_share_what_their_blocks_share() -> None:
     one, other = Arrival(0.0, 1100, 5, (7, 8)), Arrival(0.0, 1200, 5, (7, 9))
     first, second = (prompt_of(each, n, 0.1).split() for n, each in enumerate((one, other)))
@@ -70,7 +81,18 @@ def test_the_figures_of_a_load() -> None:
     assert (found["tokens_per_second"], found["goodput"]) == (2.5, 1.0)
     assert summary(good, 0.6, 0.2)["goodput"] == 0.5
     assert summary([Answered(0.0, error="refused")], None, None)["ttft_p50"] is None
-    assert quantile(range(100), 0.99) == 99
+
+
+@pytest.mark.parametrize(
+    ("values", "part", "found"),
+    [
+        *(([2, 1], 0.5, 1), ([3, 1, 2], 0.5, 2), ([4], 0.01, 4), ([], 0.5, None)),
+        *((range(1, 101), part, round(100 * part)) for part in (0.01, 0.07, 0.99, 1.0)),
+        (range(1, 102), 0.99, 100),
+    ],
+)
+def test_a_quantile_is_the_nearest_rank(values: Sequence[float], part: float, found: float | None) -> None:
+    assert quantile(values, part) == found
 
 
 @pytest.mark.parametrize("finish", ["length", None])

@@ -21,6 +21,7 @@ from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, StepCosts
 
@@ -52,7 +53,10 @@ def _seams(nothing_is_left: None) -> Iterator[None]:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe", "gpt_neo", "mpt"],
+    [
+        *("llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe", "gpt_neo"),
+        *("mpt", "gpt2", "phi", "granite"),
+    ],
 )
 def test_tokens_are_stocks(name: str, attention: str) -> None:
     model = build(name)
@@ -66,7 +70,10 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("pages", [24, 16])
-def test_requests_that_do_not_fit_wait(pages: int) -> None:
+def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are admitted find their pages: no step lacks any in the middle."""
+    lacked = list[object]()
+    monkeypatch.setattr(ElasticScheduler, "lacked", lacked.append)
     model = build("llama", num_hidden_layers=4)
     asked = prompts(24, 60)
     expected = stock(model, asked, 40)
@@ -74,6 +81,7 @@ def test_requests_that_do_not_fit_wait(pages: int) -> None:
     with ballonet.manage(model):
         assert answers(model, asked, 40) == expected
         assert runtime.require().snapshot()["pages"]["kv"] == 0
+    assert lacked == []
 
 
 @pytest.mark.parametrize("host", [64, 1])
@@ -99,9 +107,12 @@ def test_a_host_budget_of_nothing_is_no_host_page() -> None:
     assert device.snapshot()["host_pages"] == ballonet.stats().copied.kv_d2h == 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tokens_are_stocks_while_pages_move(seed: int) -> None:
-    model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)
+@pytest.mark.parametrize(
+    ("name", "seed", "changes"),
+    [("llama", 1, {"num_hidden_layers": 4}), ("mixtral", 2, {"num_hidden_layers": 4}), ("gemma3_text", 3, {})],
+)
+def test_tokens_are_stocks_while_pages_move(name: str, seed: int, changes: dict[str, int]) -> None:
+    model, asked = build(name, **changes), prompts(12, 60)
     expected = stock(model, asked, 30)
     install(64)
     with testing.manage(model, chaos=seed) as managed:
@@ -362,6 +373,24 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         assert found.wanted is None
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (continuous_api.ContinuousBatchingManager, "_create_batch_processor"),
+        (continuous_api.ContinuousBatchProcessor, "_generation_step"),
+    ],
+)
+def test_what_others_have_replaced_since_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, stock_s := getattr(owner, name))  # which is put back at the end
+    install(64)
+    model = build("llama")
+    with ballonet.manage(model):
+        mine = getattr(owner, name)
+        assert mine is not stock_s
+        setattr(owner, name, theirs := lambda *args, **kwargs: mine(*args, **kwargs))
+    assert getattr(owner, name) is theirs
+
+
 def test_other_models_stay_stock() -> None:
     model, other, asked = build("llama"), build("qwen2"), prompts(3, 20)
     expected = stock(model, asked), stock(other, asked)
@@ -402,6 +431,23 @@ def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered
     assert large.tokens == empty.tokens == []
     assert "no tokens" in str(empty.error)
     assert re.search(r"req_2 needs .* of KV and activations, of which the device can have .*KiB", str(large.error))
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "gpt2"])
+def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where positions are computed requests go on as stock's do."""
+    model, rotary = build(name, max_position_embeddings=32), build("llama", max_position_embeddings=32)
+    asked = prompts(2, 8)
+    fits, over = [[5] * 21, *asked], [[5] * 22, *asked]
+    expected = stock(model, fits), stock(rotary, over)
+    install(64)
+    with ballonet.manage(model), ballonet.manage(rotary):
+        assert answers(model, fits) == expected[0]
+        refused, *others = answers(model, over)
+        assert answers(rotary, over) == expected[1]
+    caplog.clear()  # which holds the traceback
+    assert others == expected[0][1:]
+    assert "has 22 tokens and asks for 12 more, and the model's longest sequence has 32" in str(refused.error)
 
 
 def test_a_program_that_knows_nothing_batches_on_the_pool() -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.error
@@ -21,7 +22,15 @@ from typing import Any
 import pytest
 import torch
 from fastapi import HTTPException
-from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
+from openai import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    AsyncOpenAI,
+    BadRequestError,
+    OpenAI,
+    UnprocessableEntityError,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
@@ -44,13 +53,14 @@ from ..tuned import Tuned
 KEY = "a key"
 ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
 TOKENS = 8
+LONGEST = 512  # tokens of a sequence
 
 
 class Serving:
     """A server in a process of its own, of models with so many layers."""
 
-    def __init__(self, folder: Path, *options: str, layers: Sequence[int] = (2, 3, 4)) -> None:
-        self.models = [saved(folder / f"{count} layers", count) for count in layers]
+    def __init__(self, folder: Path, *options: str, layers: Sequence[int] = (2, 3, 4), longest: int = LONGEST) -> None:
+        self.models = [saved(folder / f"{count} layers", count, longest, chat=count != 4) for count in layers]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -67,6 +77,10 @@ class Serving:
     def said(self) -> str:
         """What it has written so far."""
         return self._program.err
+
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return self._program.out
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
@@ -85,18 +99,24 @@ class Serving:
         lines = self.get("/metrics")[1].splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def end(self) -> int:
-        """SIGTERM, and what it ends with."""
-        self.process.send_signal(signal.SIGTERM)
+    def end(self, by: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal, and returns what it ends with."""
+        self.process.send_signal(by)
         return self._program.ended().returncode
 
 
-def saved(folder: Path, layers: int) -> str:
-    """A tiny model with a tokenizer of whole words."""
+CHAT = """{% for each in messages %}{% if each.role == 'judge' %}{{ raise_exception('no judges here') }}{% endif %}
+{{ each.content }} w9{% endfor %}"""
+
+
+def saved(folder: Path, layers: int, longest: int = LONGEST, *, chat: bool = False) -> str:
+    """A tiny model with a tokenizer of whole words. `longest`: tokens of a sequence; `chat`: has it a chat template?"""
     words = Tokenizer(kinds.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0").save_pretrained(folder)
-    build("llama", num_hidden_layers=layers).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0")
+    tokenizer.chat_template = CHAT if chat else None
+    tokenizer.save_pretrained(folder)
+    build("llama", num_hidden_layers=layers, max_position_embeddings=longest).save_pretrained(folder)
     return str(folder)
 
 
@@ -215,12 +235,13 @@ async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
 
 
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
-    """A conversation's next turn computes what is new, and less than a block of the files, which has 256 tokens."""
-    options = ("--prefix-dir", str(tmp_path / "prefixes"), "--batch-tokens", "128")
+    """A conversation's next turn computes what is new, and less than a block of the files, which has 256 tokens. The
+    first server ends by Ctrl-C."""
+    options = ("--json", "--prefix-dir", str(tmp_path / "prefixes"), "--batch-tokens", "128")
     said = " ".join(f"w{3 + n * n % 50}" for n in range(530))
     found = list[float]()
     for turn in range(2):
-        server = Serving(tmp_path, *options, layers=(2,))
+        server = Serving(tmp_path, *options, layers=(2,), longest=1024)
         try:
             prompt = f"{said} w{7 + turn} w{9 + turn}"
             answer = server.client().completions.create(
@@ -230,7 +251,10 @@ def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
             assert text == by_stock(server.models[0], prompt)
             said = f"{prompt} {text}"
             found.append(server.figure('ballonet_prompt_tokens_total{found="disk"'))
-            assert server.end() == 0, server.said()
+            ready = {"ready": True, "url": server.url, "models": server.models, "pid": server.process.pid}
+            assert json.loads(server.printed()) == ready
+            assert server.end((signal.SIGINT, signal.SIGTERM)[turn]) == 0, server.said()
+            assert "Traceback" not in server.said(), server.said()
         finally:
             server.process.kill()
     assert found == [0, 512]
@@ -246,23 +270,72 @@ def by_stock(folder: str, prompt: str) -> str:
 
 
 def test_what_is_refused(serving: Serving) -> None:
-    body: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
-    cases: list[tuple[str, str | None, bytes, int, str]] = [
-        ("no key", None, json.dumps(body).encode(), 401, "API key"),
-        ("no JSON", KEY, b'{"model": ', 400, "no JSON"),
-        ("no object", KEY, b"[1]", 400, "not a JSON object"),
-        ("another model", KEY, json.dumps(body | {"model": "gpt-5"}).encode(), 404, serving.models[1]),
-        ("no tokens", KEY, json.dumps(body | {"prompt": ""}).encode(), 400, "no tokens"),
-        ("cannot be read", KEY, json.dumps(body | {"max_tokens": 400}).encode(), 413, "a step can read"),
-        ("too long", KEY, json.dumps(body | {"max_tokens": 10**6}).encode(), 413, "of KV and activations"),
+    text: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
+    chat: dict[str, Any] = {"model": serving.models[0], "messages": [{"role": "user", "content": "w3"}]}
+    bare = {"model": serving.models[2], "input": "w3"}  # without a chat template; its loop has not begun
+    judged = chat | {"messages": [{"role": "judge", "content": "w3"}]}
+    settings = json.dumps({"max_new_tokens": -1})
+    cases: list[tuple[str, str | None, Any, int, str]] = [
+        ("completions", None, text, 401, "API key"),
+        ("completions", "another key", text, 401, "API key"),
+        ("completions", KEY, b'{"model": ', 400, "no JSON"),
+        ("completions", KEY, b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 400, "nested too deeply"),
+        ("completions", KEY, [1], 400, "not a JSON object"),
+        ("completions", KEY, text | {"model": "gpt-5"}, 404, serving.models[1]),
+        ("completions", KEY, {"prompt": "w3"}, 400, f"names no model: {serving.models[0]}"),
+        ("completions", KEY, text | {"prompt": ""}, 400, "no tokens"),
+        ("completions", KEY, text | {"max_tokens": "many"}, 400, "max_tokens is"),
+        ("completions", KEY, text | {"max_tokens": 0}, 400, "max_tokens is 0"),
+        ("completions", KEY, text | {"seed": 10**26}, 400, "64 bits"),
+        ("completions", KEY, text | {"generation_config": "{"}, 400, "settings of the request"),
+        ("completions", KEY, text | {"generation_config": settings}, 400, "max_new_tokens"),
+        ("completions", KEY, text | {"max_tokens": 400}, 413, "a step can read"),
+        ("completions", KEY, text | {"max_tokens": LONGEST}, 413, f"has 1 tokens and asks for {LONGEST} more"),
+        ("chat/completions", KEY, chat | {"messages": "x"}, 400, "messages is"),
+        ("chat/completions", KEY, chat | {"model": serving.models[2]}, 400, "no chat template"),
+        ("chat/completions", KEY, judged, 400, "no judges here"),
+        ("responses", KEY, bare, 400, "no chat template"),
+        ("audio/transcriptions", KEY, {}, 403, "serves text"),
     ]
-    body["model"] = serving.models[2]  # whose loop has not begun
-    for name, key, sent, status, says in cases:
-        found = serving.get("/v1/completions", key, sent)
-        assert found[0] == status, (name, found)
-        assert says in found[1], (name, found)
+    for path, key, sent, status, says in cases:
+        found = serving.get(f"/v1/{path}", key, sent if isinstance(sent, bytes) else json.dumps(sent).encode())
+        assert found[0] == status, (path, sent, found)
+        assert says in json.loads(found[1])["error"]["message"], (path, sent, found)
     assert serving.get("/load_model", KEY, b"{}")[0] == 403
     assert serving.get("/health", None)[0] == 200
+    assert serving.get("/metrics", None)[0] == 401
+    assert "Traceback" not in serving.said()
+
+
+def test_what_no_header_calls_json_is_looked_at_too(serving: Serving) -> None:
+    """Without a type of content the body reaches transformers' handlers, which would load what it names."""
+    with socket.create_connection(("127.0.0.1", int(serving.url.rpartition(":")[2]))) as link:
+        sent = b'{"model": "gpt-5", "prompt": "w3"}'
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer ")
+        link.sendall(f"{KEY}\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        assert b" 404 " in link.makefile("rb").readline()
+
+
+def test_the_models_are_listed(serving: Serving) -> None:
+    assert [each.id for each in serving.client().models.list()] == sorted(serving.models)
+    assert serving.get("/v1/models", None)[0] == 401
+
+
+def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
+    """At once, or in pieces."""
+    client, model = serving.client(), serving.models[0]
+    text = client.completions.create(model=model, prompt="w3 w4 w9", max_tokens=TOKENS, temperature=0).choices[0].text
+    chat: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "w3 w4"}], "temperature": 0}
+    whole = client.chat.completions.create(**chat, max_tokens=TOKENS)
+    pieces = list(client.chat.completions.create(**chat, max_completion_tokens=TOKENS, stream=True))
+    assert whole.choices[0].message.content == text
+    assert "".join(each.choices[0].delta.content or "" for each in pieces) == text
+    assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "length"
+    asked: dict[str, Any] = {"model": model, "input": "w3 w4", "temperature": 0, "max_output_tokens": TOKENS}
+    assert client.responses.create(**asked, stream=False).output_text == text
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == text
+    assert events[-1].type == "response.completed"
 
 
 def test_a_flood_is_refused_and_the_rest_is_answered(serving: Serving) -> None:
@@ -307,8 +380,8 @@ def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
     trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
-        done = programs.python("-m", "ballonet", *command, *options)
-        assert done.returncode == 0, done.stderr
+        done = programs.python("-m", "ballonet", *command, *options, "--json")
+        assert done.returncode == (1 if failed else 0), done.stderr
         said = json.loads(done.stdout)
         assert (said["failed"], said["refused"]) == (failed, failed)
         assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
@@ -418,3 +491,40 @@ def test_models_that_have_not_run_are_measured(
         assert len(list(tmp_path.glob("cache/**/*.json"))) == records
     finally:
         take_out()
+
+
+def test_a_program_that_starts_transformers_server_serves_on_the_pool(tmp_path: Path) -> None:
+    """Nothing of it is changed: `transformers serve --continuous-batching`, under `ballonet run`."""
+    model = saved(tmp_path / "model", 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = """
+        import sys, ballonet
+        from transformers.cli.serve import Serve
+        try:
+            Serve(sys.argv[1], continuous_batching=True, port=int(sys.argv[2]), device="cpu", cb_max_batch_tokens=64)
+        except KeyboardInterrupt:
+            pass
+        print("elastic" if ballonet.stats().pages.weights > 0 else "stock")
+    """
+    command = ["-m", "ballonet", "run", "--budget", "24MiB", "-c", textwrap.dedent(program), model, port]
+    said = Path(tempfile.mkdtemp(dir=tmp_path))
+    running = programs.Program(command, said, programs.ROOT, ENVIRONMENT | {"BALLONET_PAGE_SIZE": "64KiB"})
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    try:
+        while True:
+            assert running.process.poll() is None, running.err
+            try:
+                text = ask(client, model, 3)
+                break
+            except APIConnectionError:
+                time.sleep(0.1)
+        assert text == by_stock(model, "w3 w4 w5 w6 w7")
+        running.process.send_signal(signal.SIGINT)
+        while not {"elastic", "stock"} & set(running.out.split()):
+            assert running.process.poll() is None, running.err
+            time.sleep(0.1)
+        assert "elastic" in running.out.split()
+    finally:
+        running.process.kill()  # transformers leaves the thread of its loop running

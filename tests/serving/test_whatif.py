@@ -235,6 +235,30 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "is no cost model" in capsys.readouterr().err
 
 
+def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models: half of the budget is too little for the one that is larger, all of it is enough for either."""
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    trace, costs = tmp_path / "trace.csv", tmp_path / "costs.json"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n20,4\n20,4")
+    costs.write_text(json.dumps(asdict(LINEAR)))
+    models = [saved(tmp_path / str(layers), layers) for layers in (2, 40)]
+    command = ["whatif", str(trace), "--model", models[0], "--model", models[1], "--page-size", "64KiB", "--json"]
+    command += ["--costs", str(costs), "--block-size", "16", "--batch-tokens", "64", "--budget"]
+    weights = Sizes.of(build("llama", num_hidden_layers=40).config).total
+    budget = str(-(-int(1.9 * weights) // 65536) * 65536)
+    assert main([*command, budget, "--policy", "split,swap"]) == 0
+    split, swap = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert split.keys() == {"policy", "error"}
+    assert "no room for a cache beside weights" in split["error"]
+    assert (swap["policy"], swap["failed"]) == ("swap", 0)
+    assert main([*command, budget, "--policy", "split"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["policy"] == "split"
+    assert "no request is answered by split" in said.err
+
+
 def test_weights_are_those_of_the_model() -> None:
     model = build("llama")
     found = Sizes.of(model.config)

@@ -1,8 +1,8 @@
-"""An engine of vLLM in a process of its own, for test_engine.py: `python engine.py MODEL ANSWERS OPTIONS`.
+"""An engine of vLLM in a process of its own, for the tests beside it: `python engine.py MODEL ANSWERS OPTIONS`.
 
 OPTIONS, JSON: those of the connector, or null for stock; `changes`: (wave, budget in bytes) before which wave of
-requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on. ANSWERS, a file: the tokens
-of each request, and the pages of KV after each wave.
+requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on; `led`: each wave waits for
+a line, and is answered by one. ANSWERS, a file: the tokens of each request, and the pages of KV after each wave.
 """
 
 from __future__ import annotations
@@ -16,6 +16,31 @@ from pathlib import Path
 from typing import Any
 
 WAVES, REQUESTS, TOKENS = 3, 12, 60
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 1024,
+    "block_size": 32,
+}
+
+
+def prompts() -> list[list[list[int]]]:
+    """The tokens of each request of each wave."""
+    draw = random.Random(1)
+    return [
+        [[draw.randrange(2, 199) for _ in range(draw.randint(5, 200))] for _ in range(REQUESTS)] for _ in range(WAVES)
+    ]
+
+
+def transfer(options: dict[str, Any]) -> dict[str, Any]:
+    """What tells vLLM of the connector with these options."""
+    return {
+        "kv_connector": "BallonetConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "ballonet.hooks.vllm",
+        "kv_connector_extra_config": options,
+    }
 
 
 def main(model: str, answers: str, text: str) -> None:
@@ -25,41 +50,25 @@ def main(model: str, answers: str, text: str) -> None:
     from vllm import LLM, SamplingParams
 
     options = json.loads(text)
-    changes, failing = dict((options or {}).pop("changes", ())), (options or {}).pop("fail", 0)
-    more: dict[str, Any] = {}
-    if options is not None:
-        more["kv_transfer_config"] = {
-            "kv_connector": "BallonetConnector",
-            "kv_role": "kv_both",
-            "kv_connector_module_path": "ballonet.hooks.vllm",
-            "kv_connector_extra_config": options,
-        }
-    engine = LLM(
-        model,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=16,
-        max_num_batched_tokens=1024,
-        block_size=32,
-        **more,
-    )
-    if failing:
-        fail(failing)
-    draw, said, pages = random.Random(1), [], []
+    ours = {name: (options or {}).pop(name, None) for name in ("changes", "fail", "led")}
+    more = {} if options is None else {"kv_transfer_config": transfer(options)}
+    engine = LLM(model, skip_tokenizer_init=True, enforce_eager=True, **SIZES, **more)
+    if ours["fail"]:
+        fail(ours["fail"])
+    changes, said, pages = dict(ours["changes"] or ()), [], []
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    for wave in range(WAVES):
+    for wave, each in enumerate(prompts()):
         if wave in changes:
             import ballonet
 
             ballonet.set_budget(changes[wave])
-        prompts = [
-            {"prompt_token_ids": [draw.randrange(2, 199) for _ in range(draw.randint(5, 200))]} for _ in range(REQUESTS)
-        ]
-        found = engine.generate(prompts, sampling, use_tqdm=False)
+        if ours["led"]:
+            sys.stdin.readline()
+        found = engine.generate([{"prompt_token_ids": prompt} for prompt in each], sampling, use_tqdm=False)
         said.append([list(each.outputs[0].token_ids) for each in found])
         pages.append(held() if options is not None else {})
+        if ours["led"]:
+            print("done", wave, flush=True)
     Path(answers).write_text(json.dumps({"said": said, "pages": pages}))
 
 

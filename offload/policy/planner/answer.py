@@ -1,9 +1,9 @@
 """The answer to a question about a run: what fits, how fast, and what binds.
 
 Note [What binds]
-    `memory`: it does not fit, whatever streams. `link`: tokens wait for copies, of layers or of KV, by more than copies
-    may add and count as hidden. `compute`: all else, the device's own memory included: with every page resident it
-    would be no faster.
+    `memory`: it does not fit, whatever streams. `host`: it would, but what leaves the device has no room there.
+    `link`: tokens wait for copies, of layers or of KV, by more than copies may add and count as hidden. `compute`: all
+    else, the device's own memory included: with every page resident it would be no faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..tuning import DEFAULT, Tuning
 from .memory import Budget, Placed, everything, least, placed
 from .needs import Moment, Needs
 
-Limit = Literal["memory", "link", "compute"]
+Limit = Literal["memory", "host", "link", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,16 @@ class Answer:
 
 def answered(models: Sequence[Needs], budget: Budget, tokens: int = 0, tuning: Tuning = DEFAULT) -> Answer:
     """What becomes of these models under the budget, when they have generated so many `tokens`."""
-    found = placed(models, budget, tuning.weights)
-    fewest, whole = least(models, budget, tuning.weights), everything(models)
+    found = placed(models, budget, tuning)
+    fewest, whole = least(models, budget, tuning), everything(models)
     if found is None:
         lacking = [Forecast(each, None, each.weights, sum(each.last.kv), each.last.activations) for each in models]
-        return Answer(False, lacking, fewest, whole, "memory", budget.slo, None if budget.slo is None else False)
+        short = budget.host is not None and placed(models, replace(budget, host=None), tuning) is not None
+        met = None if budget.slo is None else False
+        return Answer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
     forecasts = _forecasts(models, found, budget, tuning)
     if tokens * max((each.tpot or 0.0 for each in forecasts), default=0.0) > tuning.pages.dwell:
-        rested = placed(models, budget, tuning.weights, rested=True)
+        rested = placed(models, budget, tuning, rested=True)
         forecasts = forecasts if rested is None else _forecasts(models, rested, budget, tuning)
     slowest = max(forecasts, key=lambda each: each.tpot or 0.0)
     limit: Limit | None = None
@@ -103,6 +105,7 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
         _, _, more = _read(needs.prompt, at.early, needs.prefill, budget, tuning, needs.rows)
         ttft += more
     stall = 0.0 if tpot is None or needs.decode is None else tpot - needs.decode + waits
+    once, each = needs.aside
     return Forecast(
         needs,
         at.plan,
@@ -110,8 +113,8 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
         sum(needs.last.kv) - host + slots,
         needs.last.activations,
         host,
-        ttft,
-        None if tpot is None else tpot + waits,
+        None if ttft is None else ttft + once,
+        None if tpot is None else tpot + waits + each,
         stall,
         at.settled,
     )
@@ -120,7 +123,11 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
 def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: Budget) -> float | None:
     if seconds is None or (plan.copied and budget.page_seconds is None):
         return None
-    return Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
+    found = Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
+    beside = (
+        seconds + plan.copied_pages * (budget.page_seconds or 0.0) - found
+    )  # seconds that copies hide behind compute
+    return found + max(0.0, beside) * budget.copying
 
 
 def _read(

@@ -16,14 +16,14 @@ from typing import Literal
 from ..tuning import DEFAULT, Planning
 from .answer import Answer
 
-What = Literal["budget", "context", "batch", "weights", "slo"]
+What = Literal["budget", "host", "context", "batch", "weights", "slo"]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is asked of a run: device `pages`; `context`: tokens that each of `batch` sequences holds at the last token,
     of which the first `prompt` are given; `bits`: of an element of quantized weights, None as they are; `slo`: seconds
-    that a decode step may take."""
+    that a decode step may take; `host`: pages there, None where nobody knows."""
 
     pages: int
     context: int
@@ -31,11 +31,12 @@ class Question:
     batch: int
     bits: int | None = None
     slo: float | None = None
+    host: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`what` to change and the value to change it `to`: device pages, tokens, sequences, bits, seconds; `factor`: see
+    """`what` to change and the value to change it `to`: pages, tokens, sequences, bits, seconds; `factor`: see
     Note [Nearest]; and the answer then."""
 
     what: What
@@ -49,7 +50,12 @@ def nearest(
 ) -> list[Change]:
     """The nearest changes, the nearest first, at most `tuning.changes`."""
     found = [*_budget(asked, answer, ask, tuning), *_shorter(asked, answer, ask, tuning)]
-    found += [*_smaller(asked, answer, ask, tuning), *_quantized(asked, answer, ask, tuning), *_looser(asked, answer)]
+    found += [
+        *_more_host(asked, answer, ask, tuning),
+        *_smaller(asked, answer, ask, tuning),
+        *_quantized(asked, answer, ask, tuning),
+    ]
+    found += _looser(asked, answer)
     return sorted(found, key=lambda each: (each.factor, each.what))[: tuning.changes]
 
 
@@ -77,6 +83,19 @@ def _budget(asked: Question, answer: Answer, ask: Callable[[Question], Answer], 
     if high > asked.pages and lifts(answer, at(high), tuning):
         pages = _first(asked.pages, high, lambda pages: lifts(answer, at(pages), tuning))
         yield Change("budget", pages, pages / max(1, asked.pages), at(pages))
+
+
+def _more_host(
+    asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning
+) -> Iterator[Change]:
+    """More pages of the host, where those bind."""
+
+    def at(pages: int) -> Answer:
+        return ask(replace(asked, host=pages))
+
+    if asked.host is not None and answer.limit == "host" and lifts(answer, at(answer.all), tuning):
+        pages = _first(asked.host, answer.all, lambda pages: lifts(answer, at(pages), tuning))
+        yield Change("host", pages, pages / max(1, asked.host), at(pages))
 
 
 def _shorter(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:

@@ -1,94 +1,277 @@
 """Which layers stream and which KV leaves in a run, by the decisions that the run makes: pages in, pages out.
 
 Note [A run, foreseen]
-    Three moments decide. `manage()` moves the models in one after the other, each with as few layers streaming as the
-    room beside it demands (hooks/weights/room.py); where there is none, models that came before give layers, as they
-    are idle. When prompts are computed, all run, and what their KV and activations lack comes off the ladder, in its
-    order (ladder.py): layers whose copies hide (remap.py), full pages of KV, then layers beyond. At the last token the
-    cache is as long as it gets, and activations are few. What left at one moment is not back at the next: that takes
-    the dwell of pages (remap.py, Note [Calm]). A run whose answers take longer than that has come to rest.
+    `manage()` moves the models in one after the other, each with as few layers streaming as the room beside it demands
+    (hooks/weights/room.py); where there is none, models that came before give layers, as they are idle. Then all run.
+    The prompt is followed stage by stage, from one layer's append of its tokens to the next one's, as what may be taken
+    differs: KV of layers that have not run is not there yet. Of what is lacking the ladder takes in its order
+    (ladder.py, reclaim.py), whole layers and single pages of KV, all of it or nothing. Between two forwards the plan of
+    what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is not back
+    before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to rest.
     With an SLO as many layers stream as that allows (ledger.py).
+
+Note [What cannot be foreseen]
+    Kernels allocate inside of themselves, on a CPU for each thread, and blocks lie on pages as they happen to: so pages
+    of operators are known as at least and at most so many. And whether copies hide is judged by what iterations were
+    measured to take, which nobody knows without a record, and which differs by the noise of a machine with one. The run
+    is followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
+    lacking at the moment, `Placed.settled` is False: it fits with the most, and what is said is what the least comes
+    to, which is nearer to what runs do. So it is in 8 of the 40 settings of tests/test_planner_pages.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..interval import Costs
+from ..ladder import Candidate, Rung, ordered
 from ..ledger import LinkClient, Refusal, share
 from ..plan import Fewest, Plan
-from ..remap import Model, remap
-from ..tuning import DEFAULT, WeightPlans
-from .needs import Needs
+from ..reclaim import by_rung, of_layer
+from ..remap import Model, remap, standing
+from ..shortage import scarce, worth_telling
+from ..tuning import DEFAULT, Tuning, WeightPlans
+from .needs import Moment, Needs, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Where a model is at the last token. `plan`: its layers; `weights`: device pages of all its weights, slots
-    included; `away`: pages of its KV on the host, and `early`: those that had to leave for the prompt; `settled`: it is
-    as `manage()` left it, so that nothing hangs on when pages were lacking."""
+    included; `away`: pages of its KV on the host, and `early`: those that had to leave for the prompt; `settled`: a run
+    comes to nothing else, see Note [What cannot be foreseen]."""
 
     plan: Plan
     weights: int
     away: int
     early: int
-    settled: bool
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where nobody knows; `slo`:
-    seconds that a decode step may take."""
+    seconds that a decode step may take; `host`: pages that the host has for what leaves, None where nobody knows;
+    `copying`: seconds of compute that are lost to each second of copies beside it."""
 
     pages: int
     page_size: int
     page_seconds: float | None = None
     slo: float | None = None
+    host: int | None = None
+    copying: float = 0.0
 
 
 def placed(
-    models: Sequence[Needs], budget: Budget, tuning: WeightPlans = DEFAULT.weights, *, rested: bool = False
+    models: Sequence[Needs], budget: Budget, tuning: Tuning = DEFAULT, *, rested: bool = False
 ) -> list[Placed] | None:
-    """Where all models are at the last token; None where they do not fit, whatever streams. `rested`: what had to leave
-    for the prompt has had the time to come back. See Note [A run, foreseen]."""
-    managed = _managed(models, budget, tuning)
+    """Where all models are at the last token; None where they do not fit, whatever streams, or the host lacks room.
+    `rested`: what had to leave for the prompt has had the time to come back. See Note [A run, foreseen]."""
+    managed = _managed(models, budget, tuning.weights)
     if managed is None:
         return None
-    running = [_model(needs, plan, budget, tuning, active=True) for needs, plan in zip(models, managed, strict=True)]
+    found = _followed(models, managed, budget, tuning, rested)
+    if found is None or all(
+        at.plan == plan and not at.away + at.early for at, plan in zip(found, managed, strict=True)
+    ):
+        return found  # with the most nothing is lacking, so that nothing hangs on anything
+    known = budget.page_seconds is not None and all(each.judging.decode is not None for each in models)
+    noise = tuning.planning.noise
+    likely = _followed(models, managed, budget, tuning, rested, least=True) or found
+    settled = all(
+        _followed(models, managed, budget, tuning, rested, least=least, slower=slower) == likely
+        for least in (False, True)
+        for slower in ((1 / noise, noise) if known else (0.0, math.inf))
+    )
+    return [replace(each, settled=settled) for each in likely]
+
+
+def _followed(
+    models: Sequence[Needs],
+    managed: Sequence[Plan],
+    budget: Budget,
+    tuning: Tuning,
+    rested: bool,
+    *,
+    least: bool = False,
+    slower: float = 1.0,
+) -> list[Placed] | None:
+    """From the plans that `manage()` leaves; None where something finds no room. `least`: operators have as few pages
+    as they may; `slower`: times that decode steps take longer than is known."""
+    begun = [
+        _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
+    ]
     if budget.slo is not None:
-        running = _by_slo(models, running, budget)
-    begun = [each.plan for each in running]
-    early = _pressed(models, running, budget, [0] * len(models), "prompt")
-    if early is None:
+        begun = _by_slo(models, begun, budget)
+    running = [_Running(needs, model, tuning.weights, slower) for needs, model in zip(models, begun, strict=True)]
+    run = _Run(running, budget, tuning, least)
+    if not run.prompt():
         return None
+    early = [each.away for each in running]
     if rested:
-        away = [0] * len(models)
-    else:
-        running, away = early
-    late = _pressed(models, running, budget, away, "last")
-    if late is None:
+        for each, model in zip(running, begun, strict=True):
+            each.model, each.away = model, 0
+    if not run.answer():
         return None
-    running, last = late
+    on_host = sum(each.away + each.model.plan.host_pages for each in running)
+    if budget.host is not None and on_host > budget.host:
+        return None  # a page that leaves needs one there, whatever else would leave in its place
     return [
-        Placed(
-            model.plan, needs.beside + model.plan.device_pages, gone, first, model.plan == start and not gone + first
-        )
-        for needs, model, start, gone, first in zip(models, running, begun, last, early[1], strict=True)
+        Placed(each.model.plan, each.needs.beside + each.model.plan.device_pages, each.away, first)
+        for each, first in zip(running, early, strict=True)
     ]
 
 
-def least(models: Sequence[Needs], budget: Budget, tuning: WeightPlans = DEFAULT.weights) -> int:
+@dataclass(slots=True)
+class _Running:
+    """A model that runs. `taken`: layers since `model.plan` was arranged; `away`: pages of its KV on the host;
+    `listed`: full pages of its KV that the core knows of."""
+
+    needs: Needs
+    model: Model
+    tuning: WeightPlans
+    slower: float
+    taken: set[int] = field(default_factory=set)
+    away: int = 0
+    listed: int = 0
+
+    @property
+    def held(self) -> int:
+        """Device pages of its weights."""
+        plan = self.model.plan
+        return self.needs.beside + plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
+
+    def stands(self, phase: Phase, budget: Budget) -> Model:
+        """As it would be arranged now, for an iteration of that phase. Until there was a decode step the least one that
+        was measured counts, or what is assumed."""
+        judging, model = self.needs.judging, self.model
+        if phase is Phase.PROMPT:
+            decode, now = self._costs(judging.first, budget), self._costs(judging.prefill, budget)
+        else:
+            decode = now = self._costs(judging.decode, budget, self.slower)
+        plan = standing(model.plan, self.taken, now, model.base, model.slots, model.capped)
+        return replace(model, plan=plan, decode=decode)
+
+    def _costs(self, seconds: float | None, budget: Budget, slower: float = 1.0) -> Costs:
+        found = costs_of(self.needs, seconds, budget.page_seconds, self.tuning)
+        if slower in (0.0, math.inf):  # nothing hides, or everything does
+            return replace(found, seconds=1e-6 if not slower else 1e6, page_seconds=1.0 if not slower else 1e-6)
+        return replace(found, seconds=found.seconds * slower)
+
+
+class _Run:
+    """Models that run under a budget. `least`: operators have as few pages as they may."""
+
+    def __init__(self, models: Sequence[_Running], budget: Budget, tuning: Tuning, least: bool) -> None:
+        self._models = models
+        self._budget = budget
+        self._tuning = tuning
+        self._least = least
+
+    def prompt(self) -> bool:
+        """Follows the prompts; does all find room?"""
+        mapped = [0] * len(self._models)  # pages that operators had so far, as the heap keeps them
+        for each in self._models:
+            each.listed = 0 if each.needs.stages else each.needs.prompt.movable  # where all is one moment
+        for stage in range(max(each.needs.steps(Phase.PROMPT) for each in self._models)):
+            now = [each.needs.during(Phase.PROMPT, stage) for each in self._models]
+            before = [each.needs.during(Phase.PROMPT, max(0, stage - 1)) for each in self._models]
+            kv = [sum(moment.kv) for moment in now]
+            held = [min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True)]
+            if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
+                for each, was in zip(self._models, before, strict=True):
+                    each.listed = was.movable  # whoever maps KV in vain has all of it listed (hooks/kv/room.py)
+                if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
+                    return False
+            self._tell(now, sum(kv) + sum(mapped))
+            mapped = [max(most, self._of(at)) for most, at in zip(mapped, now, strict=True)]
+            if not self._room((sum(at.kv) + self._of(at) for at in now), Phase.PROMPT):
+                return False
+        self._arrange()
+        return True
+
+    def answer(self) -> bool:
+        """Follows the answers to the last token; does all find room?"""
+        last = (each.needs.last for each in self._models)
+        if self._held + sum(sum(at.kv) + self._of(at) for at in last) <= self._budget.pages:
+            return True  # as caches only grow
+        for step in range(max(each.needs.steps(Phase.ANSWER) for each in self._models)):
+            now = [each.needs.during(Phase.ANSWER, step) for each in self._models]
+            for each, at in zip(self._models, now, strict=True):
+                each.listed = at.movable
+            if not self._room((sum(at.kv) + self._of(at) for at in now), Phase.ANSWER):
+                return False
+            self._arrange()
+        return True
+
+    def _of(self, moment: Moment) -> int:
+        return moment.least if self._least else moment.activations
+
+    def _tell(self, now: Sequence[Moment], used: int) -> None:
+        """The governor is told of pages that are full by now, where pages are short (governor/kv_tier.py)."""
+        total = self._budget.pages
+        if scarce(max(0, total - used - self._held), total, self._tuning.pages):
+            for each, at in zip(self._models, now, strict=True):
+                if worth_telling(at.movable - each.listed, total, self._tuning.kv_growth):
+                    each.listed = at.movable
+
+    @property
+    def _held(self) -> int:
+        return sum(each.held - each.away for each in self._models)
+
+    def _room(self, pages: Iterable[int], phase: Phase) -> bool:
+        """Takes what is lacking for so many pages of each model's KV and operators; all of it, or nothing."""
+        lack = self._held + sum(pages) - self._budget.pages
+        if lack <= 0:
+            return True
+        offered = self._offered(phase)
+        if sum(candidate.pages for candidate in offered) < lack:
+            return False
+        for candidate in offered:
+            each = self._models[candidate.client]
+            if candidate.rung is Rung.RUNNING_KV:
+                each.away += min(lack, candidate.pages)
+            else:
+                each.taken.add(candidate.index)
+            lack -= candidate.pages
+            if lack <= 0:
+                break
+        return True
+
+    def _offered(self, phase: Phase) -> list[Candidate]:
+        """What the ladder takes, in its order."""
+        models = [each.stands(phase, self._budget) for each in self._models]
+        gone = {each.model.name: {*each.model.plan.streamed, *each.taken} for each in self._models}
+        numbers = {each.model.name: number for number, each in enumerate(self._models)}
+        found = [of_layer(rung, model, layer, numbers[model.name]) for rung, model, layer in by_rung(models, gone)]
+        for number, each in enumerate(self._models):
+            if (pages := each.listed - each.away) > 0:
+                found.append(Candidate(Rung.RUNNING_KV, number, 0, pages, recency=float(number)))
+        return ordered(found)
+
+    def _arrange(self) -> None:
+        """What was taken is arranged before the next forward."""
+        for each in self._models:
+            if each.taken:
+                each.model = each.stands(Phase.ANSWER, self._budget)
+                each.taken = set()
+
+
+def least(models: Sequence[Needs], budget: Budget, tuning: Tuning = DEFAULT) -> int:
     """The fewest pages that fit all of them."""
+
+    def fits(pages: int) -> bool:
+        within = replace(budget, pages=pages)
+        managed = _managed(models, within, tuning.weights)
+        return managed is not None and _followed(models, managed, within, tuning, rested=False) is not None
+
     low, high = 0, 1
-    while placed(models, replace(budget, pages=high), tuning) is None:
+    while not fits(high):
         low, high = high, 2 * high
     while low + 1 < high:
         middle = (low + high) // 2
-        if placed(models, replace(budget, pages=middle), tuning) is None:
-            low = middle
-        else:
-            high = middle
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 
@@ -131,7 +314,8 @@ def _managed(models: Sequence[Needs], budget: Budget, tuning: WeightPlans) -> li
 
 def _model(needs: Needs, plan: Plan, budget: Budget, tuning: WeightPlans, *, active: bool) -> Model:
     decode, prefill = (
-        costs_of(needs, seconds, budget.page_seconds, tuning) for seconds in (needs.decode, needs.prefill)
+        costs_of(needs, seconds, budget.page_seconds, tuning)
+        for seconds in (needs.judging.decode, needs.judging.prefill)
     )
     base = len(plan.streamed)
     return Model(
@@ -159,31 +343,3 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -
         replace(each, plan=plans[each.name], base=len(plans[each.name].streamed), least=plans[each.name].device_pages)
         for each in running
     ]
-
-
-def _pressed(
-    models: Sequence[Needs], running: Sequence[Model], budget: Budget, away: Sequence[int], when: str
-) -> tuple[list[Model], list[int]] | None:
-    """The models after what KV and activations lack `when` has been taken, and their pages of KV that are away by then;
-    None where that cannot be."""
-    moments = [each.prompt if when == "prompt" else each.last for each in models]
-    held = sum(each.beside for each in models) + sum(each.plan.device_pages for each in running)
-    wanted = sum(each.pages for each in moments) - sum(away)
-    free = budget.pages - held
-    if wanted <= free:
-        return list(running), list(away)
-    within = remap(running, wanted, free)
-    running = _with(running, within.plans)
-    gone, short = list(away), within.short
-    for number in reversed(range(len(gone))):  # the cache that came last gives first
-        more = min(short, max(0, moments[number].movable - gone[number]))
-        gone[number] += more
-        short -= more
-    if short:
-        beyond = remap([replace(each, base=len(each.plan.pages)) for each in running], short, 0)
-        running, short = _with(running, beyond.plans), beyond.short
-    return None if short else (running, gone)
-
-
-def _with(running: Sequence[Model], plans: Mapping[str, Plan]) -> list[Model]:
-    return [replace(each, plan=plans.get(each.name, each.plan)) for each in running]

@@ -29,6 +29,11 @@ def add_json(parser: argparse.ArgumentParser, *, piped: bool = False) -> None:
     )
 
 
+def add_only_json(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json` to a command that prints nothing else, so that every command takes it."""
+    parser.add_argument("--json", action="store_true", help="lines of JSON, which this command always prints")
+
+
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Adds `--budget` and `--page-size`."""
     parser.add_argument("--budget", metavar="SIZE", help="device pages, such as 24GiB (BALLONET_BUDGET)")

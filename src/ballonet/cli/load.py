@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     parser = arguments.command(commands, "load", _load, "replay recorded requests against a server, and time it")
     parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, refused (those that
         failed by HTTP 4xx), tokens, seconds, ttft_p50, ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput
-        (requests per second within the SLOs)."""
+        (requests per second within the SLOs). Exits with 1 where all requests failed."""
     parser.add_argument(
         "trace", metavar="TRACE", type=Path, help="a file of requests: Azure's, Mooncake's, or of lengths"
     )
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--model", required=True, help="the model that is asked")
     parser.add_argument("--api-key", metavar="KEY", default="none", help="what the server wants to be sent")
     arguments.add_requests(parser)
+    arguments.add_only_json(parser)
     parser.add_argument("--ask", action="store_true", help="each request asks the server for the SLOs, too")
 
 
@@ -46,11 +47,15 @@ def _load(args: argparse.Namespace) -> None:
     settings = {"base_url": f"{args.url}/v1", "api_key": args.api_key, "max_retries": 0, "timeout": 600}
     asked = headers(args.ttft_slo, args.tpot_slo) if args.ask else {}
 
-    async def run() -> dict[str, Any]:
+    async def run() -> tuple[dict[str, Any], str]:
         async with AsyncOpenAI(**settings, default_headers=asked) as client:
             answers = await replay(arrivals, client, args.model, float(args.lengths), note)
-        if failed := next((each.error for each in answers if each.error), ""):
-            print(f"ballonet: the first request that failed: {failed}", file=sys.stderr)
-        return summary(answers, args.ttft_slo, args.tpot_slo)
+        failed = next((each.error for each in answers if each.error), "")
+        return summary(answers, args.ttft_slo, args.tpot_slo), failed
 
-    print(json.dumps(asyncio.run(run())))
+    found, failed = asyncio.run(run())
+    print(json.dumps(found), flush=True)
+    if found["failed"] == found["requests"]:
+        raise ManageError(f"all requests failed, the first one as {failed}")
+    if failed:
+        print(f"ballonet: the first request that failed: {failed}", file=sys.stderr)

@@ -28,6 +28,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", metavar="N", type=arguments.count, default=1, help="sequences at once (default: 1)")
     arguments.add_sizes(parser)
     parser.add_argument(
+        "--host-budget", metavar="SIZE", help="host pages for what leaves the device (BALLONET_HOST_BUDGET)"
+    )
+    parser.add_argument(
         "--gpu",
         metavar="NAME|FILE",
         help="h100, h200, a100, l40s, l4, a10, t4, rtx4090, or JSON with memory, bandwidth, flops and link "
@@ -57,7 +60,15 @@ def _plan(args: argparse.Namespace) -> None:
     if args.curve is not None:
         curve.check(args.curve)  # before anything takes its time
     planner = Planner(
-        args.model, args.context, args.batch, args.prompt, args.budget, args.page_size, args.gpu, args.slo
+        args.model,
+        args.context,
+        args.batch,
+        args.prompt,
+        args.budget,
+        args.page_size,
+        args.gpu,
+        args.slo,
+        args.host_budget,
     )
     facts = planner.facts()
     if args.curve is not None:

@@ -77,6 +77,9 @@ def add(commands: Any) -> None:
         "seconds of each start, and written by the server. As for whatif",
     )
     arguments.add_timeline(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="one line of JSON on stdout once it is ready: ready, url, models, pid"
+    )
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
 
@@ -95,7 +98,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..offload.timeline import recorder
 
     where = serve_replicas.placed(args, options)
-    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
+    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace, args.json)
     if where is None or where.hosts:
         check_free(args.host, args.port)
     if where is not None and where.hosts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..allocator.config import parse_host_budget, parse_size
-from ..allocator.errors import ManageError
+from ..allocator.errors import BallonetError, ManageError, PoolExhausted
 from . import arguments
 
 
@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
     parser.description = f"""{parser.description} The requests go through the scheduler, the admission, the cache and
         the governor of `serve`, with pages of the stand-in; a step takes what a cost model says, and nothing is
         computed. Prints a line of JSON for each policy, with the keys of `load`, and policy, steps, kv_bytes (at the
-        most), stalled and moved (seconds that steps waited), swaps, and models, where there are several. Policies:
+        most), stalled and moved (seconds that steps waited), swaps, and models, where there are several; a policy that
+        does not fit has policy and error alone. Exits with 1 where no policy answers a request. Policies:
         stock, split (of several models, each with an even part of the budget) and swap (one of them at a time on the
         device) are transformers' own cache and scheduler; fast is ballonet; full is --batches full, and the others are
         fast with a part switched off: lru, uncapped, one-slot, two-slots, no-reversion, weights-fixed, no-inflation,
@@ -82,6 +83,7 @@ def add(commands: Any) -> None:
         "--log", metavar="FILE", type=Path, help="of the same: what the controller is told and answers, JSON lines"
     )
     parser.add_argument("--ask", action="store_true", help="each request asks for the SLOs, too")
+    arguments.add_only_json(parser)
 
 
 def _whatif(args: argparse.Namespace) -> None:
@@ -122,11 +124,11 @@ def _replicas(args: argparse.Namespace) -> None:
     slos = (args.ttft_slo, args.tpot_slo)
     file = None if args.log is None else DecisionFile(args.log, _say)
     log: Callable[[Any], object] = _ignore if file is None else file
-    for each in policies:
-        found = run(fleet, cost, arrivals, each, slos, _noting(len(arrivals)), log, faults)
-        print(json.dumps(found), flush=True)
-    if file is not None:
-        file.close()
+    try:
+        _rows(policies, lambda each: run(fleet, cost, arrivals, each, slos, _noting(len(arrivals)), log, faults))
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _ignore(entry: object) -> None:
@@ -184,9 +186,24 @@ def _pages(args: argparse.Namespace) -> None:
     tenants = [Tenant(*each) for each in zip(named_apart, map(_config, models), costs, dealt, strict=True)]
     checked(tenants, machine)
     note = _noting(sum(map(len, dealt)))
+    slos = (args.ttft_slo, args.tpot_slo)
+    _rows(policies, lambda each: run(tenants, machine, each, batching, slos, args.ask, note))
+
+
+def _rows(policies: list[str], run: Callable[[str], dict[str, Any]]) -> None:
+    """Prints what each policy would do, or why it does not fit. ManageError where no request was answered by any."""
+    import torch
+
+    answered = False
     for each in policies:
-        found = run(tenants, machine, each, batching, (args.ttft_slo, args.tpot_slo), args.ask, note)
+        try:
+            found = run(each)
+        except (BallonetError, PoolExhausted, torch.OutOfMemoryError) as error:
+            found = {"policy": each, "error": str(error).removeprefix("ballonet: ")}
+        answered |= found.get("failed", 0) < found.get("requests", 0)
         print(json.dumps(found), flush=True)
+    if not answered:
+        raise ManageError(f"no request is answered by {', '.join(policies)}: see the lines above")
 
 
 def _arrivals(args: argparse.Namespace, models: int) -> list[Any]:

@@ -64,10 +64,11 @@ def live(kind: str, phase: str) -> None:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         expected = logits(model)
         ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
-        cycles(model, expected, phase)
+        cycles(model, expected, phase, absorbed=(kind, phase) == ("file", "prepare"))
 
 
-def cycles(model: Any, expected: torch.Tensor, phase: str) -> None:
+def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> None:
+    """`absorbed`: nothing need fail, as little is asked for that cannot be done without."""
     device = runtime.require()
     with ballonet.manage(model) as it:
         held = HeldLayers(it)
@@ -137,9 +138,9 @@ def cycles(model: Any, expected: torch.Tensor, phase: str) -> None:
             assert {**after, "free": 0} == {**there, "free": 0}, place
             assert bytes_that_exist("host") <= host + PAGE, place
         struck = device.snapshot()["faults"] - struck
-        print(f"{len(places)} places, {struck} struck, {failed} acts failed")
+        print(f"{len(places)} places, {struck} struck, {failed} acts failed: {counts[phase]}")
         assert struck >= 0.8 * len(places)
-        assert failed or len(places) < 3, "of a file little but a stream is asked for"
+        assert failed or absorbed
 
 
 # -- Ctrl-C

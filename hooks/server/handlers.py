@@ -1,0 +1,49 @@
+"""Transformers' handlers of requests for text, which refuse what they cannot use of a body with HTTP 400."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+from transformers import GenerationConfig
+from transformers.cli.serving import chat_completion, completion, response
+from transformers.cli.serving.utils import BaseHandler
+
+
+class _Told(BaseHandler):
+    """Reads settings as transformers does."""
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
+        """HTTPException where they are none: all that it reads are the body's."""
+        try:
+            found: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise HTTPException(400, f"the settings of the request cannot be used: {error}") from None
+        new = found.max_new_tokens
+        if new is not None and (not isinstance(new, int) or new < 1):
+            raise HTTPException(400, f"max_new_tokens is {new!r}: give a whole number from 1 on")
+        return found
+
+
+class _Templated(_Told):
+    """Makes a prompt of messages, by the model's chat template."""
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        """HTTPException where the model has no chat template."""
+        name, model, processor = super()._resolve_model(body)
+        if getattr(processor, "chat_template", None) is None:
+            shown = name.removesuffix("@main")
+            raise HTTPException(400, f"{shown} has no chat template, which messages need: ask /v1/completions")
+        return name, model, processor
+
+
+class Completions(_Told, completion.CompletionHandler):
+    """`/v1/completions`."""
+
+
+class ChatCompletions(_Templated, chat_completion.ChatCompletionHandler):
+    """`/v1/chat/completions`."""
+
+
+class Responses(_Templated, response.ResponseHandler):
+    """`/v1/responses`."""

@@ -1,0 +1,59 @@
+"""The pages under a vLLM engine's blocks, without vLLM: what the kernel counts as steps open and close them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ballonet.allocator.config import Config
+from ballonet.hooks.sectors.pages import RESERVED
+from ballonet.hooks.vllm.cache import EngineCache
+
+from ..pool import bytes_that_exist, installing
+
+PAGE = 2**14
+BLOCKS = 32  # of a page each
+BUDGET = 16 * PAGE
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[], EngineCache]]:
+    """Makes the cache of an engine with a budget for a part of its blocks."""
+    with installing(BUDGET, PAGE) as install:
+        install()
+        yield lambda: EngineCache(Config(), BLOCKS, PAGE, [(0, PAGE, PAGE)], "tiny")
+
+
+def step(cache: EngineCache, opens: range, closes: range, idle: bool) -> tuple[int, ...]:
+    """What the worker does in a step; returns the blocks that were opened."""
+    cache.close(closes)
+    opened = cache.open(opens)
+    cache.begin()
+    cache.end(idle)
+    return opened
+
+
+NONE = range(0)
+
+
+@pytest.mark.counts
+def test_pages_go_back_to_the_driver_only_when_no_request_is_left(make: Callable[[], EngineCache]) -> None:
+    cache = make()
+    idle, some = bytes_that_exist(), range(RESERVED, RESERVED + 8)
+    assert step(cache, some, NONE, idle=False) == tuple(some)
+    assert bytes_that_exist() == idle + 8 * PAGE
+    step(cache, NONE, some, idle=False)
+    assert bytes_that_exist() == idle + 8 * PAGE  # for the next request
+    step(cache, NONE, NONE, idle=True)
+    assert bytes_that_exist() == idle
+
+
+@pytest.mark.counts
+def test_no_more_is_opened_than_the_budget_has_pages_for(make: Callable[[], EngineCache]) -> None:
+    cache = make()
+    opened = step(cache, range(RESERVED, BLOCKS), NONE, idle=False)
+    assert opened == tuple(range(RESERVED, RESERVED + len(opened)))
+    assert RESERVED + len(opened) >= cache.limit
+    assert len(opened) < BLOCKS - RESERVED
+    assert bytes_that_exist() <= BUDGET
