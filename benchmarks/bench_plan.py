@@ -83,7 +83,7 @@ def around(number: int) -> set[int]:
 
 
 def fastest(measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each point the least time, and of what is beside them."""
+    """The least time of each point, and of what is beside them."""
     points = {
         tuple(each[:3]): min(one["points"][n][3] for one in measured) for n, each in enumerate(measured[0]["points"])
     }

@@ -166,7 +166,7 @@ def test_all_pages_are_in_it_and_named() -> None:
 
 
 def test_layers_are_named_by_their_numbers_in_the_model() -> None:
-    """Of layers that share a range all are named, and windows, which are not in the pool, count as well."""
+    """All layers that share a range are named, and windows, which are not in the pool, count as well."""
     ballonet.install(budget=2**24, page_size=2**16, device="cpu")
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
     model = build("qwen2", num_hidden_layers=5, layer_types=kinds, use_sliding_window=True, sliding_window=4)

@@ -264,7 +264,7 @@ class Fleet:
 
 
 def arguments(budget: str = "37MiB") -> list[str]:
-    """Of `ballonet serve`, for each replica."""
+    """Arguments of `ballonet serve`, for each replica."""
     sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     return [*sizes, "--batch-tokens", "128"]
 

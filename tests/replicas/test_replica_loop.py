@@ -284,7 +284,7 @@ def test_a_request_that_comes_before_the_others_of_its_group_is_begun(
 def test_a_request_whose_kv_was_damaged_waits_for_the_supervisor(
     loops: Loops, asked: list[Request], right: list[list[int]]
 ) -> None:
-    """It is told who got it damaged, and gives the request anew; others go on with their KV."""
+    """The supervisor is told who got it damaged, and gives the request anew; others go on with their KV."""
     loops.ask(1, 2, *asked[:3])
     loops.step(4)
     loops.tell_all(Prepare(3, PAIR))
@@ -393,7 +393,7 @@ def test_what_fails_in_prepare_or_in_a_pull_is_told_with_its_reason(
 def test_who_cannot_drop_its_layers_after_all_ends_its_epoch_and_goes_on_alone(
     loops: Loops, asked: list[Request], right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told as of a link that failed: the supervisor ends the group and has the requests."""
+    """The supervisor is told as of a link that failed: the supervisor ends the group and has the requests."""
     loops.ask(0, 1, *asked)
     loops.step(3)
     loops.tell_all(Prepare(3, PAIR))

@@ -71,7 +71,7 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
 
 @pytest.mark.parametrize("pages", [24, 16])
 def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are admitted find their pages: no step lacks any in the middle."""
+    """Requests that are admitted find their pages: no step lacks any in the middle."""
     lacked = list[object]()
     monkeypatch.setattr(ElasticScheduler, "lacked", lacked.append)
     model = build("llama", num_hidden_layers=4)
