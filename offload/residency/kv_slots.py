@@ -289,8 +289,8 @@ class KVSlots:
         """All that reads the layer has been launched: its slot is the next one's."""
         slot = last.slot
         if slot.holds is last and slot.readers:
-            slot.turns = [each for each in self._bound if each.slot is slot and each.pieces]
-            following = slot.after(last)
+            slot.turns = turns = [each for each in self._bound if each.slot is slot and each.pieces]
+            following = turns[(turns.index(last) + 1) % len(turns)]
             if following is last:
                 self.filling(last, slot)
             else:

@@ -178,7 +178,7 @@ class Ring:
         if slot is None:
             return
         turns = slot.turns
-        following = turns[(turns.index(layer) + 1) % len(turns)]  # as `after`, in one call
+        following = turns[(turns.index(layer) + 1) % len(turns)]
         if turns[-1] != layer or (following != layer and ahead(following)):
             self._filler.fill(self, slot, following)
 

@@ -45,10 +45,6 @@ class Slot(Generic[Member]):
         self.done: Done | None = None
         self.readers: set[int] = set()
 
-    def after(self, member: Member) -> Member:
-        """Returns whose turn comes after this one's; the first one's after the last."""
-        return self.turns[(self.turns.index(member) + 1) % len(self.turns)]
-
 
 def open_pages(device: Device, group: Group, owner: Owner, pages: int, *, reuse: bool = True) -> Range:
     """Opens a range of device pages, for a slot. PoolExhausted, DriverError: there is none then."""
