@@ -136,7 +136,8 @@ class Regroup:
         self, old: Sequence[InProcess], new: Sequence[InProcess], home: Callable[[Request], int], most: int
     ) -> None:
         """`home`: which of the new groups a request goes to; `most`: blocks of a piece."""
-        self.damaged: list[tuple[int, str]] = []
+        self.damaged = list[tuple[int, str]]()
+        lost = self.damaged  # not of this object: it would refer to itself, and go later than its last reference
         told = [group.hand_over() for group in old]
         homes = {each.request.name: new[home(each.request)].group for one in told for each in one.requests}
         self._handed, self._taken = {*homes}, set[str]()
@@ -150,7 +151,7 @@ class Regroup:
 
         def damaged(member: int, name: str) -> None:
             """As the supervisor has it: computed anew, where it is now."""
-            self.damaged.append((member, name))
+            lost.append((member, name))
             taken.add(name)
             leader = gets[homes[name].members[0]].leader
             assert leader is not None
