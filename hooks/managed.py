@@ -173,6 +173,8 @@ def managed(
                     "have: give less, or raise the budget with ballonet.set_budget()"
                 )
             mark("manage()")
+            if record is None and grid is None and not options.slo:
+                record = _kept(model, device)  # now, as whoever looks at layers of a file later has them read
             streams.wait_for_work(device)
             made = Managed(model, gate, device, found_on.settings.chaos, rule, options, files, progress)
             _managed[model] = made
@@ -186,6 +188,13 @@ def managed(
                 made._let_go()
             raise
     return made
+
+
+def _kept(model: nn.Module, device: Device) -> Record | None:
+    """What was measured of it on this machine before, if anything was: what a plan of this run goes by."""
+    from .profile import kept
+
+    return kept(model, device)
 
 
 def chaos_of(managed: Managed) -> Chaos | None:
@@ -402,18 +411,8 @@ class Managed:
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
         if self._elastic.options.slo or any(self._elastic.plan.pages):
-            if record is None and grid is None and not self._elastic.options.slo:
-                record = self._kept()
             known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
             self._elastic.start(known, grid is not None or record is not None)
-
-    def _kept(self) -> Record | None:
-        """What was measured of it on this machine before, if anything was: what a plan of this run goes by."""
-        from .profile import kept
-
-        model = self._model()
-        assert model is not None  # manage() holds it
-        return kept(model, self._weights.device)
 
     def _measured(self, grid: Grid | None) -> Record:
         """What its iterations take, all layers being resident."""

@@ -8,6 +8,7 @@ import gc
 import os
 import traceback
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ os.environ["BALLONET_SPILL"] = "0"
 
 # Operators of tiny models: a second thread of torch only waits. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What was measured of models on this machine changes what runs do: tests know nothing of it. A folder that stays, as
+# what is compiled for torch is kept there, too.
+os.environ.setdefault("BALLONET_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "cache"))
 
 try:
     import hypothesis

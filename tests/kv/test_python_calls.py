@@ -120,6 +120,8 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     tier = cache.tier
     tier.extents.look()
     assert tier.client.displaced >= pages // 3
+    for _ in range(4):
+        tier.prefilling(8)  # an eighth of all pages begins to be copied behind, which is once
     before = tier.governor._known.list.published
     with counted() as found:
         tier.prefilling(8)

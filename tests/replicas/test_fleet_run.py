@@ -261,4 +261,8 @@ def test_where_prompts_are_what_takes_time_nothing_is_dropped() -> None:
     assert refused, "memory is full, so it was asked"
     assert all(each.reason is Reason.NO_GAIN for each in refused)
     assert found["drop"]["drops"] == 0
-    assert found["drop"]["ttft_p99"] <= 1.02 * min(each["ttft_p99"] for each in found.values())
+    # P99 of one trace is that of one request of it: over three
+    more = [burst(600, 0.045, 200, 12, seed=seed) for seed in (1, 2)]
+    every = [found, *({policy: run(fleet(2, 800), cost, each, policy) for policy in ALL} for each in more)]
+    ours = sum(each["drop"]["ttft_p99"] for each in every)
+    assert ours <= 1.02 * sum(min(peer["ttft_p99"] for peer in each.values()) for each in every)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
@@ -57,7 +58,7 @@ def model() -> Any:
 def streamed(model: Any, layers: tuple[int, ...], slots: int, monkeypatch: Any, **options: Any) -> ballonet.Managed:
     """Managed with just these layers in so many slots."""
     monkeypatch.setattr(plan, "at_interval", lambda pages, interval: plan.streaming(pages, layers, slots))
-    return ballonet.manage(model, interval=1, **options)
+    return testing.manage(model, interval=1, **options)
 
 
 def copied() -> int:

@@ -95,7 +95,7 @@ def _whatif(args: argparse.Namespace) -> None:
 def _replicas(args: argparse.Namespace) -> None:
     """Several replicas of one model, by policy."""
     from ..hooks.replicas.decision_file import DecisionFile
-    from ..hooks.whatif.replicas.faults import read_faults
+    from ..hooks.whatif.replicas.faults import check_faults, read_faults
     from ..hooks.whatif.replicas.fleet import Fleet, Shape
     from ..hooks.whatif.replicas.run import POLICIES, checked, run
 
@@ -109,6 +109,7 @@ def _replicas(args: argparse.Namespace) -> None:
         args.wrong("--faults and --log are of one policy, drop: the others have no controller")
     faults = () if args.faults is None else read_faults(args.faults)
     (arrivals,) = _arrivals(args, 1)
+    check_faults(faults, args.replicas, len(arrivals))
     given = {"block": args.block_size, "batch": args.batch_tokens}
     fleet = Fleet(
         Shape.of(_config(args.model[0])),
