@@ -357,7 +357,14 @@ def test_pages_are_waited_for_by_the_clock_of_waits() -> None:
     pages = DevicePages(FakeDevice(10), replace(PAGES, look=1e-3), clock)
     assert not pages.wait(2.5)
     assert clock.now == 4.0
-    clock.step, given = 0.0, threading.Timer(0.02, pages.given)
+    clock.step, over = 0.0, threading.Event()
+
+    def gives() -> None:
+        while not over.wait(1e-3):  # it may be between two looks
+            pages.given()
+
+    given = threading.Thread(target=gives)
     given.start()
     assert pages.wait(1e-6), "which a loaded machine would have passed"
+    over.set()
     given.join()
