@@ -39,7 +39,7 @@ def key_for(model: nn.Module, kind: Literal["cuda", "standin"], ordinal: int, se
     facts = [type(model).__name__, compat.settings_of(config), shapes]
     return {
         "model": hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        "size": format_size(sum(tensor.nbytes for _, tensor in weights.values())),
+        "size": format_size(sum(tensor.numel() * tensor.element_size() for _, tensor in weights.values())),
         **_machine(kind, ordinal, settings),
         **{name: _version(name) for name in _PACKAGES},
     }
