@@ -132,8 +132,8 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
 
 
 def test_a_layer_of_a_prefill_under_pressure_costs_the_same_with_eight_times_as_many_pages() -> None:
-    """In how many runs pages lie that were taken depends on how far a copy was: the better one of two counts, and eight
-    times the pages are far from half as much again."""
+    """In how many runs pages lie that were taken, and whether one list is published or two, depends on how far a copy
+    was: the better one of two counts, and eight times the pages are far from twice as much."""
     few, many = (min(prefilling(pages), prefilling(pages)) for pages in (1000, 8000))
-    assert many[0] <= 1.5 * few[0]
+    assert many[0] <= 2 * few[0]
     assert min(few[1], many[1]) >= 1
