@@ -317,7 +317,7 @@ class Managed:
             self._elastic.arrangement.tell = self._forwards.streams
             undo.callback(self._elastic.close)
             # now, as whoever looks at layers of a file later has them read
-            self._kept = None if options.slo else _kept(model, device)
+            self._record = None if options.slo else _kept(model, device)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
                 _attach_prefixes(generators[0], device, options, self._elastic)
@@ -410,7 +410,7 @@ class Managed:
 
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
-        record = record or (self._kept if grid is None else None)
+        record = record or (self._record if grid is None else None)
         if self._elastic.options.slo or any(self._elastic.plan.pages):
             known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
             self._elastic.start(known, grid is not None or record is not None)

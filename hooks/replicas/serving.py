@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from .placement import Placement
 from .recording import Recording
 from .rendezvous import open_store
 from .requests import Request
+from .secret import new_secret
 from .supervisor import Supervisor
 
 
@@ -73,7 +73,7 @@ class ReplicaServer:
         self._tuning = tuning
         self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._bell = Bell()
-        secret = fleet.secret or secrets.token_hex(16)
+        secret = fleet.secret or new_secret()
         store = open_store(fleet.where, tuning.store)
         self.port = store.port
         self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
