@@ -162,6 +162,7 @@ class Device:
         expected: int = 0,
         reuse: bool = True,
         more: int = 0,
+        keeps: bool = False,
     ) -> Range:
         """A range of ceil(nbytes / page) pieces, none of them backed. `auto_retire`: a piece is retired when the last
         tensor over it is gone.
@@ -171,6 +172,9 @@ class Device:
         `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a driver call. Whoever else
         needs pages takes them out of slots, the oldest first, before new ones are created. `reuse=False` is for a range
         that will have host pages.
+
+        A range of "kv" that `keeps` has its retired pages so while it is open: they are free, and still mapped. They go
+        to whoever needs pages once no new one can be created, before anything is taken.
 
         `more` ranges of "kv" of this size and group will follow, each mapped as far as this one is by its first `map`:
         the background makes slots for them, within the limit of `map_ahead`. Once they have come, pieces by which one
@@ -330,6 +334,9 @@ class Range:
 
         False, and nothing changed, where no page is free or another thread holds a lease on the group.
         """
+    def drop_kept(self, piece: int) -> bool:
+        """Takes a "kept" page from the piece, which leads nowhere then. False where there is none, or the driver
+        refuses."""
     def backing(self, piece: int) -> Backing: ...
     def runs(self, first: int, count: int) -> list[tuple[int, int, Backing]]:
         """(first, count, backing) of neighbours among `count` pieces from `first` on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,15 +33,15 @@ def title(chosen: Options) -> str:
 
 
 def in_rounds(
-    program: str, chosen: Options, names: Sequence[str], budget: int, rounds: int
+    program: str, chosen: Options, names: Sequence[str], budget: int, rounds: int, **more: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """What each peer says of its runs at this budget, by name. A process each: what one run leaves is not the next
-    one's."""
+    one's. `more`: see `serve`."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(rounds):
         for name, said in found.items():
             with peers(program, chosen, (name,)) as one:
-                said.append(one[name].ask("serve", budget=budget))
+                said.append(one[name].ask("serve", budget=budget, **more))
     return found
 
 
@@ -60,12 +61,12 @@ def differing(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]) -
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    return {"serve": lambda budget: serve(name, chosen, budget)}
+    return {"serve": partial(serve, name, chosen)}
 
 
-def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
-    """Answers all requests twice, first with two tokens each; returns what is known of the second time. See
-    `answered`."""
+def serve(name: str, chosen: Options, budget: int, again: bool = False) -> dict[str, Any]:
+    """Answers all requests twice, first with two tokens each; returns what is known of the second time. `again`: once
+    more, of which `page_calls_again` are returned. See `answered`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -91,7 +92,10 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
     else:
         told(chosen.device, budget, sum(weight.nbytes for weight in model.parameters()))
     answered(name, chosen, model, budget, 2)
-    return answered(name, chosen, model, budget, NEW[chosen.kind])
+    found = answered(name, chosen, model, budget, NEW[chosen.kind])
+    if again:
+        found["page_calls_again"] = answered(name, chosen, model, budget, NEW[chosen.kind])["page_calls"]
+    return found
 
 
 def shape(chosen: Options) -> LlamaConfig:

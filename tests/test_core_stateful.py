@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -160,14 +160,13 @@ class Machine(RuleBasedStateMachine):
         expected=st.integers(0, 12),
         reuse=st.booleans(),
         more=st.integers(0, 3),
+        keeps=st.booleans(),
     )
-    def reserve(self, pieces: int, owner: _native.Owner, expected: int, reuse: bool, more: int) -> None:
+    def reserve(self, pieces: int, owner: _native.Owner, expected: int, reuse: bool, more: int, keeps: bool) -> None:
         if sum(not space.closed for space in self.spaces) == 4:
             return
-        soon = expected * self.page
-        made = self.attempt(
-            lambda: self.device.reserve(pieces * self.page, owner, self.group, expected=soon, reuse=reuse, more=more)
-        )
+        soon: dict[str, Any] = {"expected": expected * self.page, "reuse": reuse, "more": more, "keeps": keeps}
+        made = self.attempt(lambda: self.device.reserve(pieces * self.page, owner, self.group, **soon))
         assert made is not None
         self.spaces.append(Space(made, [None] * pieces, [0] * pieces, [False] * pieces, [False] * pieces))
 

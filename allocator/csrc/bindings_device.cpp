@@ -296,16 +296,16 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def(
           "reserve",
           [](const std::shared_ptr<Device>& d, std::size_t size, const std::string& owner, std::shared_ptr<Group> group,
-             bool auto_retire, std::size_t expected, bool reuse, std::size_t more) {
+             bool auto_retire, std::size_t expected, bool reuse, std::size_t more, bool keeps) {
             const std::size_t page = d->mapper->space.page_size;
             const auto pieces = [page](std::size_t bytes) { return bytes / page + (bytes % page != 0 ? 1 : 0); };
             const auto soon = reuse ? std::optional<std::size_t>(pieces(expected)) : std::nullopt;
             auto range =
-                d->mapper->reserve(pieces(size), owner_named(owner), std::move(group), auto_retire, soon, more);
+                d->mapper->reserve(pieces(size), owner_named(owner), std::move(group), auto_retire, soon, more, keeps);
             return std::make_unique<RangeHandle>(d, std::move(range));
           },
           py::arg("nbytes"), py::arg("owner"), py::arg("group"), py::arg("auto_retire") = false, py::kw_only(),
-          py::arg("expected") = 0, py::arg("reuse") = true, py::arg("more") = 0, ReleaseGil())
+          py::arg("expected") = 0, py::arg("reuse") = true, py::arg("more") = 0, py::arg("keeps") = false, ReleaseGil())
       .def(
           "note_stream", [](Device& d, std::uint64_t stream) { d.mapper->fences.note_stream(stream_at(stream)); },
           py::arg("stream"), ReleaseGil())

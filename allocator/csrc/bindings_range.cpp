@@ -127,6 +127,13 @@ void bind_range(py::module_& module) {
           [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().retire(*r.range, {{first, count}}); },
           py::arg("first"), py::arg("count"), ReleaseGil())
       .def(
+          "drop_kept",
+          [](RangeHandle& r, std::size_t piece) {
+            Section in(r.mapper().space);
+            return r.mapper().slots.drop(*r.range, piece);
+          },
+          py::arg("piece"), ReleaseGil())
+      .def(
           "move",
           [](RangeHandle& r, std::size_t piece, const std::string& to) {
             return r.mapper().moves.move(*r.range, piece, place_named(to));

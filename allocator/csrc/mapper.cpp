@@ -10,7 +10,7 @@ Mapper::Mapper(const Options& options) : space(options) {}
 Mapper::~Mapper() { background.stop(); }
 
 std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group, bool auto_retire,
-                                       std::optional<std::size_t> expected, std::size_t more) {
+                                       std::optional<std::size_t> expected, std::size_t more, bool keeps) {
   if (pieces == 0) throw UsageError("a range needs at least one page");
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   Section in(space);
@@ -21,7 +21,8 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
     held = slots.take(pieces, *expected);
   }
   if (held.pieces == 0) held = space.reserve(pieces);
-  range = std::make_shared<Range>(shared_from_this(), std::move(held), pieces, owner, std::move(group), auto_retire);
+  range =
+      std::make_shared<Range>(shared_from_this(), std::move(held), pieces, owner, std::move(group), auto_retire, keeps);
   space.ranges.insert(range.get());
   if (owner == Owner::kKv) range->followers = more;
   if (from_slot) ahead.one_came(*range);

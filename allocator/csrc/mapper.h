@@ -44,7 +44,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // makes slots for them. Throws DriverError, UsageError for 0.
   std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
                                  bool auto_retire = false, std::optional<std::size_t> expected = {},
-                                 std::size_t more = 0);
+                                 std::size_t more = 0, bool keeps = false);
   // See Mapping::map.
   void map(Range& range, std::size_t first, std::size_t count, Place place, bool wait = true);
   // See Retirement::retire. Throws UsageError.

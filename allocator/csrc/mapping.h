@@ -23,8 +23,8 @@ class Mapping {
   // Takes the lock itself.
   void prepare_host(std::size_t pages);
 
-  // Pages for pieces of a range: idle ones first, then those that retirements and slots have, then new ones, and last
-  // what was mapped ahead. `hint`: see Pool::take. Throws PoolExhausted, DriverError.
+  // Pages for pieces of a range: idle ones first, then those that retirements and slots have, then new ones, then what
+  // ranges keep, and last what was mapped ahead. `hint`: see Pool::take. Throws PoolExhausted, DriverError.
   std::vector<PageId> take(Section& in, Place place, std::size_t n, Owner owner, PageId hint = kNoPage);
   // Puts pages of their own behind unbacked pieces, in order, and opens them. All or none: on a failure what was mapped
   // retires, and the pages are given back. Throws DriverError.

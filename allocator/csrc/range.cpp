@@ -7,12 +7,13 @@
 namespace ballonet {
 
 Range::Range(std::shared_ptr<Mapper> mapper_, Stretch held_, std::size_t pieces_, Owner owner_,
-             std::shared_ptr<Group> group_, bool auto_retire_)
+             std::shared_ptr<Group> group_, bool auto_retire_, bool keeps_)
     : base(held_.base),
       pieces(pieces_),
       owner(owner_),
       group(std::move(group_)),
       auto_retire(auto_retire_),
+      keeps(keeps_),
       mapper(std::move(mapper_)),
       held(std::move(held_)) {}
 

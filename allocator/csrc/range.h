@@ -28,7 +28,7 @@ class Range : public std::enable_shared_from_this<Range> {
  public:
   // Makes a range of addresses that may be for more pieces.
   Range(std::shared_ptr<Mapper> mapper, Stretch held, std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
-        bool auto_retire);
+        bool auto_retire, bool keeps = false);
   ~Range();
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
@@ -38,6 +38,7 @@ class Range : public std::enable_shared_from_this<Range> {
   const Owner owner;
   const std::shared_ptr<Group> group;
   const bool auto_retire;  // a piece belongs to the tensors over it: it is retired with its last pin
+  const bool keeps;        // of KV: pages that have retired are kept where they are, as those of a closed range
   const std::shared_ptr<Mapper> mapper;
 
   // These take the mapper's lock.

@@ -10,8 +10,9 @@ namespace ballonet {
 
 bool Slots::may_keep(const Range& range, std::size_t index) const {
   const Piece& piece = range.held[index];
-  return keeping_ && range.closed && range.owner == Owner::kKv && piece.retiring_from == Backing::kDevice &&
-         piece.open && space_.device.book.mappings(piece.page) == 1 && !space_.device.above_budget();
+  return keeping_ && (range.closed || range.keeps) && range.owner == Owner::kKv &&
+         piece.retiring_from == Backing::kDevice && piece.open && space_.device.book.mappings(piece.page) == 1 &&
+         !space_.device.above_budget();
 }
 
 void Slots::keep_closed(Range& range) {
@@ -54,9 +55,14 @@ void Slots::empty(std::size_t idle, Take take) {
     }
     for (auto range = space_.ranges.begin();
          range != space_.ranges.end() && device.book.kept() > 0 && device.book.idle() < idle; ++range) {
-      empty((*range)->held, idle, ahead);
+      if (take == Take::kAll || !(*range)->keeps) empty((*range)->held, idle, ahead);
     }
   }
+}
+
+bool Slots::drop(Range& range, std::size_t piece) {
+  range.check_span(piece, 1);
+  return range.held[piece].backing == Backing::kKept && space_.vacate(range.held, piece);
 }
 
 std::size_t Slots::promise(std::size_t pieces, std::size_t count) {

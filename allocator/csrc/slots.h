@@ -8,6 +8,9 @@
 // the same way, by a range that is in use; they will be claimed within a step of the model, so they go last of all; so
 // do those mapped in slots of ranges that are about to come (ahead.h).
 //
+// A range that `keeps` does so while it is open: what some of its users give back the next ones claim. As these come
+// again and again, its pages are taken once no new page can be created, but before anything is taken from anyone.
+//
 // Guarantees: in a slot every page is kept, and there is one; a page that is kept anywhere is free in its pool.
 //
 // Lock: the mapper's, held by the caller.
@@ -32,11 +35,13 @@ class Slots {
   // The addresses of the slot that fits best; empty where none fits.
   Stretch take(std::size_t pieces, std::size_t expected);
 
-  // Which kept pages may be taken away; each includes those before.
+  // Which kept pages may be taken away; each includes those before, and only the last those of ranges that `keep`.
   enum class Take { kUnpromised, kNotAhead, kAll };
   // Takes pages out of slots, the oldest first, then those that ranges have not claimed of theirs, and last what was
   // mapped ahead, until so many are idle, or as far as `take` and the driver let them go.
   void empty(std::size_t idle, Take take);
+  // The piece of a range leads nowhere afterwards. False where no page is kept there, or the driver refuses.
+  bool drop(Range& range, std::size_t piece);
   void empty_all() { empty(space_.device.book.created(), Take::kAll); }
   // No range that is closed leaves its pages behind from here on.
   void stop_keeping() { keeping_ = false; }

@@ -252,3 +252,7 @@ class KVPages:
         """Restores it: it gets a page of its own again, and its bytes. DriverError."""
         tier, extent = self._tier, self._extent
         return tier is not None and extent is not None and tier.restore_one(extent, piece, self.stream)
+
+    def unmap(self, piece: int) -> bool:
+        """Takes a free page from its addresses. DriverError."""
+        return self.range.drop_kept(piece)

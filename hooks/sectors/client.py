@@ -54,6 +54,7 @@ class SectorClient:
         self._group = group
         self._range = range_
         self._in_use = Pieces()
+        self.end = 0  # no piece from there on was ever in use
         self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
         self._transfer = Transfer(device)
         self._backing = Backing(device, group, range_, "kv")
@@ -146,6 +147,7 @@ class SectorClient:
         for piece in pieces:
             self._forget(piece)
             self._in_use.add(piece)
+            self.end = max(self.end, piece + 1)
             self._read.add(piece)
             self._mover.look_for_host_pages(piece, piece + 1)
         self._changed = True
@@ -258,12 +260,13 @@ class SectorChaos:
 
     @property
     def pieces(self) -> int:
-        """Pieces of the range."""
-        return self._range.pieces
+        """Pieces that requests may have had: those before a certain one."""
+        return self._client.end
 
     def backing(self, piece: int) -> str:
-        """What the piece leads to; "none" where no request has it."""
-        return self._range.backing(piece) if self._client.has(piece) else "none"
+        """What the piece leads to: a page of a request, or "kept", one that nobody has; else "none"."""
+        found = self._range.backing(piece)
+        return found if found == "kept" or self._client.has(piece) else "none"
 
     def move(self, piece: int, to: Place) -> bool:
         """To another page of its own. DriverError."""
@@ -285,3 +288,7 @@ class SectorChaos:
         back = self._client.restore([piece]) > 0
         self._client.uses()
         return back
+
+    def unmap(self, piece: int) -> bool:
+        """Takes a free page from its addresses. DriverError."""
+        return self._range.drop_kept(piece)

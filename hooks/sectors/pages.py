@@ -57,7 +57,8 @@ class SectorPages:
         self._parts = tuple(parts or ((0, sector, sector),))
         self._page = device.page_size
         self._front = -(-sector // self._page) * self._page  # bytes of the guard: whole pages, so that sectors lie well
-        self.range: Range = device.reserve(self._front + sectors * sector, "kv", group, reuse=False)
+        size = self._front + sectors * sector
+        self.range: Range = device.reserve(size, "kv", group, expected=size, keeps=True)
         self._users = [0] * self.range.pieces  # sectors in use, by piece
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)

@@ -3,8 +3,9 @@
 What lives at a fixed address must give the same results whatever page is behind it. So at the boundaries of decoder
 layers pages that the running forward itself has leased are swapped for others: of weights within the device (weights
 are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to
-its backing, as when the core takes it, and restored, or with it from the peer to the host. Which ones is drawn from a
-generator of its own, so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
+its backing, as when the core takes it, and restored, or with it from the peer to the host. A free page that is still
+mapped leaves its addresses, so that whoever reads there is found out. Which ones is drawn from a generator of its own,
+so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
 reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or
 `ballonet.testing.manage`.
 """
@@ -24,7 +25,7 @@ from .levers import Lever
 if TYPE_CHECKING:
     from ...allocator._native import Place
 
-Way = Literal["device", "host", "peer", "away", "down", "restored"]
+Way = Literal["device", "host", "peer", "away", "down", "restored", "unmapped"]
 WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to go each way
     "device": ("device", "host", "peer"),
     "host": ("device", "host", "peer"),
@@ -32,6 +33,7 @@ WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to
     "away": ("device",),
     "down": ("alias",),
     "restored": ("alias",),
+    "unmapped": ("kept",),
 }
 OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
 
@@ -51,6 +53,7 @@ class KV(MovablePages, Protocol):
     def displace(self, piece: int) -> bool: ...
     def demote(self, piece: int) -> bool: ...
     def bring_back(self, piece: int) -> bool: ...
+    def unmap(self, piece: int) -> bool: ...
 
 
 P = TypeVar("P", bound=MovablePages)
@@ -63,7 +66,7 @@ class Chaos:
         """`host`: whether host pages can be mapped in the place of device pages here; `peer`: is there one?"""
         self.seed = seed
         self._tuning = tuning
-        self._ways: tuple[Way, ...] = ("device", "host", "away", "restored") if host else ("device",)
+        self._ways: tuple[Way, ...] = ("device", "unmapped", *(("host", "away", "restored") if host else ()))
         if peer:
             self._ways += OF_A_PEER
         self._shown = [way for way in WHERE if peer or way not in OF_A_PEER]
@@ -77,7 +80,8 @@ class Chaos:
     def moved(self) -> Mapping[str, int]:
         """Pages moved so far: `weights` (to another device page), `kv_device`, `kv_host`, `kv_peer` (to a page of the
         device, the host, the peer), `kv_away` and `kv_restored` (evicted to their backing, restored), `kv_down` (with
-        it to the host). `kv_peer` and `kv_down` only where there is a peer."""
+        it to the host), `kv_unmapped` (free ones, from where they were still mapped). `kv_peer` and `kv_down` only
+        where there is a peer."""
         with self._lock:
             return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in self._shown))}
 
@@ -127,4 +131,6 @@ def _go(pages: KV, piece: int, way: Way) -> bool:
         return pages.displace(piece)
     if way == "down":
         return pages.demote(piece)
+    if way == "unmapped":
+        return pages.unmap(piece)
     return pages.bring_back(piece) if way == "restored" else pages.move(piece, way)
