@@ -36,6 +36,7 @@ COSTS = (8.8e-3, 4e-5, 3.66e-8, 0.0)
 SLOS = 5.0, 0.1  # seconds to the first token, and of a step that decodes, of the rows whose requests ask
 LINK = 55e9  # bytes per second
 SHRINK = 64
+BURST, CALM = 6.0, 0.1  # requests per second of the trace that is made here
 COLUMNS = [
     "tenants",
     "requests",
@@ -69,11 +70,11 @@ ONEIROS, ELLM = (
 SCENES = (
     Scene(2, 34 * GIB, 3.0, None, ("split", "swap", OURS, ONEIROS[-1], *ELLM), asking=True),
     Scene(2, 34 * GIB, 3.0, 3.0, ("split", "swap", OURS, *ONEIROS)),
-    Scene(3, 51 * GIB, 3.0, 3.0, ("split", "swap", OURS, ONEIROS[0], ONEIROS[-1])),
+    Scene(3, 48 * GIB, 1.0, 4.0, ("split", "swap", OURS, ONEIROS[0], ONEIROS[-1])),
     Scene(2, 24 * GIB, 1.0, 3.0, ("split", "swap", OURS)),
 )
 TINY = (Scene(2, 80 * MIB, 4.0, 1.0, ("split", "swap", OURS, "ballonet, lru")),)
-REQUESTS = {False: 60, True: 12}
+REQUESTS = {False: 120, True: 12}  # fewer of Azure's end before a calm, and before a third model has had its turn
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def main() -> None:
     rows = []
     with TemporaryDirectory() as folder:
         made = Path(folder) / "made.csv"
-        write(made, REQUESTS[chosen.tiny], 200 if chosen.tiny else 3000)
+        write(made, REQUESTS[chosen.tiny], 200 if chosen.tiny else 6000)
         for trace in chosen.files or [made]:
             for scene in TINY if chosen.tiny else SCENES:
                 rows += list(measure(chosen, trace, scene))
@@ -153,13 +154,15 @@ def config(tiny: bool) -> Any:
 
 
 def write(path: Path, requests: int, longest: int) -> None:
-    """A trace as Azure's: prompts of up to so many tokens, short answers, one second apart on average."""
+    """A trace as the first 120 requests of Azure's: prompts of up to so many tokens, short answers, and two bursts with
+    a calm between them that is longer than the dwell of pages."""
     draw, at = Random(0), datetime(2026, 1, 1)
     with path.open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["TIMESTAMP", "ContextTokens", "GeneratedTokens"])
-        for _ in range(requests):
-            at += timedelta(seconds=draw.expovariate(1.0))
+        for number in range(requests):
+            rate = BURST if abs(2 * number - requests) > requests // 6 else CALM
+            at += timedelta(seconds=draw.expovariate(rate))
             lines.writerow([f"{at:%Y-%m-%d %H:%M:%S.%f}", draw.randint(longest // 10, longest), draw.randint(4, 40)])
 
 
