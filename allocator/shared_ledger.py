@@ -238,7 +238,7 @@ class Ledger:
 
 
 def ledgers(folder: Path | None = None) -> list[Ledger]:
-    """Those that there are, by device."""
+    """Returns the ledgers that there are, by device."""
     folder = control_dirs()[0] if folder is None else folder
     found = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
     return [Ledger(path.stem.removeprefix("shared-"), folder) for path in found]

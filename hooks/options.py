@@ -128,8 +128,7 @@ class ManageOptions:
         metadata=_row(
             _shared_budget,
             "SIZE",
-            "device memory that processes of this user share, such as 24GiB; alone: what others share already",
-            switch=True,
+            "device memory that processes of this user share, such as 24GiB; on: what others share already",
         ),
     )
     batches: str = field(

@@ -25,7 +25,7 @@ SIZES: Final = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 
 
 
 class Process:
-    """Such a process. A context manager: it is dead after it."""
+    """A process that shares. A context manager: it is dead after it."""
 
     def __init__(self, share: int | bool, kind: str, folder: Path) -> None:
         """`folder`: of its control socket and the ledger."""

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         yield begin
 
 
-def said(*arguments: str) -> list[dict[str, Any]]:
-    return shared.change_total(None, int(arguments[0]) if arguments else None, 60.0)
+def change(total: int | None = None) -> list[dict[str, Any]]:
+    """Who has what, after the total has changed."""
+    return shared.change_total(None, total, 60.0)
 
 
 def parts() -> dict[int, int]:
-    (found,) = said()
+    (found,) = change()
     return {each["pid"]: each["part"] for each in found["parts"]}
 
 
@@ -100,47 +101,31 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
         return stock(pid, number, 0.05)
 
     monkeypatch.setattr(shared, "facts_of", counted)
-    process._process.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     with here(True) as share:
         assert asked.count(process.pid) == 0, "its floor was free"
         share.reserve(8 * MIB)
         share.reserve(8 * MIB)
         assert asked == [process.pid]
         assert share.part < 8 * MIB
-        process._process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
         share._silent.clear()
         share.reserve(8 * MIB)
         assert share.part >= 8 * MIB
 
 
-def here(wanted: int | bool, **settings: Any) -> Any:
-    """This process shares it, too."""
-    stack = ExitStack()
+@contextmanager
+def here(wanted: int | bool, **settings: Any) -> Iterator[shared.Share]:
+    """Has this process share it, too."""
     runtime.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
-    stack.callback(control.stop)
-    stack.callback(runtime.stop)
     try:
         shared.join(runtime.of(), wanted, 0, 0, DEFAULT.sharing)
-        stack.enter_context(_share := _Shared())
-    except BaseException:
-        stack.close()
-        raise
-    _share.stack = stack
-    return _share
-
-
-class _Shared:
-    """The share of this process, until the end of a block."""
-
-    stack: ExitStack
-
-    def __enter__(self) -> Any:
-        return runtime.of().shared
-
-    def __exit__(self, *_: object) -> None:
-        if hasattr(self, "stack"):
-            stack, self.stack = self.stack, ExitStack()
-            stack.close()
+        found = runtime.of().shared
+        assert isinstance(found, shared.Share)
+        yield found
+    finally:
+        runtime.stop()
+        control.stop()
 
 
 def test_the_total_changes_while_they_run(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,10 +141,10 @@ def test_the_total_changes_while_they_run(start: Start, capsys: pytest.CaptureFi
         assert sum(each["part"] for each in found["parts"]) <= 8 * MIB
         assert second.do(f"get {4 * MIB}") == "out of memory"
         with pytest.raises(SharedBudgetError, match="cannot give: the total is 8MiB as before"):
-            said(str(4 * MIB))
+            change(4 * MIB)
         assert first.do(f"get {MIB}") == "get", "what was free stays free"
         watcher.total = 16 * MIB
-        said(str(16 * MIB))
+        change(16 * MIB)
         assert second.do(f"get {6 * MIB}") == "get"
     within(watcher)
 
@@ -191,17 +176,17 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
 
 def test_what_is_refused_is_refused_with_nothing_done(start: Start, tmp_path: Path) -> None:
     process = start(16 * MIB)
-    with pytest.raises(SharedBudgetError, match="is 16MiB, and not 8MiB"):
-        here(8 * MIB)
-    with pytest.raises(SharedBudgetError, match="BALLONET_CONTROL=0 forbids"):
-        here(True, control=False)
+    with pytest.raises(SharedBudgetError, match="is 16MiB, and not 8MiB"), here(8 * MIB):
+        pass
+    with pytest.raises(SharedBudgetError, match="BALLONET_CONTROL=0 forbids"), here(True, control=False):
+        pass
     assert parts().keys() == {process.pid}
     with here(True), pytest.raises(ControlRefused, match="are left for it: ask for that or less"):
         control.ask(os.getpid(), 16 * MIB, 1.0)
     (path,) = (tmp_path / "ballonet").glob("shared-*.json")
     path.write_text("{")
-    with pytest.raises(LedgerDamaged, match="delete the file"):
-        here(True)
+    with pytest.raises(LedgerDamaged, match="delete the file"), here(True):
+        pass
     assert process.do(f"get {4 * MIB}") in ("get", "out of memory"), "it keeps what it has"
 
 

@@ -120,7 +120,7 @@ def test_what_is_damaged_is_said_with_what_to_do(ledger: Ledger, text: str) -> N
 
 
 def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for_longer(ledger: Ledger) -> None:
-    """And the kernel drops the lock as soon as it is dead."""
+    """The kernel drops the lock as soon as it is dead."""
     ledger.join(ME, 0, 100, 0)
     program = f"import fcntl, time; f = open({str(ledger.path.with_suffix('.lock'))!r}, 'r+'); "
     program += "fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"

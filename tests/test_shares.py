@@ -26,7 +26,7 @@ def processes(draw: st.DrawFn, rested: bool = False) -> list[Member]:
         Member(
             part,
             draw(st.integers(0, part)),
-            draw(sizes),
+            draw(st.just(0) | sizes),
             draw(st.integers(0, min(part, TOTAL // count))),
             draw(st.integers(0, 2)),
             draw(age),

@@ -1,11 +1,12 @@
-// Device pages that are lacking because of the budget: who lacks them asks whoever can raise it, and waits for the answer.
+// Device pages that are lacking because of the budget: who lacks them asks whoever can raise it, and waits for the
+// answer.
 //
 // Note [Who raises a budget]
 // Several processes may share one budget, of which each has a part as its own. An allocation that its part has no page
-// for asks for more before anything is taken from models and caches of this process, and once more before it fails. The answer takes messages between
-// processes, which are Python's, and an allocation may come with the interpreter's lock and with none. So a thread of
-// Python listens, and who asks waits without any lock, as long as was said when that began to listen, and not in a
-// stream capture. Whoever gets no answer goes on as if there were no such thing.
+// for asks for more before anything is taken from models and caches of this process, and once more before it fails. The
+// answer takes messages between processes, which are Python's, and an allocation may come with the interpreter's lock
+// and with none. So a thread of Python listens, and who asks waits without any lock, as long as was said when that
+// began to listen, and not in a stream capture. Whoever gets no answer goes on as if there were no such thing.
 //
 // Guarantees: nobody waits longer than the listener's patience, nor the listener for itself, nor a child of a fork.
 //
@@ -29,8 +30,8 @@ class Shortage {
   void listen(std::size_t most, std::int64_t patience_ns);
   // Pages that the budget may become; 0 where nobody listens.
   std::size_t most();
-  // So many pages are lacking. Returns whether the budget was raised since. `last`: nothing else helps; `wait`: is there
-  // time for that?
+  // So many pages are lacking. Returns whether the budget was raised since. `last`: nothing else helps; `wait`: is
+  // there time for that?
   bool ask(std::size_t missing, bool last, bool wait);
   // Of the listener: the pages that were asked for since, once there are any or the time is up, and whether any of them
   // were for want of all else.

@@ -91,7 +91,7 @@ class Share:
         self._thread.start()
 
     def end(self) -> None:
-        """It asks for nothing more. Waits for the thread: see control.py, Note [The end of a process]."""
+        """Asks for nothing more. Waits for the thread: see control.py, Note [The end of a process]."""
         self._closed = True
         if self._thread.ident is not None:
             self._thread.join(CONTROL_GRACE)
@@ -214,8 +214,8 @@ class Share:
             self._grow(slack, others=False)
 
     def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> bool:
-        """Its part grows by so many bytes, and a step more if that is free. `others`: are they asked? `urgent`: nothing
-        else helps, so that what they do not use counts as idle at once. Returns whether it has grown."""
+        """Raises the part by so many bytes, and a step more if that is free. `others`: are they asked? `urgent`: as
+        nothing else helps, what they do not use counts as idle at once. Returns whether the part has grown."""
         if self._clock() < self._refused and not urgent:
             others = False
         if not self._moving.acquire(blocking=urgent):  # it is about to give
