@@ -236,6 +236,14 @@ class Device:
 
         What yet other threads lease stays requested. DriverError where nothing could be taken for that.
         """
+    def hear_shortages(self, most: int, patience_ns: int) -> None:
+        """From now on whoever lacks device pages says so to whoever asks `shortage`, waits for the answer so long, and
+        takes nothing of others before that. The budget may become `most` pages; 0: that ends."""
+    def shortage(self, timeout_ns: int) -> tuple[int, bool]:
+        """Waits until device pages are lacking, so long at most; returns how many, 0 for none, and whether nothing else
+        helps. For one thread."""
+    def answer_shortage(self, raised: bool) -> None:
+        """To all that `shortage` has returned. `raised`: is the budget larger?"""
     def take(self, keys: list[int], pages: int | None = None) -> int:
         """Takes those of these entries, in the order of the list, that this thread may take now, until there are so
         many `pages`; returns the device pages freed. The others stay. DriverError where nothing could be taken for

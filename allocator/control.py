@@ -2,8 +2,9 @@
 
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
 user can enter. A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout": seconds}` has
-`{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`; or it is
-`{"ok": false, "kind": the error's class, "message": ...}`. Both may name a runtime of the process by its number,
+`{"ok": true, ...}` with `describe`'s keys, `{"look": null | cursor}` has it with those of `looks.look`; `{"give":
+bytes, "timeout": seconds}` has a process that shares a budget give what it has above that, with `describe`'s keys; or
+it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a runtime of the process by its number,
 `"device": null | number`, else they are about the first.
 
 Note [The end of a process]
@@ -106,6 +107,8 @@ class Control:
             number = _whole(request.get("device"))
             if "look" in request:
                 act = partial(look_here, _whole(request["look"]), number)
+            elif "give" in request:
+                act = partial(_give, int(request["give"]), float(request["timeout"]), number)
             else:
                 act = partial(self._budget, request["budget"], request["timeout"], number)
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -211,6 +214,27 @@ def _asked(
     raise ControlRefused(pid, answer["message"], answer["kind"])
 
 
+def ask_to_give(
+    pid: int,
+    nbytes: int,
+    timeout: float,
+    folders: Sequence[Path] | None = None,
+    patience: float = CONTROL_PATIENCE,
+    device: int | None = None,
+) -> dict[str, Any]:
+    """Has another process of this user, which shares a budget, have no more than so many bytes, or as few as it can
+    within `timeout` seconds. Returns and raises as `ask`."""
+    request = {"give": nbytes, "timeout": timeout, "device": device}
+    return _asked(pid, request, timeout + patience, folders, patience)
+
+
+def _give(nbytes: int, timeout: float, number: int | None) -> dict[str, Any]:
+    shared = runtime.of(number).shared
+    if shared is not None:
+        shared.give(nbytes, timeout)
+    return describe(number)
+
+
 def _check_owner(pid: int) -> None:
     owner = _owner(pid)
     if owner is None:
@@ -251,7 +275,7 @@ def _listen(folders: Sequence[Path]) -> tuple[socket.socket, Path]:
         path = folder / f"{os.getpid()}.sock"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            _private(folder)
+            private(folder)
             if len(os.fsencode(path)) > LONGEST_PATH:
                 raise OSError(f"{path} is too long for a socket")
             _clean(folder)
@@ -265,7 +289,7 @@ def _listen(folders: Sequence[Path]) -> tuple[socket.socket, Path]:
     raise OSError("; ".join(reasons))
 
 
-def _private(folder: Path) -> None:
+def private(folder: Path) -> None:
     """A folder that nobody else can enter. OSError where it is another's, or open to others."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

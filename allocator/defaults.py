@@ -39,6 +39,10 @@ CONTROL_PATIENCE: Final = 5.0
 LOOK_EVENTS: Final = 32
 # Seconds until a process that could not take a connection, being out of file descriptors, tries again. Chosen.
 CONTROL_AGAIN: Final = 0.1
+# Seconds that the lock of a ledger (shared_ledger.py) is waited for, which is held for a read and a write of a small
+# file, and bytes beyond which a file is none. Chosen: far more than thousands of processes take.
+LEDGER_PATIENCE: Final = 2.0
+LEDGER_LONGEST: Final = 1 << 20
 # Seconds that the companion may take to compile. Chosen: a busy machine may take minutes.
 COMPILE: Final = 300
 # Seconds that all probes of a preflight may take together. Chosen: they take seconds, one that hangs is killed.

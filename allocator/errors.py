@@ -64,6 +64,25 @@ class BudgetInUse(BudgetError):
         )
 
 
+class SharedBudgetError(BallonetError):
+    """A budget that processes share cannot be what was asked for, or is not there."""
+
+
+class LedgerDamaged(SharedBudgetError):
+    """The file that says who has how much of a shared budget is not what ballonet wrote."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(path, why)
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return (
+            f"the ledger of the shared budget, {self.path}, is damaged: {self.why}. Nobody gets more of it. End all "
+            "processes that share it (`python -m ballonet top` lists them), delete the file, and start them again"
+        )
+
+
 class PortInUse(ConfigError):
     """Something is to listen where another process listens already."""
 

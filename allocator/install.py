@@ -167,7 +167,16 @@ def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> 
     _, there = device.free_memory()
     if nbytes > there:
         raise ConfigError(f"the budget is {format_size(nbytes)} but the device has {format_size(there)}: ask for less")
-    began, patience = time.monotonic(), parse_time(timeout, "timeout")
+    patience = parse_time(timeout, "timeout")
+    if found.shared is not None:
+        found.shared.set_budget(nbytes, patience)
+    else:
+        change_budget(found, nbytes, patience)
+
+
+def change_budget(found: Runtime, nbytes: int, patience: float) -> None:
+    """The budget becomes so many bytes, whole pages, within `patience` seconds. BudgetInUse, DriverError."""
+    device, began = found.device, time.monotonic()
     try:
         device.set_budget(nbytes, round(patience * 1e9))
     except BudgetInUse as error:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from . import _native, defaults, findings, ram
 from .config import Config, format_size
@@ -33,6 +33,19 @@ GRANULARITY: Final = {"cuda": 2 * 2**20, "standin": 4096}
 LIBCUDA: Final = "libcuda.so.1"
 
 Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
+
+
+class Shared(Protocol):
+    """The part that this process has of a budget which it shares with others."""
+
+    def set_budget(self, nbytes: int, patience: float) -> None:
+        """As `ballonet.set_budget()`."""
+
+    def give(self, nbytes: int, patience: float) -> None:
+        """Has no more than so many bytes, or as few as it can. BudgetInUse."""
+
+    def close(self) -> None:
+        """The device is gone."""
 
 
 class Runtime:
@@ -47,6 +60,7 @@ class Runtime:
         # Entered where a lower budget is refused: within it more is made ready to leave the device; what it hands out
         # counts what is not ready yet.
         self.preparing: Preparing | None = None
+        self.shared: Shared | None = None
 
     @property
     def library(self) -> str:
@@ -302,6 +316,8 @@ def stop(number: int | None = None) -> None:
     if found is not None:
         found.device.close()
         del _runtimes[found.number]
+        if found.shared is not None:
+            found.shared.close()
 
 
 def _standin() -> Target:

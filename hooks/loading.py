@@ -52,6 +52,7 @@ def from_pretrained(
     prefix_cache: bool | int | str | None = None,
     prefix_dir: str | os.PathLike[str] | None = None,
     prefix_dir_limit: int | str | None = None,
+    shared_budget: int | str | bool | None = None,
     batches: str = "fast",
     **options: Any,
 ) -> Any:
@@ -61,7 +62,8 @@ def from_pretrained(
     `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that one writes text, else
     AutoModelForCausalLM. Weights that lie in safetensors files as the model has them go from there to the device; those
     that transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds),
-    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `batches`: as for `manage()`. A `device_map`
+    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `shared_budget`, `batches`: as for
+    `manage()`. A `device_map`
     other than "auto" or the device of ballonet, and the other options that place or divide a model (`offload_folder`,
     `tp_plan`, …), are refused. Quantized weights, and models with `use_kernels`, are loaded to the device by
     transformers and have to fit.

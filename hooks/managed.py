@@ -32,7 +32,7 @@ from ..offload.policy.step_costs import StepCosts
 from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Point, Record
 from ..offload.timeline.recorder import mark
-from .device import governors, streams
+from .device import governors, shared, streams
 from .device.marks import marks_of
 from .forward.forwards import Forwards
 from .forward.gate import Gate
@@ -78,6 +78,7 @@ def manage(
     prefix_cache: bool | int | str | None = None,
     prefix_dir: str | os.PathLike[str] | None = None,
     prefix_dir_limit: int | str | None = None,
+    shared_budget: int | str | bool | None = None,
     batches: str = "fast",
     **unknown: object,
 ) -> Managed:
@@ -100,8 +101,10 @@ def manage(
     computed is kept, and a prompt that begins with something that is kept computes only the rest; see
     `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later processes too, written in the background; at
     most `prefix_dir_limit` bytes in all, those that were used last (16 GiB by default); `prefix_cache` is True then.
-    What lies there is as private as what was said. `batches`: of `generate_batch()` and the server: "fast" has as many
-    requests in a step as make the most tokens per second, once that is known; "full" as many as there is room for.
+    What lies there is as private as what was said. `shared_budget`: bytes of device memory, or a text, that this
+    process shares with others of the same user, or True for what those share already: who needs pages has
+    them. `batches`: of `generate_batch()` and the server: "fast" has as many requests in a step as make the most tokens
+    per second, once that is known; "full" as many as there is room for.
 
     Each option can be given by the environment, too, as BALLONET_ and its name in capitals (BALLONET_TPOT_SLO). That
     counts where the keyword is left at its default.
@@ -167,7 +170,9 @@ def managed(
                 install.install()
             found_on = on or runtime.of()
             device = found_on.device
-            if options.floor > device.budget:
+            if options.shared_budget is not None:
+                shared.join(found_on, options.shared_budget, options.floor, options.priority, composed.tuning.sharing)
+            if options.floor > shared.reach(device):
                 raise OptionError(
                     f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
                     "have: give less, or raise the budget with ballonet.set_budget()"

@@ -65,6 +65,10 @@ def _prefix_dir_limit(value: SupportsIndex | str | None, name: str) -> int:
     return PREFIX_DIR_LIMIT if value is None else parse_size(value, name)
 
 
+def _shared_budget(value: SupportsIndex | str | bool | None, name: str) -> int | bool | None:
+    return None if value is None else parse_prefix_cache(value, name) or None
+
+
 def _batches(value: object, name: str) -> str:
     if isinstance(value, str) and value.strip().lower() in ("fast", "full"):
         return value.strip().lower()
@@ -119,6 +123,14 @@ class ManageOptions:
         metadata=_row(_prefix_dir_limit, "SIZE", "bytes of files there, those that were used last; by default 16GiB"),
     )
 
+    shared_budget: int | bool | None = field(
+        default=None,
+        metadata=_row(
+            _shared_budget,
+            "SIZE",
+            "device memory that processes of this user share, such as 24GiB; on: what others share already",
+        ),
+    )
     batches: str = field(
         default="fast",
         metadata=_row(

@@ -65,6 +65,7 @@ OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sor
 # modules that need no torch
 LIGHT = (
     *("config", "control", "errors", "events", "findings", "info", "looks", "ram", "replay", "runtime", "stats"),
+    "shared_ledger",
     "units",
 )
 

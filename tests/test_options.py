@@ -37,6 +37,7 @@ EXAMPLES: Mapping[str, tuple[object, str, object]] = {  # a keyword's value, the
     "prefix_cache": (True, "1", True),
     "prefix_dir": ("/var/prefixes", "/var/prefixes", Path("/var/prefixes")),
     "prefix_dir_limit": (2**20, "1MiB", 2**20),
+    "shared_budget": ("2MiB", "2MiB", 2**21),
     "batches": ("full", "full", "full"),
 }
 WRONG: Mapping[str, tuple[str, str]] = {  # a text, and what is said of it, and what to do
@@ -47,6 +48,7 @@ WRONG: Mapping[str, tuple[str, str]] = {  # a text, and what is said of it, and 
     "floor": ("-1", "is no size: write a positive number of bytes"),
     "prefix_cache": ("much", "is no size: write"),
     "prefix_dir_limit": ("0", "is no size: write"),
+    "shared_budget": ("all", "is no size: write"),
     "batches": ("big", 'give "fast"'),
 }
 

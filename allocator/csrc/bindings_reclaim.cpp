@@ -70,7 +70,18 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def_property_readonly("reclaimed", [](Device& d) { return d.reclaim.pages(); })
       .def_property_readonly("available",
                              py::cpp_function([](Device& d) { return d.mapper->available(); }, ReleaseGil()))
-      .def("yield_pages", [](Device& d) { return if_requested(d, &Reclaim::yield_pages); });
+      .def("yield_pages", [](Device& d) { return if_requested(d, &Reclaim::yield_pages); })
+      .def(
+          "hear_shortages",
+          [](Device& d, std::size_t most, std::int64_t patience_ns) { d.reclaim.shortage.listen(most, patience_ns); },
+          py::arg("most"), py::arg("patience_ns"), ReleaseGil())
+      .def(
+          "shortage", [](Device& d, std::int64_t timeout_ns) { return d.reclaim.shortage.heard(timeout_ns); },
+          py::arg("timeout_ns"), ReleaseGil())
+      .def(
+          "answer_shortage", [](Device& d, bool raised) { d.reclaim.shortage.answer(raised); }, py::arg("raised"),
+          ReleaseGil());
+  Shortage::apart = [](const std::function<void()>& wait) { without_gil(wait); };
 }
 
 }  // namespace ballonet

@@ -1,5 +1,7 @@
 #include "block_supply.h"
 
+#include <algorithm>
+
 #include "exhausted.h"
 
 namespace ballonet {
@@ -10,7 +12,7 @@ Blocks::Block* BlockSupply::find(HeapLock& lock, const ArenaKey& key, std::uint6
   live_.free_passed();
   std::string reason = "It exceeds the whole budget";
   std::size_t missing = 0;
-  if (size <= mapper_.numbers().budget * page_) {
+  if (size <= std::max(mapper_.numbers().budget, reclaim_.shortage.most()) * page_) {
     try {
       return fit(lock, key, size, arena);
     } catch (const DriverError& error) {

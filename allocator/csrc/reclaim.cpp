@@ -72,6 +72,12 @@ std::deque<Reclaim::Event> Reclaim::taken() {
   return std::exchange(events_, {});
 }
 
+// A driver that has no more memory than the budget is not helped by a larger one.
+bool Reclaim::is_raised(const PoolExhausted& reason, bool last) {
+  const std::size_t missing = reason.missing > 0 ? mapper_->missing(reason.wanted) : 0;
+  return missing > 0 && shortage.ask(missing, last, !mapper_->fences.capturing());
+}
+
 bool Reclaim::meet(const PoolExhausted& reason, std::size_t before) {
   if (reason.missing == 0) return false;
   std::lock_guard<std::mutex> lock(mutex);

@@ -35,6 +35,7 @@
 
 #include "fork.h"
 #include "mapper.h"
+#include "shortage.h"
 
 namespace ballonet {
 
@@ -66,9 +67,9 @@ class Reclaim {
   // Device pages that entries have given so far.
   std::size_t pages() const { return pages_.load(std::memory_order_relaxed); }
 
-  // Calls `attempt` again for as long as it throws PoolExhausted and entries give what it misses. Throws what it
-  // throws, and DriverError where entries could have helped but for that. Pre: the caller holds no group's lock, nor
-  // the mapper's.
+  // Calls `attempt` again for as long as it throws PoolExhausted and the budget is raised for it, or entries give what
+  // it misses. Throws what it throws, and DriverError where entries could have helped but for that. Pre: the caller
+  // holds no lock of the core.
   template <class Attempt>
   auto supply(Attempt attempt) -> decltype(attempt()) {
     for (;;) {
@@ -76,7 +77,7 @@ class Reclaim {
       try {
         return attempt();
       } catch (const PoolExhausted& reason) {
-        if (!meet(reason, before)) throw;
+        if (!is_raised(reason, false) && !meet(reason, before) && !is_raised(reason, true)) throw;
       }
     }
   }
@@ -101,8 +102,11 @@ class Reclaim {
   void check();
 
   std::mutex mutex;
+  Shortage shortage;
 
  private:
+  // Was the budget raised for what is missing? `last`: nothing else helps.
+  bool is_raised(const PoolExhausted& reason, bool last);
   // Is it worth another attempt? `before`: what entries had given when the last one began.
   bool meet(const PoolExhausted& reason, std::size_t before);
   // In their order, until so many pages are ready; as many as the host has room for.

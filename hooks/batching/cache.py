@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from ...allocator.errors import DriverError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
+from ..device.shared import reach
 from ..forward.lease import GroupLease, current
 from ..sectors.client import SectorChaos
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
@@ -65,17 +66,17 @@ class ElasticPagedCache(PagedAttentionCache):
             model_supports_logits_to_keep=kwargs.get("model_supports_logits_to_keep", False),
         )
         self.sizes = Sizes.of_handler(handler, config.num_hidden_layers)
-        masks, size = masks_of(handler), self.dtype.itemsize
+        masks, size, budget = masks_of(handler), self.dtype.itemsize, reach(on)
         most, part = handler._default_max_batch_tokens, tuning.statics
         self.max_batch_tokens = continuous_batching_config.max_batch_tokens or largest_batch(
-            on.budget, part, self.sizes, masks, size, most
+            budget, part, self.sizes, masks, size, most
         )
         host: int = on.snapshot()["host_budget"] if on.host_pages else 0
-        sectors = max(1, (on.budget + host) // self.bytes_per_sector)
+        sectors = max(1, (budget + host) // self.bytes_per_sector)
         self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name)
         self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
-        self.max_tokens_read = readable(on.budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
+        self.max_tokens_read = readable(budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
 
     def _hold(self, sectors: int, block: int) -> None:
         """The cache has so many sectors from now on; `block`: bytes of the KV of a block in all layers."""

@@ -82,6 +82,11 @@ def of(device: Device) -> Governor:
         return governor
 
 
+def known(found: Runtime) -> Governor | None:
+    """Returns the governor of a runtime, None where nothing was managed on it."""
+    return _governors.get(found)
+
+
 def _away(found: Runtime) -> dict[str, int]:
     """For those who watch: pages of KV of all caches of the device that lie on the host or a peer."""
     governor = _governors.get(found)

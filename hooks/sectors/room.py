@@ -6,6 +6,7 @@ from ...allocator._native import Device
 from ...offload.policy.admission import Memory
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device import governors
+from ..device.shared import reach
 from ..weights.room import host_pages_left
 from .client import SectorClient
 
@@ -33,6 +34,6 @@ def most_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serv
     given, and what keeps their bytes on the host."""
     pages, governor = device.snapshot()["pages"], governors.of(device)
     given = min(pages["weights"], governor.reclaim.offered(client.number).pages)
-    total = device.budget - (pages["weights"] - given) * device.page_size
+    total = reach(device) - (pages["weights"] - given) * device.page_size
     host = (host_pages_left(device) + governor.displaced) * device.page_size
     return Memory(0, 0, total, host, device.budget // tuning.reserve)

@@ -20,6 +20,8 @@ from ...allocator import control, install, runtime
 from ...allocator._native import Lease
 from ...allocator.config import Config
 from ...allocator.errors import DriverError, InstallError
+from ...offload.policy.tuning import DEFAULT
+from ..device import shared
 from ..sectors.pages import RESERVED, SectorPages
 
 
@@ -27,15 +29,24 @@ class EngineCache:
     """The blocks of one worker of an engine. Used by the thread that computes."""
 
     def __init__(
-        self, settings: Config, blocks: int, nbytes: int, parts: Sequence[tuple[int, int, int]], model: str
+        self,
+        settings: Config,
+        blocks: int,
+        nbytes: int,
+        parts: Sequence[tuple[int, int, int]],
+        model: str,
+        share: int | bool | None = None,
     ) -> None:
-        """`blocks`: in all; `nbytes`: of one; `parts`: where they lie, see SectorPages; `model`: its name. Starts a
-        device, unless there is one. BallonetError, torch.OutOfMemoryError."""
+        """`blocks`: in all; `nbytes`: of one; `parts`: where they lie, see SectorPages; `model`: its name; `share`: the
+        budget that it shares with other processes, as `manage(shared_budget=)`. Starts a device, unless there is one.
+        BallonetError, torch.OutOfMemoryError."""
         found = runtime.current()
         self._started = None if found is not None else runtime.start(settings, torch.cuda.is_available())
         self._device = (found or self._started).device  # type: ignore[union-attr]
         if self._started is not None and settings.control:
             install.listen()
+        if share is not None:
+            shared.join(runtime.holding(self._device), share, 0, 0, DEFAULT.sharing)
         self._blocks = blocks
         self._nbytes = nbytes
         self._group = self._device.group()
@@ -50,7 +61,7 @@ class EngineCache:
     @property
     def limit(self) -> int:
         """Blocks that the budget has pages for."""
-        free: int = self._device.budget - self._fixed * self._device.page_size
+        free: int = shared.reach(self._device) - self._fixed * self._device.page_size
         return max(RESERVED, min(self._blocks, RESERVED + free // self._nbytes))
 
     def open(self, blocks: Iterable[int]) -> tuple[int, ...]:

@@ -17,12 +17,13 @@ from vllm.logger import init_logger
 
 from ...allocator.config import Config
 from ...allocator.errors import ConfigError
+from ..options import ManageOptions, given
 from ..sectors.pages import RESERVED
 from .cache import EngineCache, Reserving
 from .gate import BlockGate
 
 logger = init_logger("vllm.ballonet")
-OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes")
+OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes", "shared_budget")
 
 
 @dataclass
@@ -78,7 +79,8 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The KV cache in the pool, with pages under the blocks that requests have, and a few ahead.
 
     Options (`kv_connector_extra_config`): `budget`, `page_size` and `host_budget`, as of `ballonet.install`, for KV
-    alone; `keep_prefixes`: blocks that hold prefixes of past requests keep their pages in an idle engine (false).
+    alone; `keep_prefixes`: blocks that hold prefixes of past requests keep their pages in an idle engine (false);
+    `shared_budget`: a size, or true for what others share: engines and other processes of this user have it together.
     ConfigError for another option.
     """
 
@@ -90,6 +92,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if unknown := options.keys() - set(OPTIONS):
             raise ConfigError(f"{', '.join(sorted(unknown))}: no option of the connector; it has {', '.join(OPTIONS)}")
         keep = bool(options.pop("keep_prefixes", False))
+        share = ManageOptions.of(given({"shared_budget": options.pop("shared_budget", None)})).shared_budget
         self._cache: EngineCache | None = None
         self._answer: Opened | None = None
         self._idle = False
@@ -101,7 +104,8 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise ConfigError(
                     "vLLM keeps some of this model's KV on the host itself: serve it without the connector"
                 )
-            self._cache = EngineCache(settings, blocks, size // blocks, _parts(tensors), vllm_config.model_config.model)
+            name = vllm_config.model_config.model
+            self._cache = EngineCache(settings, blocks, size // blocks, _parts(tensors), name, share)
             return
         scheduling = vllm_config.scheduler_config
         self._plan = _Scheduling(

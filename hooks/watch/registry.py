@@ -71,6 +71,10 @@ def _memory(now: Look) -> Iterator[Metric]:
     yield GaugeMetricFamily("ballonet_host_budget_bytes", "Host memory that ballonet may have.", now["host_budget"])
     spilled = now["spilled"] * page
     yield GaugeMetricFamily("ballonet_spilled_bytes", "Host memory of allocations that found no device pages.", spilled)
+    if (share := now.get("shared")) is not None:
+        text = "Device memory that processes share, and what this one has of it, uses, and has use for."
+        sizes = {key: share[key] for key in ("total", "part", "used", "wanted", "floor")}
+        yield _by("ballonet_shared_budget_bytes", text, "what", sizes)
     yield _by("ballonet_kv_bytes", "Where KV lies.", "tier", kv_tiers(now))
 
 

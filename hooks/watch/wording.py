@@ -87,6 +87,9 @@ def _owners(now: Look) -> Iterator[Row]:
     for owner in ("weights", "kv", "activations", "retiring", "free", "not made"):
         count = pages[owner]
         yield Row(owner, f"{format_size(count * page)}, {count:,} pages", count * page / budget, owner)
+    if (share := now.get("shared")) is not None:
+        text = f"{format_size(share['part'])} of {format_size(share['total'])}, with other processes"
+        yield Row("shared", text, share["part"] / max(1, share["total"]), "free")
     host, most = (now["host_pages"] - now["host_free"]) * page, now["host_budget"]
     if host:
         spilled = f", {format_size(now['spilled'] * page)} of it spilled" if now["spilled"] else ""

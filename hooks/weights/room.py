@@ -25,6 +25,7 @@ from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ..device import governors
 from ..device.pressure import give_up
+from ..device.shared import reserve
 from .layers import text_config
 from .storages import Span
 
@@ -55,22 +56,23 @@ def plan_under_budget(
     copied.
     """
     device.trim()
-    page, total = device.page_size, device.budget // device.page_size
+    page = device.page_size
     sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases()))) // page
     pages = layout.layer_pages(layers)
     own = layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
 
     def missing(wanted: int) -> int:
         """Pages for so many of layers."""
-        return max(0, _used(device) - sources) + own + wanted - total
+        return max(0, _used(device) - sources) + own + wanted - device.budget // page
 
+    reserve(device, missing(sum(pages)))
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept
         if (lack := missing(sum(pages))) > 0:
             governors.of(device).ladder.make_room(lack, Rung.IDLE_KV)
     if (lack := missing(rule.smallest(pages))) > 0:
         governors.of(device).ladder.make_room(lack, Rung.LAST_WEIGHTS)
-    others = max(0, _used(device) - sources)
+    total, others = device.budget // page, max(0, _used(device) - sources)
     fixed = others + own
     plan = rule.choose(pages, total - fixed)
     if plan is None or fixed + plan.device_pages > total:

@@ -33,7 +33,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...allocator._native import Range
 from ...allocator.config import Config
@@ -58,6 +58,15 @@ from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
 from .situation import Lending
+
+
+class Standing(NamedTuple):
+    """How a device stands. `idle`: pages that idle clients would give; `away`: pages of those in use whose bytes lie on
+    the host for want of room; `active`: is anyone in use?"""
+
+    idle: int
+    away: int
+    active: bool
 
 
 class _Change:
@@ -347,6 +356,19 @@ class Governor:
                 self.pages.went_back()
         self.reclaim.publish()
         return pages
+
+    def standing(self) -> Standing:
+        """How the device stands, for whoever shares its budget with other processes."""
+        with self._known.lock:
+            now, clients = self.clock(), self._known.clients
+            active = clients.idleness.active(now)
+            layers = sum(
+                sum(state.model.plan.pages) - state.model.plan.device_pages
+                for state in clients.models
+                if state.number in active
+            )
+            kv = sum(cache.displaced for state, cache in clients.paged if state.number in active)
+            return Standing(clients.idleness.idle_pages(self._known.list.pages, now, -1), layers + kv, bool(active))
 
     @property
     def displaced(self) -> int:

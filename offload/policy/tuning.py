@@ -563,6 +563,30 @@ class Watching:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How processes share one budget (shares.py, hooks/device/shared.py)."""
+
+    # Seconds that a part which was raised counts as used: longer than a step of any model here. Chosen.
+    dwell: float = 2.0
+    # Less than 1/16 of the total is not worth to displace what others use. Chosen.
+    margin: int = 16
+    # 1/16 of the total more than it lacks is what a process takes of what is free, so that it asks seldom. Chosen.
+    step: int = 16
+    # Seconds between two looks whether a process that works has few free pages left. Chosen: some decode steps.
+    look: float = 0.1
+    # Seconds that an allocation waits for pages of other processes, at most. Chosen: a process that gives copies its
+    # layers to the host meanwhile.
+    patience: float = 2.0
+    # Seconds that another process may take for an answer, and that it is not asked again where it took longer. Chosen.
+    answer: float = 0.5
+    silent: float = 10.0
+    # Seconds that a refusal holds. Chosen: some decode steps.
+    again: float = 0.2
+    # Seconds that what others have asked to be given holds for whoever hands out blocks. Chosen: as `dwell`.
+    pressed: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """All of them, for one device."""
 
@@ -585,6 +609,7 @@ class Tuning:
     replicas: Replicas = field(default_factory=Replicas)
     planning: Planning = field(default_factory=Planning)
     watching: Watching = field(default_factory=Watching)
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 DEFAULT = Tuning()

@@ -18,8 +18,18 @@ def add(commands: Any) -> None:
     parser.description = f"""{parser.description} In JSON: pid, budget and page_size in bytes, pages by owner,
         host_pages, spilled. The process gives the pages back to the driver before it answers, or refuses and changes
         nothing."""
-    parser.add_argument("pid", metavar="PID", type=arguments.whole(1, 2**31 - 1), help="of a process of yours")
+    parser.add_argument(
+        "pid", metavar="PID", nargs="?", type=arguments.whole(1, 2**31 - 1), help="of a process of yours"
+    )
     parser.add_argument("size", metavar="SIZE", nargs="?", help="the new budget, such as 12GiB (default: only show)")
+    parser.add_argument(
+        "--shared",
+        metavar="SIZE",
+        nargs="?",
+        const="",
+        help="instead of a process: the budget that your processes share, or a new one (default: only show)",
+    )
+    parser.add_argument("--device", metavar="NAME", help="of the shared budget, where there are several: as shown")
     parser.add_argument(
         "--timeout", metavar="TIME", type=arguments.seconds, default=60.0, help="to get pages back (default: 60s)"
     )
@@ -29,8 +39,29 @@ def add(commands: Any) -> None:
 def _budget(args: argparse.Namespace) -> None:
     from ..allocator.control import ask
 
+    if (args.pid is None) == (args.shared is None):
+        args.wrong("give the PID of a process, or --shared")
+    if args.shared is not None:
+        from ..hooks.device import shared
+
+        total = parse_size(args.shared, "the shared budget") if args.shared else None
+        tell(shared.change_total(args.device, total, args.timeout), _show_shared, as_json=args.json)
+        return
     size = None if args.size is None else parse_size(args.size)
     tell(ask(args.pid, size, args.timeout), lambda facts: show_rows(_rows(facts)), as_json=args.json)
+
+
+def _show_shared(facts: list[dict[str, Any]]) -> None:
+    for each in facts:
+        show_rows(_shared(each))
+
+
+def _shared(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "device", facts["device"]
+    yield "shared", f"{format_size(facts['total'] or 0)}, {format_size(facts['free'])} of it free"
+    for each in facts["parts"]:
+        used = "it does not answer" if each["used"] is None else f"uses {format_size(each['used'])}"
+        yield f"process {each['pid']}", f"{format_size(each['part'])}, {used}, keeps {format_size(each['floor'])}"
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,261 @@
+"""The ledger of a budget that several processes of a user share on a device: a small file in the folder of the control
+sockets, which only its user can enter.
+
+Note [Never too much]
+    The ledger holds a total and the part of each process. Under its lock a part is raised by what is free at most, and
+    only then does its process raise its own budget; a process that gives has lowered its budget, and its pages are back
+    with the driver, before its part is lowered here. So at every moment what exists is no more than the parts, and
+    those are no more than the total. A lower total is written as `target`: nobody grows beyond that, and it becomes the
+    total once the parts are below it.
+
+Note [A process that dies]
+    The kernel drops the lock of a process that dies (`lockf`; it is not inherited by a fork). The file is replaced as a
+    whole, so a process that dies in the middle leaves the one before. A part belongs to a pid and the moment at which
+    that started; whoever looks next removes those that are gone. A zombie counts as gone once its last thread has
+    ended, which is after its memory was given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from .config import control_dirs
+from .control import private
+from .defaults import LEDGER_LONGEST, LEDGER_PATIENCE
+from .errors import LedgerDamaged, SharedBudgetError
+from .units import format_size
+
+_here = threading.Lock()  # locks of files are of a process, this one is between its threads
+os.register_at_fork(after_in_child=lambda: globals().update(_here=threading.Lock()))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process may have, and keeps, in bytes. `start`: of the process, in ticks of the kernel; `number`: of its
+    runtime."""
+
+    start: int
+    number: int
+    nbytes: int
+    floor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a ledger says. `total`: bytes, None where nobody has said; `target`: what it is to become."""
+
+    total: int | None = None
+    target: int | None = None
+    parts: Mapping[int, Part] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> int:
+        """Bytes of all parts."""
+        return sum(each.nbytes for each in self.parts.values())
+
+    @property
+    def free(self) -> int:
+        """Bytes that a part may be raised by."""
+        return max(0, min(self.total or 0, self.target or 0) - self.taken)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: total, target, and of each pid [start, number, bytes, floor]."""
+        rows = {str(pid): [each.start, each.number, each.nbytes, each.floor] for pid, each in self.parts.items()}
+        return {"total": self.total, "target": self.target, "parts": rows}
+
+
+class Ledger:
+    """The ledger of one device. Every method raises LedgerDamaged where the file is none, and SharedBudgetError where
+    its lock is not to be had in time."""
+
+    def __init__(self, device: str, folder: Path | None = None, patience: float = LEDGER_PATIENCE) -> None:
+        """`device`: a name that is the same in all processes; `folder`: of the file, made where there is none;
+        `patience`: seconds that its lock is waited for. OSError where others can enter the folder."""
+        folder = control_dirs()[0] if folder is None else folder
+        private(folder)
+        self.device: Final = device
+        self.path: Final = folder / f"shared-{device}.json"
+        self._patience = patience
+
+    def read(self) -> Parts:
+        """What it says now, without those that are gone."""
+        with self._changing() as change:
+            return change(lambda now: now)
+
+    def join(self, pid: int, number: int, total: int | None, floor: int) -> Parts:
+        """A process is there, with nothing yet. `total`: what it takes to be shared, None for what others share.
+        SharedBudgetError where that is another one, or floors do not fit in it."""
+
+        def joined(now: Parts) -> Parts:
+            said = now.total if total is None or now.parts else total
+            if said is None:
+                raise self._nobody()
+            if total not in (None, said):
+                raise SharedBudgetError(
+                    f"the budget that others share on {self.device} is {format_size(said)}, and not "
+                    f"{format_size(total or 0)}: leave the size out (shared_budget=True), or change it for all of them "
+                    "with `python -m ballonet budget --shared SIZE`"
+                )
+            target = now.target if now.parts and now.target is not None else said
+            floors = floor + sum(each.floor for each in now.parts.values())
+            if pid in now.parts:
+                raise SharedBudgetError("this process shares a budget already, for another runtime of the same device")
+            if floors > min(said, target):
+                raise SharedBudgetError(
+                    f"what the processes on {self.device} keep in any case is {format_size(floors)}, more than the "
+                    f"{format_size(min(said, target))} that they share: give a smaller floor, or raise the total with "
+                    "`python -m ballonet budget --shared SIZE`"
+                )
+            return Parts(said, target, {**now.parts, pid: Part(started(pid) or 0, number, 0, floor)})
+
+        with self._changing() as change:
+            return change(joined)
+
+    def raise_to(self, pid: int, nbytes: int, page: int) -> int:
+        """Raises the part of a process to so many bytes, or as far as it is free, in whole pages. Returns what it has
+        now."""
+
+        def raised(now: Parts) -> Parts:
+            mine = self._of(now, pid)
+            more = max(0, min(nbytes - mine.nbytes, now.free)) // page * page
+            return replace(now, parts={**now.parts, pid: replace(mine, nbytes=mine.nbytes + more)})
+
+        with self._changing() as change:
+            return change(raised).parts[pid].nbytes
+
+    def lower_to(self, pid: int, nbytes: int) -> None:
+        """The process has no more than so many bytes any more, and cannot get more by itself."""
+
+        def lowered(now: Parts) -> Parts:
+            mine = self._of(now, pid)
+            return replace(now, parts={**now.parts, pid: replace(mine, nbytes=min(nbytes, mine.nbytes))})
+
+        with self._changing() as change:
+            change(lowered)
+
+    def leave(self, pid: int) -> None:
+        """The process has nothing any more. Idempotent."""
+        with self._changing() as change:
+            change(lambda now: replace(now, parts={each: it for each, it in now.parts.items() if each != pid}))
+
+    def aim(self, total: int) -> Parts:
+        """The total is to become so many bytes: at once where the parts are no more than that, else nobody gets more
+        until they are. SharedBudgetError where floors do not fit in it, or nobody has said one yet."""
+
+        def aimed(now: Parts) -> Parts:
+            floors = sum(each.floor for each in now.parts.values())
+            if now.total is None:
+                raise self._nobody()
+            if floors > total:
+                raise SharedBudgetError(
+                    f"a total of {format_size(total)} was asked for, but the processes keep {format_size(floors)} in "
+                    "any case (their floors, and four pages of each): ask for that or more, or end one of them"
+                )
+            return replace(now, total=max(now.total, total), target=total)
+
+        with self._changing() as change:
+            return change(aimed)
+
+    def give_up(self) -> Parts:
+        """The total stays what it was."""
+        with self._changing() as change:
+            return change(lambda now: replace(now, target=now.total))
+
+    def _of(self, now: Parts, pid: int) -> Part:
+        if pid not in now.parts:
+            raise LedgerDamaged(str(self.path), f"it does not know process {pid}, which shares the budget")
+        return now.parts[pid]
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Callable[[Callable[[Parts], Parts]], Parts]]:
+        """Within it nobody else reads or writes. Hands over what replaces the content by a function of it."""
+        deadline = time.monotonic() + self._patience
+        if not _here.acquire(timeout=self._patience):
+            raise self._busy()
+        try:
+            with open(
+                os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+"
+            ) as lock:
+                while True:
+                    try:
+                        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except OSError:
+                        if time.monotonic() >= deadline:
+                            raise self._busy() from None
+                        time.sleep(0.002)
+                yield self._change
+        finally:
+            _here.release()
+
+    def _change(self, act: Callable[[Parts], Parts]) -> Parts:
+        before = self._read()
+        now = act(replace(before, parts={pid: it for pid, it in before.parts.items() if started(pid) == it.start}))
+        if now.target is not None and now.taken <= now.target:
+            now = replace(now, total=now.target)
+        if now != before:
+            new = self.path.with_suffix(".new")
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+                json.dump(now.to_dict(), file)
+            new.replace(self.path)
+        return now
+
+    def _read(self) -> Parts:
+        try:
+            with self.path.open("rb") as file:
+                text = file.read(LEDGER_LONGEST)
+        except FileNotFoundError:
+            return Parts()
+        try:
+            said = json.loads(text)
+            parts = {int(pid): Part(*map(_size, row)) for pid, row in said["parts"].items()}
+            found = Parts(_size(said["total"]), _size(said["target"]), parts)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LedgerDamaged(str(self.path), f"it cannot be read ({error!r})") from None
+        if found.taken > (found.total or 0):
+            raise LedgerDamaged(str(self.path), "its parts are more than its total")
+        return found
+
+    def _nobody(self) -> SharedBudgetError:
+        return SharedBudgetError(
+            f"nobody shares a budget on {self.device} yet: give the first process its size, as shared_budget='24GiB'"
+        )
+
+    def _busy(self) -> SharedBudgetError:
+        return SharedBudgetError(
+            f"the ledger {self.path} is locked for longer than {self._patience:g} s: a process that shares the budget "
+            "was stopped in the middle of a change; let it go on (kill -CONT), or end it"
+        )
+
+
+def ledgers(folder: Path | None = None) -> list[Ledger]:
+    """Returns the ledgers that there are, by device."""
+    folder = control_dirs()[0] if folder is None else folder
+    found = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
+    return [Ledger(path.stem.removeprefix("shared-"), folder) for path in found]
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in ticks of the kernel since boot; None where it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state, *rest = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    threads, start = int(rest[16]), int(rest[18])
+    return None if state in "ZX" and threads <= 1 else start
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value

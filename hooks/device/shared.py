@@ -1,0 +1,459 @@
+"""A process that shares the budget of its device with others of the same user: it asks for more where it is short, and
+gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
+
+Note [How a part moves]
+    An allocation that finds no page asks (csrc/shortage.h), and the thread `ballonet-shared` answers. It takes what is
+    free in the ledger. If that is too little it asks the others what they use, and those who are to give, by the
+    socket that `ballonet budget` uses: each lowers its own budget as `set_budget()` does, by what is idle and then by
+    its ladder, then its part, and answers; what has become free can be taken then. Whoever does not answer in time is
+    passed over, and not asked again for a while. Beside that the thread looks now and then whether few pages are left
+    to a process that works, and takes more of what is free; or, where something of it lies on the host for want of
+    pages, of what others have no use for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from ...allocator import control, install, looks, runtime
+from ...allocator._native import Device
+from ...allocator.defaults import CONTROL_GRACE, SMALLEST_BUDGET
+from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
+from ...allocator.runtime import Runtime
+from ...allocator.shared_ledger import Ledger, Parts, ledgers
+from ...allocator.units import format_size
+from ...offload.policy.shares import Member, shares
+from ...offload.policy.tuning import DEFAULT, Sharing
+from . import governors
+
+_joining = threading.Lock()
+
+
+class Share:
+    """The part of this process. Thread-safe."""
+
+    def __init__(
+        self, found: Runtime, ledger: Ledger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: seconds, by which all is decided that depends on time."""
+        self.part = 0  # bytes
+        self.floor = SMALLEST_BUDGET * found.device.page_size  # bytes
+        self.priority = 0
+        self.ledger: Final = ledger
+        self._runtime: Final = found
+        self._tuning: Final = tuning
+        self._clock: Final = clock
+        self._moving = threading.Lock()  # held while the part and the budget change
+        self._raised = -math.inf  # when the part was raised last
+        self._refused = -math.inf  # until then there is nothing to be had
+        self._pressed = 0, -math.inf  # what others asked it to have at most, and until when that counts
+        self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
+        self._total = self._others_floors = 0
+        self._closed = False
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="ballonet-shared", daemon=True)
+
+    # -- beginning and end
+
+    def join(self, total: int | None, floor: int, priority: int) -> None:
+        """Takes part from now on. SharedBudgetError, and nothing has changed, where what this process has already is
+        not to be had."""
+        device, page = self._runtime.device, self._runtime.device.page_size
+        self.floor = max(self.floor, -(-floor // page) * page)
+        self.priority = priority
+        device.trim()
+        joined = self.ledger.join(os.getpid(), self._runtime.number, total, self.floor)
+        try:
+            needed = max(self.floor, device.snapshot()["created"] * page)
+            self._total = joined.total or 0
+            self.part = self._found(needed, needed, others=True)
+            if self.part < self.floor:
+                raise SharedBudgetError(
+                    f"the processes that share {format_size(self._total)} on {self.ledger.device} leave "
+                    f"{format_size(self.part)}, and this one needs {format_size(self.floor)}: raise the total with "
+                    "`python -m ballonet budget --shared SIZE`, or end one of them"
+                )
+            install.change_budget(self._runtime, self.part, self._tuning.patience)
+        except BaseException:
+            self.ledger.leave(os.getpid())
+            raise
+        self._raised = self._clock()
+        device.hear_shortages(self._total // page, round(2 * self._tuning.patience * 1e9))
+        self._thread.start()
+
+    def end(self) -> None:
+        """Asks for nothing more. Waits for the thread: see control.py, Note [The end of a process]."""
+        self._closed = True
+        if self._thread.ident is not None:
+            self._thread.join(CONTROL_GRACE)
+
+    def close(self) -> None:
+        """The device is gone, and its part with it."""
+        self.end()
+        with suppress(BallonetError, OSError):
+            self.ledger.leave(os.getpid())
+
+    def forget(self) -> None:
+        """In the child of a fork, which has no part."""
+        self._closed = True
+
+    # -- what others see and ask
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values, in bytes: see Member; `device` of the ledger."""
+        used, wanted = self._use()
+        now = self._clock()
+        rested = now - self._raised
+        return {
+            "device": self.ledger.device,
+            "total": self._total,
+            "part": self.part,
+            "used": used,
+            "wanted": wanted,
+            "floor": self.floor,
+            "priority": self.priority,
+            "rested": rested if math.isfinite(rested) else None,
+        }
+
+    def give(self, nbytes: int, patience: float) -> None:
+        """Has no more than so many bytes, or as few as it can within `patience` seconds. BudgetInUse where that is no
+        less than before."""
+        self._pressed = nbytes, self._clock() + self._tuning.pressed
+        page = self._runtime.device.page_size
+        with self._moving:
+            wanted = max(self.floor, nbytes // page * page)
+            if wanted >= self.part:
+                return
+            try:
+                self._lower(wanted, patience)
+            except BudgetInUse as error:
+                if not wanted < error.smallest < self.part or error.waited:
+                    raise
+                self._lower(error.smallest, patience)
+
+    def set_budget(self, nbytes: int, patience: float) -> None:
+        """As `ballonet.set_budget()`: gives, or takes what is free. SharedBudgetError where that is too little,
+        BudgetInUse."""
+        with self._moving:
+            if nbytes < self.floor:
+                raise SharedBudgetError(f"this process keeps {format_size(self.floor)}: ask for that or more")
+            if nbytes <= self.part:
+                self._lower(nbytes, patience)
+                return
+            got = self.ledger.raise_to(os.getpid(), nbytes, self._runtime.device.page_size)
+            if got < nbytes:
+                self.ledger.lower_to(os.getpid(), self.part)
+                raise SharedBudgetError(
+                    f"a budget of {format_size(nbytes)} was asked for, but of the {format_size(self._total)} that this "
+                    f"process shares with others {format_size(got)} are left for it: ask for that or less, or raise "
+                    "the total with `python -m ballonet budget --shared SIZE`"
+                )
+            self._put(got)
+
+    @property
+    def reach(self) -> int:
+        """Bytes that the budget could become, if nobody else needed more than its floor; or what others have asked
+        this process to have, not long ago."""
+        most, until = self._pressed
+        if self._clock() < until:
+            return max(self.floor, min(most, self.part))
+        return max(self.part, self._total - self._others_floors)
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes so many bytes more, as far as they can be had; waits for others."""
+        self._grow(nbytes, others=True, urgent=True)
+
+    # -- what happens in the thread
+
+    def _run(self) -> None:
+        device = self._runtime.device
+        try:
+            while not self._closed:
+                self._hear(device)
+        finally:
+            device.hear_shortages(0, 0)  # nobody waits for an answer that does not come
+
+    def _hear(self, device: Device) -> None:
+        (missing, last), raised = device.shortage(round(self._tuning.look * 1e9)), False
+        try:
+            if missing:
+                raised = self._grow(missing * device.page_size, others=True, urgent=last)
+            elif not self._closed:
+                self._keep_ahead()
+        except (BallonetError, OSError) as error:
+            if not self._warned and not self._closed:
+                self._warned = True
+                warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
+        finally:
+            if missing:
+                device.answer_shortage(raised)
+
+    def _keep_ahead(self) -> None:
+        """Takes more while it works and little is left: of what is free, and of what others have no use for where
+        something of it lies on the host."""
+        device = self._runtime.device
+        governor = governors.known(self._runtime)
+        standing = None if governor is None else governor.standing()
+        self._see(self.ledger.read())
+        if standing is None or not standing.active:
+            return
+        page, free = device.page_size, device.available * device.page_size
+        slack = self._total // self._tuning.step
+        if standing.away:
+            self._grow(max(page, min(standing.away * page, slack)), others=True)
+        elif free < max(slack, self.part // 3):
+            self._grow(slack, others=False)
+
+    def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> bool:
+        """Raises the part by so many bytes, and a step more if that is free. `others`: are they asked? `urgent`: as
+        nothing else helps, what they do not use counts as idle at once. Returns whether the part has grown."""
+        if self._clock() < self._refused and not urgent:
+            others = False
+        if not self._moving.acquire(blocking=urgent):  # it is about to give
+            return False
+        try:
+            before = self.part
+            most = before + nbytes + self._total // self._tuning.step
+            self._put(self._found(before + nbytes, most, others=False))
+        finally:
+            self._moving.release()
+        if others and self.part < before + nbytes:
+            # Without the lock: whoever is asked may ask this process meanwhile.
+            due = self._ask_others(before + nbytes, urgent)
+            if self._moving.acquire(blocking=urgent):
+                try:
+                    self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
+                finally:
+                    self._moving.release()
+            if self.part < before + nbytes:
+                self._refused = self._clock() + self._tuning.again
+        return self.part > before
+
+    def _found(self, needed: int, most: int, *, others: bool) -> int:
+        """The part after it was raised, to no more than `most`, and where `others` are asked for it to `needed`."""
+        me, page = os.getpid(), self._runtime.device.page_size
+        got = self.ledger.raise_to(me, most, page)
+        if others and got < needed:
+            self._ask_others(needed, True)
+            got = self.ledger.raise_to(me, needed, page)
+        return got
+
+    def _ask_others(self, wanted: int, urgent: bool) -> int:
+        """Has others give so that this process may have `wanted` bytes, as far as it is due; returns that."""
+        now = self.ledger.read()
+        self._see(now)
+        me, deadline = os.getpid(), self._clock() + self._tuning.patience
+        pids = sorted(now.parts)
+        members = [self._member(pid, now, wanted if pid == me else 0) for pid in pids]
+        if urgent:
+            members = [replace(each, rested=math.inf) for each in members]
+        if me not in now.parts:
+            return self.part
+        due = dict(zip(pids, shares(min(now.total or 0, now.target or 0), members, self._tuning), strict=True))
+        for pid in pids:
+            left = deadline - self._clock()
+            if pid != me and due[pid] < now.parts[pid].nbytes and left > 0:
+                ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
+        return due[me]
+
+    def _member(self, pid: int, now: Parts, wanted: int) -> Member:
+        part = now.parts[pid]
+        if pid == os.getpid():
+            used, _ = self._use()
+            return Member(part.nbytes, used, max(wanted, part.nbytes), part.floor, self.priority, 0.0)
+        found = None
+        if self._silent.get(pid, -math.inf) <= self._clock():
+            found = facts_of(pid, part.number, self._tuning.answer)
+            if found is None:
+                self._silent[pid] = self._clock() + self._tuning.silent
+        return member_of(part.nbytes, part.floor, found)
+
+    def _see(self, now: Parts) -> None:
+        """Takes in another total, and what others keep."""
+        me, page = os.getpid(), self._runtime.device.page_size
+        total = min(now.total or 0, now.target or 0)
+        self._others_floors = sum(each.floor for pid, each in now.parts.items() if pid != me)
+        if total != self._total:
+            self._total, self._refused = total, -math.inf
+            self._runtime.device.hear_shortages(total // page, round(2 * self._tuning.patience * 1e9))
+
+    # -- the budget; the caller holds `_moving`
+
+    def _put(self, part: int) -> None:
+        if part > self.part:
+            self._runtime.device.set_budget(part)
+            self.part, self._raised = part, self._clock()
+
+    def _lower(self, part: int, patience: float) -> None:
+        install.change_budget(self._runtime, part, patience)
+        self.ledger.lower_to(os.getpid(), part)
+        self.part = part
+
+    def _use(self) -> tuple[int, int]:
+        """Bytes that it would miss, and that it has use for."""
+        snapshot, page = self._runtime.device.snapshot(), self._runtime.device.page_size
+        governor = governors.known(self._runtime)
+        standing = None if governor is None else governor.standing()
+        owned = sum(snapshot["pages"][owner] for owner in ("weights", "activations", "kv", "retiring"))
+        used = owned - snapshot["heap"]["cached"] // page - (standing.idle if standing is not None else 0)
+        used = max(0, used) * page
+        if standing is None or not standing.active:
+            return used, used
+        used = min(self.part, used + self._total // (2 * self._tuning.step))
+        return used, used + standing.away * page
+
+
+def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Member:
+    """A process by what it says of itself; None where it says nothing: then it gives nothing."""
+    if facts is None:
+        return Member(part, part, part, floor)
+    rested = math.inf if facts["rested"] is None else facts["rested"]
+    wanted = facts["wanted"] if facts["wanted"] > part else 0
+    return Member(part, facts["used"], wanted, floor, facts["priority"], rested)
+
+
+def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None:
+    """What another process says of its part; None where it does not answer in time."""
+    with suppress(BallonetError):
+        found: Mapping[str, Any] | None = control.look(pid, patience=patience, device=number).get("shared")
+        return found
+    return None
+
+
+def ask_to_give(pid: int, now: Parts, nbytes: int, timeout: float, patience: float) -> None:
+    """Has another process have no more than so many bytes; whoever cannot, or does not answer, keeps what it has."""
+    with suppress(BallonetError):
+        control.ask_to_give(pid, nbytes, timeout, patience=patience, device=now.parts[pid].number)
+
+
+def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:
+    """The process takes part in the shared budget of that device: `wanted` bytes in all, or True for what others share.
+    Where it does already, its floor and priority are those of the model that has most of it. SharedBudgetError,
+    LedgerDamaged, OSError."""
+    total = None if wanted is True else int(wanted)
+    with _joining:
+        if isinstance(found.shared, Share):
+            share = found.shared
+            if total is not None and total != share.ledger.read().total:
+                raise SharedBudgetError(
+                    "this process shares a budget of another size already: change it for all who share it with `python "
+                    "-m ballonet budget --shared SIZE`"
+                )
+            share.priority = max(share.priority, priority)
+            return
+        if not found.settings.control:
+            raise SharedBudgetError(
+                "processes that share a budget ask each other through the control socket, which BALLONET_CONTROL=0 "
+                "forbids: leave that out"
+            )
+        install.listen()
+        share = Share(found, Ledger(_name(found.device)), tuning)
+        share.join(total, floor, priority)
+        found.shared = share
+
+
+def change_total(device: str | None, total: int | None, timeout: float) -> list[dict[str, Any]]:
+    """Says who has what of each shared budget of this user, after that of `device` (None for the only one there is) has
+    become `total` bytes, unless None. A lower one is reached by steps: nobody gets more, and each process gives what
+    the new total leaves it. SharedBudgetError with what is there after `timeout` seconds, or where nobody gives any
+    more, and the total as it was."""
+    found = [each for each in ledgers() if device in (None, each.device)]
+    if total is not None:
+        if len(found) != 1:
+            names = ", ".join(each.device for each in found)
+            raise SharedBudgetError(
+                f"processes share budgets on several devices: say which by --device ({names})"
+                if found
+                else "no process shares a budget: give the first one its size, as shared_budget='24GiB'"
+            )
+        _change_total(found[0], total, time.monotonic() + timeout)
+    return [_said(each) for each in found]
+
+
+def _change_total(ledger: Ledger, total: int, deadline: float) -> None:
+    now, tuning = ledger.aim(total), DEFAULT.sharing
+    while now.total != total:
+        pids = sorted(now.parts)
+        members = [
+            member_of(part.nbytes, part.floor, facts_of(pid, part.number, tuning.answer))
+            for pid, part in sorted(now.parts.items())
+        ]
+        before = now.taken
+        for pid, part in zip(pids, shares(total, members, tuning), strict=True):
+            if part < now.parts[pid].nbytes:
+                ask_to_give(pid, now, part, max(0.0, deadline - time.monotonic()), tuning.answer)
+        now = ledger.read()
+        if now.total != total and (now.taken >= before or time.monotonic() >= deadline):
+            ledger.give_up()
+            raise SharedBudgetError(
+                f"a total of {format_size(total)} was asked for, but the processes have {format_size(now.taken)}, "
+                f"which they cannot give: the total is {format_size(now.total or 0)} as before. Ask for "
+                f"{now.taken} bytes or more, end a request, or end a process"
+            )
+
+
+def _said(ledger: Ledger) -> dict[str, Any]:
+    now, rows = ledger.read(), []
+    for pid, part in now.parts.items():
+        found = facts_of(pid, part.number, DEFAULT.sharing.answer)
+        seen = {key: None if found is None else found[key] for key in ("used", "wanted", "priority")}
+        rows.append({"pid": pid, "part": part.nbytes, "floor": part.floor, **seen})
+    return {"device": ledger.device, "total": now.total, "free": now.free, "parts": rows}
+
+
+def reach(device: Device) -> int:
+    """Bytes that the budget of the device could become without anybody changing it."""
+    share = _of(device)
+    return device.budget if share is None else share.reach
+
+
+def reserve(device: Device, pages: int) -> None:
+    """Where the budget is shared, takes so many pages more, as far as they can be had."""
+    share = _of(device)
+    if share is not None and pages > 0:
+        with suppress(BallonetError, OSError):
+            share.reserve(pages * device.page_size)
+
+
+def _of(device: Device) -> Share | None:
+    found = next((each.shared for each in runtime.every() if each.device is device), None)
+    return found if isinstance(found, Share) else None
+
+
+def _name(device: Device) -> str:
+    if device.kind == "standin":
+        return "cpu"
+    from .key import uuid_of
+
+    return uuid_of(device)
+
+
+def _end() -> None:
+    for each in runtime.every():
+        if isinstance(each.shared, Share):
+            each.shared.end()
+
+
+def _forget() -> None:
+    for each in runtime.every():
+        if isinstance(each.shared, Share):
+            each.shared.forget()
+            each.shared = None
+
+
+def _published(found: Runtime) -> dict[str, Any] | None:
+    return found.shared.facts() if isinstance(found.shared, Share) else None
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_forget)
+looks.publish("shared", _published)

@@ -1,0 +1,99 @@
+"""Who has how much of a budget that several processes share. Pure.
+
+Note [Who gives]
+    A part is a permission to have pages. Whoever is short gets what nobody has, then what others have no use for: those
+    with the lowest priority give first, of equals those with the most. If that is too little, what they use is shared:
+    each keeps its floor, and where it has use for it half of an equal share; the rest goes to the highest priority
+    first, and evenly among equals. Who has more than comes out of that gives the difference, by its own ladder.
+
+Note [No ping-pong]
+    What comes out depends on what each has use for and not on what it has, so once all have it nothing moves. A part
+    that was raised counts as used for a while (`Sharing.dwell`), whatever is free in it between two steps; and nothing
+    that is in use moves for less than 1/`Sharing.margin` of the total.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .tuning import DEFAULT, Sharing
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process, in bytes. `used`: what it would miss; `wanted`: what it has use for, more than `part` where it is
+    short; `floor`: what it keeps in any case; `rested`: seconds since its part was raised."""
+
+    part: int
+    used: int
+    wanted: int = 0
+    floor: int = 0
+    priority: int = 0
+    rested: float = math.inf
+
+
+def shares(total: int, members: Sequence[Member], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
+    """The parts that the members should have now, together no more than the total, or than they have where that cannot
+    be. Those that want no more are never raised. See Note [Who gives]."""
+    free = total - sum(each.part for each in members)
+    if free < 0:  # what is free in a part is free at once
+        members = [replace(each, rested=math.inf) for each in members]
+    claims = [_claim(each, tuning) for each in members]
+    fair = _fair(total, members, claims)
+    lacking = [
+        max(0, due - each.part) if each.wanted > each.part and free >= 0 else 0
+        for each, due in zip(members, fair, strict=True)
+    ]
+    parts = [each.part for each in members]
+    wanted = max(0, sum(lacking) - free)
+    idle = _given(parts, wanted, members, claims)
+    _subtract(parts, idle)
+    if free < 0 or max(lacking, default=0) > total // tuning.margin:
+        _subtract(parts, _given(parts, wanted - sum(idle), members, fair))
+    caps = [part + more for part, more in zip(parts, lacking, strict=True)]
+    return tuple(_poured(max(0, total - sum(parts)), parts, caps))
+
+
+def _claim(each: Member, tuning: Sharing) -> int:
+    kept = each.part if each.rested < tuning.dwell else min(each.used, each.part)
+    return max(each.floor, kept, each.wanted)
+
+
+def _fair(total: int, members: Sequence[Member], claims: Sequence[int]) -> list[int]:
+    """What each is due of its claim."""
+    found = _poured(total, [0] * len(members), [min(c, each.floor) for c, each in zip(claims, members, strict=True)])
+    half = total // max(1, 2 * len(members))
+    found = _poured(total - sum(found), found, [min(claim, half) for claim in claims])
+    for priority in sorted({each.priority for each in members}, reverse=True):
+        caps = [claim if each.priority == priority else 0 for claim, each in zip(claims, members, strict=True)]
+        found = _poured(total - sum(found), found, caps)
+    return found
+
+
+def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
+    """`levels` raised by `room` in all, the lowest first, none above its cap."""
+
+    def filled(height: int) -> list[int]:
+        return [max(level, min(cap, height)) for level, cap in zip(levels, caps, strict=True)]
+
+    low, high = 0, max(caps, default=0)
+    while low < high:
+        height = (low + high + 1) // 2
+        low, high = (height, high) if sum(filled(height)) <= sum(levels) + room else (low, height - 1)
+    return filled(low)
+
+
+def _given(parts: Sequence[int], wanted: int, members: Sequence[Member], keeps: Sequence[int]) -> list[int]:
+    """What each gives of `wanted`, who keeps so much."""
+    found, left = [0] * len(parts), wanted
+    spare = [max(0, part - keep) for part, keep in zip(parts, keeps, strict=True)]
+    for each in sorted(range(len(parts)), key=lambda at: (members[at].priority, -spare[at], at)):
+        found[each] = min(left, spare[each])
+        left -= found[each]
+    return found
+
+
+def _subtract(parts: list[int], given: Sequence[int]) -> None:
+    parts[:] = [part - less for part, less in zip(parts, given, strict=True)]

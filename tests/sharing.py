@@ -1,0 +1,147 @@
+"""A process that shares a budget, for tests: `python -m tests.sharing SHARE KIND`, told what to do by lines.
+
+SHARE: bytes, or `true`; KIND: `tensors` or `model`. Lines: `get BYTES` and `drop` of tensors, `say TOKENS` of a model;
+each is answered by a line of JSON. Nothing depends on time: whoever is not in the middle of anything is idle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, Self
+
+from .replicas.fleet import memfd_bytes
+
+PAGE: Final = 4096
+ROOT: Final = Path(__file__).parent.parent
+SIZES: Final = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 512}
+
+
+class Process:
+    """A process that shares. A context manager: it is dead after it."""
+
+    def __init__(self, share: int | bool, kind: str, folder: Path) -> None:
+        """`folder`: of its control socket and the ledger."""
+        command = [sys.executable, "-m", "tests.sharing", json.dumps(share), kind]
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.pid = self._process.pid
+
+    def begin(self, line: str) -> None:
+        """Has it do something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+
+    def answer(self) -> Any:
+        """What it says once that is done."""
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def do(self, line: str) -> Any:
+        """Both."""
+        self.begin(line)
+        return self.answer()
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+
+
+def held(pid: int) -> int:
+    """Bytes that the kernel holds for the device of that process; 0 where it has ended."""
+    with suppress(OSError):
+        return memfd_bytes(pid, "device")
+    return 0
+
+
+class Watcher(threading.Thread):
+    """Adds up all the time what processes hold. A look counts where a second one at once finds the same: between two
+    that differ pages may have moved from one process to another. A context manager."""
+
+    def __init__(self, pids: Sequence[int], total: int) -> None:
+        """`total`: bytes that they may hold together; to be changed to more before it is, to less after."""
+        super().__init__(daemon=True)
+        self.total = total
+        self.most = dict.fromkeys(pids, 0)  # bytes that each held
+        self.looks = self.over = self.together = 0  # looks, those that found too much; the most bytes of all
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        while not self._end.wait(0.001):
+            before, there = self.total, {pid: held(pid) for pid in self.most}
+            self.most = {pid: max(most, there[pid]) for pid, most in self.most.items()}
+            if there == {pid: held(pid) for pid in self.most}:
+                self.looks += 1
+                self.over += sum(there.values()) > max(before, self.total)
+                self.together = max(self.together, sum(there.values()))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self.join()
+
+
+def main(share: str, kind: str) -> None:
+    from dataclasses import replace
+
+    import torch
+
+    import ballonet
+    from ballonet.allocator import runtime
+    from ballonet.hooks.device import governors, shared
+    from ballonet.offload.policy.tuning import DEFAULT
+
+    at_once, small = replace(DEFAULT.pages, idle=0.0), replace(DEFAULT.weights, large=2**11)
+    sharing = replace(DEFAULT.sharing, dwell=0.0, patience=30.0, answer=30.0)
+    tuning = replace(DEFAULT, pages=at_once, weights=small, sharing=sharing)
+    governors.compose_with(governors.Composition(tuning=tuning))
+    kept: list[Any] = []
+    if kind == "model":
+        from .models import build, prompts
+
+        model = build("llama", **SIZES)
+        ballonet.install(budget="1GiB", page_size=PAGE, host_budget="64MiB", device="cpu")
+        ballonet.manage(model, shared_budget=json.loads(share))
+    else:
+        ballonet.install(budget="1GiB", page_size=PAGE, host_budget=0, device="cpu")
+        shared.join(runtime.of(), json.loads(share), 0, 0, sharing)
+    for line in chain(("ready",), sys.stdin):
+        what, _, count = line.strip().partition(" ")
+        said: Any = what
+        if what == "get":
+            try:
+                kept.append(torch.zeros(int(count), dtype=torch.uint8))
+            except torch.OutOfMemoryError:
+                said = "out of memory"
+        elif what == "say":
+            said = model.generate(**prompts(2, 16), max_new_tokens=int(count), do_sample=False).tolist()
+        elif what == "drop":
+            kept.clear()
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

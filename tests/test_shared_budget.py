@@ -1,0 +1,202 @@
+"""Processes that share a budget: pages follow the load, tokens are stock's, and together they never have more than
+there is, as the kernel says from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ballonet.__main__ import main
+from ballonet.allocator import control, runtime
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
+from ballonet.hooks.device import shared
+from ballonet.hooks.watch import registry
+from ballonet.offload.policy.tuning import DEFAULT
+
+from .models import build, prompts
+from .sharing import PAGE, SIZES, Process, Watcher
+
+MIB = 2**20
+FLOOR = 4 * PAGE
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts processes, which share a folder with this one."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with ExitStack() as started:
+
+        def begin(share: int | bool, kind: str = "tensors") -> Process:
+            process = started.enter_context(Process(share, kind, tmp_path))
+            assert process.answer() == "ready"
+            return process
+
+        yield begin
+
+
+def change(total: int | None = None) -> list[dict[str, Any]]:
+    """Who has what, after the total has changed."""
+    return shared.change_total(None, total, 60.0)
+
+
+def parts() -> dict[int, int]:
+    (found,) = change()
+    return {each["pid"]: each["part"] for each in found["parts"]}
+
+
+def within(watcher: Watcher) -> None:
+    assert watcher.looks
+    assert not watcher.over, f"{watcher.together} bytes together"
+
+
+def test_who_needs_pages_has_those_of_who_is_idle(start: Start) -> None:
+    first, second = start(16 * MIB), start(True)
+    with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
+        assert first.do(f"get {10 * MIB}") == "get"
+        assert second.do(f"get {4 * MIB}") == "get"
+        assert second.do(f"get {8 * MIB}") == "out of memory", "what is in use stays"
+        first.do("drop")
+        assert second.do(f"get {10 * MIB}") == "get"
+        assert watcher.most[second.pid] >= 14 * MIB
+        second.do("drop")
+        assert first.do(f"get {15 * MIB}") == "get"
+    within(watcher)
+    assert watcher.together > 14 * MIB
+    assert sum(parts().values()) <= 16 * MIB
+    assert all(part >= FLOOR for part in parts().values())
+
+
+def test_who_is_killed_gives_its_part_back(start: Start) -> None:
+    first, second = start(16 * MIB), start(16 * MIB)
+    with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
+        first.do(f"get {12 * MIB}")
+        assert second.do(f"get {8 * MIB}") == "out of memory"
+        first.kill()
+        assert second.do(f"get {15 * MIB}") == "get"
+    within(watcher)
+    assert parts().keys() == {second.pid}
+
+
+def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others do as if it used all that it has."""
+    process, asked = start(16 * MIB), list[int]()
+    process.do(f"get {12 * MIB}")
+    process.do("drop")
+    stock = shared.facts_of
+
+    def counted(pid: int, number: int, patience: float) -> Any:
+        asked.append(pid)
+        return stock(pid, number, 0.05)
+
+    monkeypatch.setattr(shared, "facts_of", counted)
+    os.kill(process.pid, signal.SIGSTOP)
+    with here(True) as share:
+        assert asked.count(process.pid) == 0, "its floor was free"
+        share.reserve(8 * MIB)
+        share.reserve(8 * MIB)
+        assert asked == [process.pid]
+        assert share.part < 8 * MIB
+        os.kill(process.pid, signal.SIGCONT)
+        share._silent.clear()
+        share.reserve(8 * MIB)
+        assert share.part >= 8 * MIB
+
+
+@contextmanager
+def here(wanted: int | bool, **settings: Any) -> Iterator[shared.Share]:
+    """Has this process share it, too."""
+    runtime.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
+    try:
+        shared.join(runtime.of(), wanted, 0, 0, DEFAULT.sharing)
+        found = runtime.of().shared
+        assert isinstance(found, shared.Share)
+        yield found
+    finally:
+        runtime.stop()
+        control.stop()
+
+
+def test_the_total_changes_while_they_run(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = start(16 * MIB), start(True)
+    with Watcher([first.pid, second.pid], 16 * MIB) as watcher:
+        first.do(f"get {6 * MIB}")
+        second.do(f"get {6 * MIB}")
+        second.do("drop")
+        assert main(["budget", "--shared", "8MiB", "--json"]) == 0, capsys.readouterr().err
+        (found,) = json.loads(capsys.readouterr().out)
+        assert found["total"] == 8 * MIB
+        watcher.total = 8 * MIB
+        assert sum(each["part"] for each in found["parts"]) <= 8 * MIB
+        assert second.do(f"get {4 * MIB}") == "out of memory"
+        with pytest.raises(SharedBudgetError, match="cannot give: the total is 8MiB as before"):
+            change(4 * MIB)
+        assert first.do(f"get {MIB}") == "get", "what was free stays free"
+        watcher.total = 16 * MIB
+        change(16 * MIB)
+        assert second.do(f"get {6 * MIB}") == "get"
+    within(watcher)
+
+
+def test_three_models_share_and_answer_as_stock(start: Start) -> None:
+    """The total is too little for all weights and caches of two; each works in turn, and then all at once."""
+    torch.set_num_threads(1)
+    model = build("llama", **SIZES)
+    stock = model.generate(**prompts(2, 16), max_new_tokens=200, do_sample=False).tolist()
+    weights = sum(each.nbytes for each in model.parameters())
+    total = (weights * 3 // 2 + 2 * MIB) // PAGE * PAGE
+    processes = [start(total, "model")]
+    with Watcher([processes[0].pid], total) as alone:
+        assert processes[0].do("say 200") == stock
+    within(alone)
+    processes += [start(True, "model"), start(True, "model")]
+    with Watcher([each.pid for each in processes], total) as watcher:
+        for each in processes:
+            before = dict(watcher.most)
+            watcher.most = dict.fromkeys(before, 0)
+            assert each.do("say 200") == stock
+            assert parts()[each.pid] == max(parts().values()), "pages follow the load"
+        for each in processes:
+            each.begin("say 200")
+        assert [each.answer() for each in processes] == [stock] * 3
+    within(watcher)
+    assert all(watcher.most.values())
+
+
+def test_what_is_refused_is_refused_with_nothing_done(start: Start, tmp_path: Path) -> None:
+    process = start(16 * MIB)
+    with pytest.raises(SharedBudgetError, match="is 16MiB, and not 8MiB"), here(8 * MIB):
+        pass
+    with pytest.raises(SharedBudgetError, match="BALLONET_CONTROL=0 forbids"), here(True, control=False):
+        pass
+    assert parts().keys() == {process.pid}
+    with here(True), pytest.raises(ControlRefused, match="are left for it: ask for that or less"):
+        control.ask(os.getpid(), 16 * MIB, 1.0)
+    (path,) = (tmp_path / "ballonet").glob("shared-*.json")
+    path.write_text("{")
+    with pytest.raises(LedgerDamaged, match="delete the file"), here(True):
+        pass
+    assert process.do(f"get {4 * MIB}") in ("get", "out of memory"), "it keeps what it has"
+
+
+def test_figures_are_published(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(16 * MIB)
+    with here(True) as share:
+        for what, wanted in {"total": 16 * MIB, "part": share.part, "floor": FLOOR}.items():
+            assert registry.REGISTRY.get_sample_value("ballonet_shared_budget_bytes", {"what": what}) == wanted
+        main(["budget", "--shared", "--json"])
+        (found,) = json.loads(capsys.readouterr().out)
+        assert {each["pid"] for each in found["parts"]} > {process.pid}
+        main(["top", str(process.pid), "--once"])
+        assert "16MiB, with other processes" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""Who has how much of a shared budget: never more than there is, no floor is broken, nobody starves, nothing flaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.policy.shares import Member, shares
+from ballonet.offload.policy.tuning import Sharing
+
+TUNING = Sharing(dwell=2.0, margin=16)
+TOTAL = 1600
+
+
+@st.composite
+def processes(draw: st.DrawFn, rested: bool = False) -> list[Member]:
+    """Some whose parts and floors fit in the total."""
+    count = draw(st.integers(1, 5))
+    cuts = sorted(draw(st.lists(st.integers(0, TOTAL), min_size=count, max_size=count)))
+    parts = [high - low for low, high in zip([0, *cuts], cuts, strict=False)]
+    sizes, age = st.integers(0, 2 * TOTAL), st.just(10.0) if rested else st.floats(0, 10)
+    return [
+        Member(
+            part,
+            draw(st.integers(0, part)),
+            draw(st.just(0) | sizes),
+            draw(st.integers(0, min(part, TOTAL // count))),
+            draw(st.integers(0, 2)),
+            draw(age),
+        )
+        for part in parts
+    ]
+
+
+def after(members: Sequence[Member], parts: Sequence[int]) -> list[Member]:
+    """The same processes with those parts, who use what they have use for as far as it goes."""
+    found = list[Member]()
+    for each, part in zip(members, parts, strict=True):
+        needed = max(each.used, each.wanted)
+        found.append(replace(each, part=part, used=min(part, needed), wanted=needed if needed > part else 0))
+    return found
+
+
+@given(processes(), st.integers(0, 2 * TOTAL))
+def test_together_they_never_have_more_than_the_total_or_than_before(members: list[Member], total: int) -> None:
+    before, parts = sum(each.part for each in members), shares(total, members, TUNING)
+    assert sum(parts) <= max(total, before)
+    if before > total:
+        assert all(part <= each.part for part, each in zip(parts, members, strict=True)), "it is lowered first"
+        floors = sum(each.floor for each in members)
+        assert sum(parts) <= max(total, floors)
+
+
+@given(processes())
+def test_floors_are_kept_and_only_who_wants_is_raised(members: list[Member]) -> None:
+    for part, each in zip(shares(TOTAL, members, TUNING), members, strict=True):
+        assert part >= min(each.part, each.floor)
+        assert part <= max(each.part, each.wanted)
+
+
+@given(processes(rested=True))
+def test_nobody_starves(members: list[Member]) -> None:
+    """Who wants more has half of an equal share at the least, but for what is not worth to move."""
+    parts = shares(TOTAL, members, TUNING)
+    half, floors = TOTAL // (2 * len(members)), sum(each.floor for each in members)
+    for part, each in zip(parts, members, strict=True):
+        if each.wanted > each.part and floors <= TOTAL // 2:
+            assert part >= min(each.wanted, half) - TOTAL // TUNING.margin - len(members)
+
+
+@given(processes(rested=True))
+def test_what_came_out_stays(members: list[Member]) -> None:
+    """Two that are busy do not take from each other what the other took before."""
+    first = after(members, shares(TOTAL, members, TUNING))
+    second = after(first, shares(TOTAL, first, TUNING))
+    assert list(shares(TOTAL, second, TUNING)) == [each.part for each in second]
+
+
+def test_what_is_free_goes_first_and_then_what_is_idle() -> None:
+    asks, idle, busy = Member(300, 300, 500), Member(500, 100), Member(600, 600)
+    assert shares(TOTAL, [asks, idle, busy], TUNING) == (500, 500, 600), "200 are free"
+    assert shares(1400, [asks, idle, busy], TUNING) == (500, 300, 600)
+    low = replace(idle, part=400, priority=-1)
+    assert shares(1600, [asks, replace(idle, part=500), low], TUNING) == (500, 500, 400)
+    assert shares(1200, [asks, replace(idle, part=500), low], TUNING) == (500, 500, 200), "the lowest priority gives"
+
+
+def test_a_part_that_was_just_raised_is_not_idle() -> None:
+    asks, idle = Member(800, 800, 1000), Member(800, 0, rested=1.0)
+    assert shares(TOTAL, [asks, idle], TUNING) == (800, 800)
+    assert shares(TOTAL, [asks, replace(idle, rested=2.0)], TUNING) == (1000, 600)
+
+
+def test_two_that_want_everything_have_half_each_and_nothing_moves_for_little() -> None:
+    want = Member(1600, 1600, 3000)
+    assert shares(TOTAL, [want, Member(0, 0, 3000)], TUNING) == (800, 800)
+    assert shares(TOTAL, [replace(want, part=850), Member(750, 750, 3000)], TUNING) == (850, 750)
+
+
+def test_priority_has_what_others_are_not_due() -> None:
+    want = Member(0, 0, 3000)
+    assert shares(TOTAL, [want, replace(want, priority=1)], TUNING) == (400, 1200)
+    assert shares(TOTAL, [replace(want, floor=700), replace(want, priority=1)], TUNING) == (700, 900)
