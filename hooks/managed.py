@@ -45,9 +45,10 @@ from .measure.point import point_of
 from .measure.report import Report
 from .options import ManageOptions, check_known, given
 from .streaming.elastic import Elastic
+from .weights.backings import Files
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
-from .weights.ranges import Files, Weights
+from .weights.ranges import Weights
 from .weights.storages import in_graphs
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ class Managed:
             self._elastic.report(),
             streamed=self._weights.away(),
             pages=self._weights.pages,
-            host_pages=self._weights.host_pages,
+            host_pages=self._weights.backings.host_pages,
             unmanaged_tensors=dict(self._follower.left),
             released=self._released,
             options=self._options,

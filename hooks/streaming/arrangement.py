@@ -99,7 +99,7 @@ class Arrangement:
         try:
             if self._weights.ring.layer(layer) is not None:
                 self._weights.ring.adopt(layer, filled)
-            self._weights.set_aside(layer)
+            self._weights.backings.set_aside(self._weights.of([layer]))
             self.dropped = tuple(each for each in self.dropped if each != layer)
         finally:
             self._bind()

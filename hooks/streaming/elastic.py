@@ -240,7 +240,7 @@ class Elastic:
         with self.captured.lock:
             if not self.arrangement.kept.isdisjoint(layers):
                 raise ManageError(CAPTURED)
-            with self._changing(), self._weights.leaving(layers):
+            with self._changing(), self._weights.backings.leaving(self._weights.of(layers)):
                 self.arrangement.drop(layers)
 
     def restore(self, layer: int, filled: Range) -> None:
@@ -274,8 +274,8 @@ class Elastic:
             last=last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
             link_bytes=weights.ring.copied,
-            file_bytes=weights.file_bytes,
-            host_bytes=weights.host_pages * weights.device.page_size,
+            file_bytes=weights.backings.file_bytes,
+            host_bytes=weights.backings.host_pages * weights.device.page_size,
             kept=tuple(sorted(self.arrangement.kept)),
             kv=self.caches(),
             lending=self._governor.exchange.lending_of(self),

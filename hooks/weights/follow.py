@@ -37,9 +37,10 @@ from ...allocator.errors import BallonetError, ManageError
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
 from . import room
+from .backings import Files
 from .layers import decoder_layers, layer_lists
 from .moving import tenants_of
-from .ranges import Files, Weights
+from .ranges import Weights
 from .refusals import refuse_what_moves_weights
 from .storages import Member, Span, members, spans, survey
 
