@@ -39,13 +39,12 @@ from ...allocator._native import Range
 from ...allocator.config import Config
 from ...allocator.events import Events
 from ...allocator.interrupts import Guarded, if_free
-from ..policy.ladder import Rung
 from ..policy.ledger import Refusal
-from ..policy.plan import Plan, fewest
-from ..policy.remap import cap
+from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .activity import Marks
+from .change import ModelChange
 from .client import ModelClient, PageClient
 from .client_state import ModelState
 from .decision import Decision, decide, faster
@@ -58,25 +57,6 @@ from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
 from .situation import Lending
-
-
-class _Change:
-    """What happens within `changing`: `state`, None until it is found, keeps it meanwhile."""
-
-    def __init__(self, governor: Governor, model: ModelClient) -> None:
-        self.model = model
-        self.state: ModelState | None = None
-        self.before = model.plan
-        self.promised: Plan | None = None
-        self.taken: frozenset[int] = frozenset()
-        self.began = governor.clock()
-        self._governor = governor
-
-    def begin(self) -> frozenset[int]:
-        return self._governor._begin(self)
-
-    def end(self, failed: bool) -> None:
-        self._governor._end(self, not failed)
 
 
 class Governor:
@@ -137,7 +117,7 @@ class Governor:
             self._known.clients.add(model)
             self._known.moved()
         self.reclaim.publish()
-        self._watch()
+        self._known.watch()
 
     def remove(self, model: ModelClient) -> None:
         """Removes a client: nothing of it is or will be taken once this returns. Idempotent."""
@@ -149,7 +129,7 @@ class Governor:
             self._known.list.void()
         self._known.device.withdraw(state.keys())
         self.reclaim.publish()
-        self._watch()
+        self._known.watch()
 
     def collected(self, model: ModelClient) -> None:
         """As `remove`, for a finalizer, which may run in the middle of anything, even here: whoever holds the lock may
@@ -158,7 +138,7 @@ class Governor:
         self._known.clients.left(model)
         if if_free(self._known.lock, self._known.drop_dead):
             self.reclaim.publish()
-            self._watch()
+            self._known.watch()
 
     def before(self, model: ModelClient, point: Point) -> Decision:
         """Called by whoever has the turn of the model, before an iteration. What differs from `model.plan` is to be
@@ -182,7 +162,7 @@ class Governor:
             resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
         if stale:
             self.reclaim.publish()
-            self._watch()
+            self._known.watch()
             kept = decision.refusal is None and state.slo(point.phase) < math.inf
             if kept and self._known.list.pages is not offered:
                 with self._known.lock:  # it was promised what others do not offer any more
@@ -199,48 +179,12 @@ class Governor:
 
     def after(self, model: ModelClient) -> None:
         """The iteration has been launched, or failed: the model is in use until the device has done it."""
-        self._known.clients.ended(model, self.clock())
+        self._known.clients.running.ended(self._known.clients.get(model), self.clock())
 
     def changing(self, model: ModelClient) -> Guarded[frozenset[int]]:
         """Within it nothing of the model is taken, and it may change: its plan, its ranges. Hands over the layers that
         were taken since its plan was arranged; where no exception leaves it, `model.plan` has them. KeyError."""
-        return Guarded(_Change(self, model))
-
-    def _begin(self, change: _Change) -> frozenset[int]:
-        with self._known.lock:
-            state = change.state = self._known.clients.of_model(change.model)
-            change.before, change.promised = change.model.plan, state.faster
-            state.held.add(change)
-            self._known.models_changed()
-            self._known.list.void()
-        self._known.device.withdraw(state.keys())
-        with self._known.lock:
-            self._known.hear()
-            change.taken = frozenset(state.taken)
-        return change.taken
-
-    def _end(self, change: _Change, arranged: bool) -> None:
-        state, before = change.state, change.before
-        if state is None:
-            return
-        with self._known.lock:
-            try:
-                if arranged and change in state.held:
-                    state.taken -= change.taken
-                    state.waking &= state.point is None or state.point.phase != "decode"
-                    state.arranged(before, change.promised)
-                    taken = sum(map(before.pages.__getitem__, change.taken))
-                    same = before.pages == state.model.plan.pages
-                    self._say(state, before.device_pages - taken if same else None, change.began)
-            finally:
-                state.held.discard(change)
-                state.grant = state.faster = None
-                state.passes.clear()
-                self._known.moved(state)
-                self._known.list.void()
-        if arranged:
-            self.reclaim.publish()
-            self._watch()
+        return Guarded(ModelChange(self._known, self.reclaim, model))
 
     def lending(self, model: ModelClient, pages: int) -> Lending:
         """What the layers of the model could give, and what their copies would be if they gave so many pages."""
@@ -321,7 +265,7 @@ class Governor:
                 return frozenset()
             now = self.clock()
             state.waking = self._known.clients.idleness.woke(state, now)
-            self._known.clients.client_began(state, now)
+            self._known.clients.running.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken
 
@@ -372,27 +316,10 @@ class Governor:
         if self._known.clients.idleness.woke(state, now):
             state.waking = True
             self._known.moved()
-        self._known.clients.began(state, now)
+        self._known.clients.running.began(state, now)
         if state.point != point:
             state.point = state.last[point.phase] = point
             self._known.moved()
-
-    def _say(self, state: ModelState, before: int | None, began: float) -> None:
-        """An event where the device pages of its layers are others than they were. `before`: None where the layers that
-        it counts are others, so that nothing of it was pulled or given back."""
-        plan = state.model.plan
-        if before is None:
-            return
-        more = plan.device_pages - before
-        if more:
-            costs, measured = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
-            rung = Rung.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Rung.STALLING_WEIGHTS
-            predicted = max(0, more) * costs.page_seconds if measured else None
-            took = self.clock() - began
-            verb = "revert" if more > 0 else "pull"
-            if more > 0:
-                self.pages.went_back()
-            self.events.decided(rung.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)
 
     def _compare(self, state: ModelState, point: Point, now: float, free: int) -> None:
         """Now and then, of a model that streams: is there a faster plan?"""
@@ -406,9 +333,3 @@ class Governor:
             state.due = min(2 * state.due, self.tuning.weights.longest)
             if state.faster != before:
                 self._known.moved()
-
-    def _watch(self) -> None:
-        """Others' traffic matters while anything streams."""
-        with self._known.lock:
-            streams = any(state.model.plan.streamed or state.taken for state in self._known.clients.models)
-            self.link.watch(streams)

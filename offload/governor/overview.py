@@ -139,7 +139,7 @@ class Overview:
         decision = self.answers.get((state.number, last))
         if decision is None or (state.streams and not state.passed(phase)):
             return None
-        self.clients.began(state, now)
+        self.clients.running.began(state, now)
         return decision
 
     def rest(self, now: float) -> None:
@@ -191,6 +191,11 @@ class Overview:
         if len(self.clients.models) < 2:
             return {}
         return self.lending.due(self.clients.uses(now), self.pages.unused, self.pages.total)
+
+    def watch(self) -> None:
+        """Others' traffic matters while anything streams. The caller does not hold the lock."""
+        with self.lock:
+            self.link.watch(any(state.model.plan.streamed or state.taken for state in self.clients.models))
 
     def situation(self, now: float, free: int) -> Situation:
         return Situation(
