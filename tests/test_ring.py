@@ -169,7 +169,7 @@ def test_copies_for_the_next_pass(layers: int, slots: int, written: bool) -> Non
             it.ring.begin(0, lambda layer: not written)
             for layer in range(layers):
                 it.run(layer, ahead=True)
-        alone = sum(len(slot.turns) == 1 for slot in it.ring._slots)
+        alone = sum(len(slot.turns) == 1 for slot in it.ring.shared.slots)
         used = min(slots, layers)
         once = 2 * ((layers - alone) * 4 + alone + (used - alone))
         assert it.copied() == once + (2 * 3 * used if written else 0)

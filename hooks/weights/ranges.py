@@ -116,7 +116,7 @@ class Weights:
                         moves = [(n, spot) for n, spot in step.moves if (layout.ranges[n].layer in leaving) == leave]
                         if moves:
                             yield [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in moves]
-                self.ring.make(slots)  # the pages that layers have left are there by now
+                self.ring.shared.make(slots)  # the pages that layers have left are there by now
 
             moving.run(self.device, steps(), do=move.do, undo=lambda step: move.undo(step, self._step_out))
             loader.finish([*self.backings.in_use(), *twins.values()])

@@ -200,10 +200,6 @@ class KVExtent:
         """As `Mover.fetch`."""
         self.mover.fetch(transfer, stream, self.full)
 
-    def unbind(self, pieces: Iterable[int]) -> bool:
-        """As `Mover.unbind`."""
-        return self.mover.unbind(pieces, self.end)
-
     def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
         """As `Backing.demote`: those that are full yet. The caller holds the lock."""
         saving = self.mover.states[State.SAVING]

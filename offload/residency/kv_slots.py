@@ -158,7 +158,7 @@ class KVSlots:
         if each is not None:
             if each.slot.holds is each:
                 each.slot.holds = None
-            if not extent.unbind(each.there):
+            if not extent.mover.unbind(each.there, extent.end):
                 raise BallonetError(_IN_USE)
             self.changes += bool(each.pieces)
             each.lead([])
