@@ -59,17 +59,17 @@ class Seen:
         return max(self.stages)
 
 
-def seen(shape: Shape, batch: int, prompt: int, context: int) -> tuple[Seen, Seen]:
+def seen(shape: Shape, batch: int, prompt: int, context: int, alike: int = DEFAULT.planning.alike) -> tuple[Seen, Seen]:
     """The prefill of so many tokens, and the decode step with which each sequence has `context` tokens. ConfigError
-    where the model's code asks for values."""
+    where the model's code asks for values. `alike`: see Note [Layers that are alike]."""
     logging.disable(logging.WARNING)
     try:
         with torch.device("meta"), torch.no_grad():
             cache = prepared_caches(shape.model, context)[0]
             lengths = _Lengths(cache, shape)
-            first = _forward(shape, cache, lengths, batch, prompt)
+            first = _forward(shape, cache, lengths, batch, prompt, alike)
             lengths.held = context - 1
-            return first, _forward(shape, cache, lengths, batch, 1)
+            return first, _forward(shape, cache, lengths, batch, 1, alike)
     except Exception as error:  # whatever the model's own code does without values
         raise ConfigError(
             f"{shape.name}: what a forward allocates cannot be told without values: {type(error).__name__}: "
@@ -103,14 +103,14 @@ class _Lengths:
             )
 
 
-def _forward(shape: Shape, cache: Any, lengths: _Lengths, batch: int, tokens: int) -> Seen:
+def _forward(shape: Shape, cache: Any, lengths: _Lengths, batch: int, tokens: int, alike: int) -> Seen:
     model, meter = shape.model, _Meter(shape.dtype.itemsize)
     lengths.meter = meter
     given: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         given["logits_to_keep"] = 1
     with ExitStack() as stack:
-        stack.enter_context(_alike(shape, meter))
+        stack.enter_context(_alike(shape, meter, alike))
         stack.enter_context(_experts(model))
         stack.enter_context(meter)
         stack.enter_context(_Fused(meter))
@@ -232,8 +232,8 @@ class _Fused(TorchFunctionMode):
 
 
 @contextmanager
-def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
-    """Within it layers that are like two before them are not run. See Note [Layers that are alike]."""
+def _alike(shape: Shape, meter: _Meter, most: int) -> Iterator[None]:
+    """Within it layers that are like `most` before them are not run. See Note [Layers that are alike]."""
     runs: dict[Any, list[_Ran]] = {}
     layers = decoder_layers(shape.model)
     for index, layer in enumerate(layers):
@@ -241,7 +241,7 @@ def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
             sizes = tuple(tuple(each.shape) for each in (*layer.parameters(), *layer.buffers()))
             kind = getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
             ran = runs.setdefault((type(layer), sizes, kind), [])
-            vars(layer)["forward"] = partial(_run, layer, type(layer).forward, ran, meter)
+            vars(layer)["forward"] = partial(_run, layer, type(layer).forward, ran, meter, most)
     try:
         yield
     finally:
@@ -258,8 +258,10 @@ class _Ran:
     like: Any
 
 
-def _run(layer: nn.Module, forward: Callable[..., Any], ran: list[_Ran], meter: _Meter, *args: Any, **kw: Any) -> Any:
-    if len(ran) < DEFAULT.planning.alike:
+def _run(
+    layer: nn.Module, forward: Callable[..., Any], ran: list[_Ran], meter: _Meter, most: int, *args: Any, **kw: Any
+) -> Any:
+    if len(ran) < most:
         before, stages = meter.work, len(meter.stages)
         out = forward(layer, *args, **kw)
         after = meter.work

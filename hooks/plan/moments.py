@@ -56,7 +56,7 @@ class Sizing:
         self.seen = cache(self._seen)
 
     def _seen(self, batch: int, prompt: int, context: int) -> tuple[Seen, Seen]:
-        return seen(self.shape, batch, prompt, context)
+        return seen(self.shape, batch, prompt, context, governors.composed_with().tuning.planning.alike)
 
     def saved(self, bits: int | None) -> int:
         """Bytes of weights that so many bits of an element save."""

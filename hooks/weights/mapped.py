@@ -137,13 +137,13 @@ def _may_be_written(tensor: torch.Tensor) -> bool:
     return len(bits) < pages or bool((own | ((bits & _SWAPPED) != 0)).any())
 
 
-def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO) -> bool:
-    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem. WeightsFileChanged.
+def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO, most: int = DEFAULT.files.compared) -> bool:
+    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem; `most`: bytes at once.
+    WeightsFileChanged.
 
     On the CPU a tensor may itself be a view of the mapped file, so its bytes are read without touching them, too.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    most = DEFAULT.files.compared
     for first in range(0, span.nbytes, most):
         nbytes = min(most, span.nbytes - first)
         data = span.file.read(span.start + first, nbytes)

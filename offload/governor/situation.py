@@ -117,7 +117,17 @@ class Situation:
         free = state.auto and slo < math.inf and fitting(costs, available) is not None
         fixed = None if free else plan
         least = 0 if fixed else _kept(costs, state.model.floor, available)
-        return LinkClient(state.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
+        return LinkClient(
+            state.name,
+            costs,
+            self.page_size,
+            slo,
+            available,
+            idle,
+            fixed=fixed,
+            least=least,
+            parts=state.tuning.link_parts,
+        )
 
     def _least(self, state: ModelState, phase: Phase) -> int:
         """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""

@@ -38,7 +38,6 @@ from .plan import Plan
 from .tuning import DEFAULT
 
 FIXED: Final = 0  # in the place of an interval
-_PARTS: Final = DEFAULT.weights.link_parts  # of the link: how finely needs are told apart
 
 Reason = Literal["memory", "slo", "link"]
 
@@ -48,7 +47,7 @@ class LinkClient:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
     infinite where nobody said; `available`: device pages for its layers and slots, of which it keeps `least`; `only`:
     the interval that somebody asked for; `fixed`: what it streams whatever anyone wants, which is no interval
-    (FIXED)."""
+    (FIXED); `parts`: of the link, how finely needs are told apart."""
 
     name: str
     costs: Costs
@@ -59,6 +58,7 @@ class LinkClient:
     only: int | None = None
     fixed: Plan | None = None
     least: int = 0
+    parts: int = DEFAULT.weights.link_parts
 
     def plan(self, interval: int) -> Plan:
         """ValueError for an interval below 1, where it is not FIXED."""
@@ -66,7 +66,7 @@ class LinkClient:
 
     def bandwidth(self, part: int) -> int:
         """Bytes per second: so many parts of the link that `costs` was measured on."""
-        return math.ceil(self.page_bytes / self.costs.page_seconds * part / _PARTS)
+        return math.ceil(self.page_bytes / self.costs.page_seconds * part / self.parts)
 
     def time(self, interval: int, bandwidth: int) -> float:
         """Seconds of an iteration with so many bytes per second, and no more than were measured."""
@@ -215,21 +215,22 @@ def _need(client: LinkClient, interval: int) -> int | None:
     def enough(part: int) -> bool:
         return client.time(interval, client.bandwidth(part)) <= client.slo
 
-    if not enough(_PARTS):
+    if not enough(client.parts):
         return None
     if enough(0):
         return 0
     part, step = _least_part(client, interval), 1  # not enough, or just so: from there on in growing steps
-    while part + step < _PARTS and not enough(part + step):
+    while part + step < client.parts and not enough(part + step):
         part, step = part + step, 2 * step
-    parts = range(max(0, part - 1), min(part + step, _PARTS) + 1)
+    parts = range(max(0, part - 1), min(part + step, client.parts) + 1)
     return client.bandwidth(parts[bisect_left(parts, True, key=enough)])
 
 
 def _least_part(client: LinkClient, interval: int) -> int:
     """The largest part of the link over which the bytes of an iteration take at least as long as the SLO."""
     pages = client.plan(interval).host_pages
-    return min(_PARTS - 1, math.floor(pages * client.costs.page_seconds / client.slo * _PARTS)) if pages else 0
+    parts = client.parts
+    return min(parts - 1, math.floor(pages * client.costs.page_seconds / client.slo * parts)) if pages else 0
 
 
 def _levels(tables: Sequence[Sequence[Option]]) -> list[int]:
@@ -295,7 +296,7 @@ def _nearest(client: LinkClient, before: Sequence[Sequence[Option]], left: int) 
 
     times = []
     for interval in _fitting(client):
-        demands = [client.bandwidth(part) for part in range(_PARTS + 1)]
+        demands = [client.bandwidth(part) for part in range(client.parts + 1)]
         count = bisect_left(
             demands, True, key=partial(_beyond, client=client, interval=interval, before=before, left=left)
         )

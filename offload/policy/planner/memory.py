@@ -103,7 +103,7 @@ def _followed(
         _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
     ]
     if budget.slo is not None:
-        begun = _by_slo(models, begun, budget)
+        begun = _by_slo(models, begun, budget, tuning.weights.link_parts)
     running = [_Running(needs, model, tuning.weights, slower) for needs, model in zip(models, begun, strict=True)]
     run = _Run(running, budget, tuning, least)
     if not run.prompt():
@@ -323,7 +323,7 @@ def _model(needs: Needs, plan: Plan, budget: Budget, tuning: WeightPlans, *, act
     )
 
 
-def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -> list[Model]:
+def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget, parts: int) -> list[Model]:
     """As many layers stream as the SLO allows, where it can be kept and it is known what iterations take: no more may
     then."""
     if budget.slo is None or budget.page_seconds is None or any(each.decode is None for each in models):
@@ -332,7 +332,9 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -
         needs.beside + model.plan.device_pages + needs.last.pages for needs, model in zip(models, running, strict=True)
     )
     clients = [
-        LinkClient(each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free))
+        LinkClient(
+            each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free), parts=parts
+        )
         for each in running
     ]
     found = share(clients, budget.page_size / budget.page_seconds)
