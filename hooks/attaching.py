@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..allocator._native import Device
-from ..offload.governor.situation import Lending
+from ..offload.governor.situation import Lendable
 from ..offload.policy.request_slo import RequestSLO
 from ..offload.policy.step_costs import StepCosts
 from .device import governors
@@ -82,9 +82,9 @@ def attach_caches(
         if (it := elastic()) is not None:
             it.require(tpot, ttft, others)
 
-    def lends(pages: int) -> Lending:
+    def lends(pages: int) -> Lendable:
         it = elastic()
-        return Lending(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
+        return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
 
     size, living = options.kept_prefixes, None
     if size:

@@ -44,7 +44,7 @@ from .measure.report import Report
 from .options import ManageOptions, check_known, given
 from .streaming.elastic import Elastic
 from .weights.backings import Files
-from .weights.follow import Follower
+from .weights.follow import WeightsFollower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Weights
 from .weights.storages import in_graphs
@@ -293,7 +293,7 @@ class Managed:
             self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
             self._weights = Weights(device, self._pace.waiting, tuning.weights)
             self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
-            self._follower = Follower(self._weights)
+            self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
             self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
             self._elastic.wanted_until = wanted

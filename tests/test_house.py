@@ -304,6 +304,18 @@ def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
     assert {each.name for each in classes if methods(each) > LARGEST} == set(LARGE)
 
 
+TWICE = {  # names that two classes have yet: one of them, as a rule, lies in hooks/replicas/
+    *("Changes", "Chunk", "ChunkCost", "CudaMarks", "HostMarks", "Placement", "Plan", "Prepared", "Record", "Replica"),
+    *("Request", "Restored", "Setup", "Stage", "State", "Waiting"),
+}
+
+
+def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
+    """In the library; names with an underscore are their file's own."""
+    names = [each.name for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
+    assert {each for each in names if names.count(each) > 1 and not each.startswith("_")} == TWICE
+
+
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
     *("hooks/programs/facts.py", "hooks/server/page_size.py", "hooks/watch/notebook.py"),

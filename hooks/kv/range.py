@@ -45,7 +45,7 @@ from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
 from .pages import KVPages
 from .prefill import copied_in
-from .tensors import Pair, RangeTensors, Shape, Views
+from .tensors import KVShape, Pair, RangeTensors, Views
 
 _cat: Final = torch.cat
 
@@ -77,7 +77,7 @@ class KVRange:
         device: Device,
         group: Group,
         geometry: Geometry,
-        shape: Shape,
+        shape: KVShape,
         tier: KVTier | None = None,
         kept: ThreadLease | None = None,
         expected: int = 0,

@@ -36,7 +36,7 @@ from ..weights.storages import held, spans
 from .checksum import checksum
 
 if TYPE_CHECKING:
-    from ...offload.residency.safetensors import Entry
+    from ...offload.residency.safetensors import TensorEntry
 
 Lying = dict[str, tuple[Range, torch.Tensor]]
 
@@ -48,7 +48,7 @@ class ReadyLayers:
         self._weights = weights
         self._interpreter = interpreter
         self._transfer = Transfer(weights.device)
-        self._places: dict[int, list[tuple[Entry, FileSpan]]] | None = None
+        self._places: dict[int, list[tuple[TensorEntry, FileSpan]]] | None = None
         self._name = type(model).__name__
 
     def look_for_files(self, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from ...offload.residency.file_backing import FileBacking, FileBackings, Place
 from ...offload.residency.layer_parts import live
 from ...offload.residency.mover import Mover
 from ...offload.residency.weights_file import FileSpan
-from .storages import Span
+from .storages import TensorSpan
 
 Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
 
@@ -85,7 +85,7 @@ class WeightBackings:
         return backing.file is None
 
     def in_files(
-        self, layout: Layout, found: Sequence[Span], streamed: Collection[int], known: Files
+        self, layout: Layout, found: Sequence[TensorSpan], streamed: Collection[int], known: Files
     ) -> dict[int, FileBacking]:
         """By layer, of those that stream: what has all of their ranges. WeightsFileChanged."""
         ranges = [each for each in layout.ranges if each.layer in streamed]
@@ -93,11 +93,11 @@ class WeightBackings:
         twins = {layer: self._file(at, known) for layer, at in lying.items() if layer is not None}
         return {layer: twin for layer, twin in twins.items() if twin is not None}
 
-    def file(self, opened: Range, found: Iterable[Span], files: Files) -> FileBacking | None:
+    def file(self, opened: Range, found: Iterable[TensorSpan], files: Files) -> FileBacking | None:
         """The file backing of a range in which these spans lie, all of them in files; else None. WeightsFileChanged."""
         return self._file([(span.start - opened.address, span) for span in found], files)
 
-    def _file(self, at: Iterable[tuple[int, Span]], files: Files) -> FileBacking | None:
+    def _file(self, at: Iterable[tuple[int, TensorSpan]], files: Files) -> FileBacking | None:
         """Returns the file twin of a range in which these spans lie; None where not all of them are in files that can
         be registered, or nobody says what lies there."""
         places: list[Place] = []
@@ -173,7 +173,7 @@ def is_away(opened: Range) -> bool:
     return any(opened.backing(first) == "alias" for first, _ in live(opened, 0, opened.pieces)[:1])
 
 
-def _in_file(span: Span, files: Files) -> FileSpan | None:
+def _in_file(span: TensorSpan, files: Files) -> FileSpan | None:
     """Returns the span's bytes in a file, None where they do not lie there as they lie in memory."""
     found: FileSpan | None = None
     for tensor in sorted(span.tensors, key=lambda tensor: tensor.data_ptr()):

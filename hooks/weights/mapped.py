@@ -26,7 +26,7 @@ from ...allocator.errors import WeightsFileChanged, WeightsFileError
 from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.safetensors import LONGEST_HEADER
 from ...offload.residency.weights_file import FileSpan, WeightsFile
-from .storages import Member, has_bytes
+from .storages import TensorMember, has_bytes
 
 _LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ [1-9]\d* +(/(?!memfd:).*)$", re.MULTILINE)
 _PAGE: Final = mmap.PAGESIZE
@@ -56,7 +56,7 @@ def mapped(text: str) -> list[Mapped]:
     return found
 
 
-def file_spans(found: Iterable[Member]) -> dict[int, FileSpan]:
+def file_spans(found: Iterable[TensorMember]) -> dict[int, FileSpan]:
     """By the id of a tensor: its bytes in the safetensors file that it is a view of. Others are not listed.
 
     Those listed use every byte of theirs, in whatever order. WeightsFileChanged where a file is not what was mapped, so

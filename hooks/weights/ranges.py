@@ -23,13 +23,13 @@ from ...offload.policy.layout import Block, place
 from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.residency.file_backing import FileLoader
-from ...offload.residency.layer_parts import Part, live
+from ...offload.residency.layer_parts import LayerPart, live
 from ...offload.residency.ring import Ring
 from ..device import streams
 from . import moving, room
 from .backings import Files, WeightBackings, is_away
 from .moving import MoveIn, Step
-from .storages import Member, Span, members, spans
+from .storages import TensorMember, TensorSpan, members, spans
 
 
 class Weights:
@@ -68,7 +68,7 @@ class Weights:
 
     def adopt(
         self,
-        found: Sequence[Span],
+        found: Sequence[TensorSpan],
         working: int,
         layers: int,
         rule: Rule,
@@ -125,16 +125,16 @@ class Weights:
             self.ranges.setdefault(layer, []).append(opened)
         return plan
 
-    def parts(self, layer: int) -> tuple[Part, ...]:
+    def parts(self, layer: int) -> tuple[LayerPart, ...]:
         """The ranges of a layer, with what moves them."""
-        parts: list[Part] = []
+        parts: list[LayerPart] = []
         for opened in list(self.ranges.get(layer, ())):  # which a finalizer may empty at any moment
             if not opened.backed:
                 continue
             mover = self.backings.mover(opened)
             for first, count in live(opened, 0, opened.pieces):
                 offset = sum(part.count for part in parts)
-                parts.append(Part(opened, mover, offset, first, count))
+                parts.append(LayerPart(opened, mover, offset, first, count))
         return tuple(parts)
 
     def away(self) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class Weights:
             for each in opened:
                 each.note_use(stream, False)
 
-    def sort(self, tenants: Iterable[tuple[Member, Range]]) -> None:
+    def sort(self, tenants: Iterable[tuple[TensorMember, Range]]) -> None:
         """Finds out anew which layer each range belongs to, and closes those that nothing is left of.
 
         What was resident once stays so: it holds what is too small to be streamed.

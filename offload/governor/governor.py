@@ -20,7 +20,7 @@ Note [The same answer]
                             client takes back
         free pages          their number, the budget and the request are those of the last look, and time alone ends
                             neither a dwell nor a shortage yet (`Pages.unchanged`); while pages are short, never
-        reserves            are not due (`Lending.due_at`)
+        reserves            are not due (`Lendable.due_at`)
         the reclaim list    is not out of date
         a faster plan       passes are counted on, and the one that is due is looked at
     What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes
@@ -43,11 +43,11 @@ from ..policy.ledger import Refusal
 from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
-from .activity import Marks
+from .activity import StreamMarks
 from .change import ModelChange
 from .client import ModelClient, PageClient
 from .client_state import ModelState
-from .decision import Decision, decide, faster
+from .decision import StreamDecision, decide, faster
 from .exchange import Exchange
 from .kv_read_plan import Streamed
 from .ladder_pulls import LadderPulls
@@ -56,7 +56,7 @@ from .published import Pool
 from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
-from .situation import Lending
+from .situation import Lendable
 
 
 class Governor:
@@ -74,7 +74,7 @@ class Governor:
         window: float = Config().reserve,
         spill: bool = False,
         events: Events | None = None,
-        marks: Marks | None = None,
+        marks: StreamMarks | None = None,
     ) -> None:
         """`bandwidth`, `received`: see Link. `clock`: seconds, by which all is decided that depends on time. `waits`:
         the same, by which one thread waits no longer for another. `window`: seconds that a model's reserve outlasts its
@@ -140,14 +140,14 @@ class Governor:
             self.reclaim.publish()
             self._known.watch()
 
-    def before(self, model: ModelClient, point: Point) -> Decision:
+    def before(self, model: ModelClient, point: Point) -> StreamDecision:
         """Called by whoever has the turn of the model, before an iteration. What differs from `model.plan` is to be
         arranged within `changing`. KeyError."""
         with self._known.lock:
             again = self._known.repeated(model, point, self.clock())
         return self._decide(model, point.corner) if again is None else again
 
-    def _decide(self, model: ModelClient, point: Point) -> Decision:
+    def _decide(self, model: ModelClient, point: Point) -> StreamDecision:
         with self._known.lock:
             state = self._known.clients.of_model(model)
             now = self.clock()
@@ -186,16 +186,16 @@ class Governor:
         were taken since its plan was arranged; where no exception leaves it, `model.plan` has them. KeyError."""
         return Guarded(ModelChange(self._known, self.reclaim, model))
 
-    def lending(self, model: ModelClient, pages: int) -> Lending:
+    def lending(self, model: ModelClient, pages: int) -> Lendable:
         """What the layers of the model could give, and what their copies would be if they gave so many pages."""
         with self._known.lock:
             state = self._known.clients.get(model)
             if state is None:
-                return Lending(0, 0, 0)
+                return Lendable(0, 0, 0)
             plan = model.plan
             costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
             then = fewest(plan.pages, plan.device_pages - pages, costs.ratio, slots=state.tuning.slots)
-            return Lending(
+            return Lendable(
                 self._known.list.pages.get(state.number, 0),
                 plan.copied_pages,
                 sum(plan.pages) if then is None else then.copied_pages,
@@ -300,7 +300,7 @@ class Governor:
 
     # -- what happened; the caller holds the lock
 
-    def _decided(self, state: ModelState, point: Point, now: float, free: int) -> Decision:
+    def _decided(self, state: ModelState, point: Point, now: float, free: int) -> StreamDecision:
         """Looks the decision up, or decides."""
         decision = self._known.answers.get((state.number, point))
         if decision is None:

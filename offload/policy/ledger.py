@@ -77,7 +77,7 @@ class LinkClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LinkOption:
     """An interval; the bytes that it keeps on the host and copies in each iteration; bytes per second."""
 
     interval: int
@@ -90,7 +90,7 @@ class Option:
 class Shares:
     """What each model that is not idle streams, by name. `level`: the bytes per second that each gets if it asks."""
 
-    options: dict[str, Option]
+    options: dict[str, LinkOption]
     level: int
 
     @property
@@ -144,10 +144,12 @@ class RunningShares:
     missed: dict[str, Refusal]
 
 
-_Sum = tuple[int, int, tuple[int, ...], tuple[Option, ...]]  # -bytes on the host, bytes per second, intervals, of what
+_Sum = tuple[
+    int, int, tuple[int, ...], tuple[LinkOption, ...]
+]  # -bytes on the host, bytes per second, intervals, of what
 
 
-def options(client: LinkClient) -> tuple[Option, ...]:
+def options(client: LinkClient) -> tuple[LinkOption, ...]:
     """The intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one that
     streams least, as there is nothing to trade memory for."""
     found = _valid(client)
@@ -192,21 +194,21 @@ def _fitting(client: LinkClient) -> Iterator[int]:
     return (i for i in every if client.least <= client.plan(i).device_pages <= client.available)
 
 
-def _valid(client: LinkClient) -> tuple[Option, ...]:
+def _valid(client: LinkClient) -> tuple[LinkOption, ...]:
     anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
     return tuple(each for each in anywhere if client.plan(each.interval).device_pages <= client.available)
 
 
 @lru_cache(maxsize=256)
-def _valid_anywhere(client: LinkClient) -> tuple[Option, ...]:
+def _valid_anywhere(client: LinkClient) -> tuple[LinkOption, ...]:
     found = ((interval, _need(client, interval)) for interval in _fitting(client))
     return tuple(_option(client, interval, need) for interval, need in found if need is not None)
 
 
-def _option(client: LinkClient, interval: int, need: int) -> Option:
+def _option(client: LinkClient, interval: int, need: int) -> LinkOption:
     plan = client.plan(interval)
     host = plan.host_pages * client.page_bytes
-    return Option(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
+    return LinkOption(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
 
 
 def _need(client: LinkClient, interval: int) -> int | None:
@@ -233,15 +235,15 @@ def _least_part(client: LinkClient, interval: int) -> int:
     return min(parts - 1, math.floor(pages * client.costs.page_seconds / client.slo * parts)) if pages else 0
 
 
-def _levels(tables: Sequence[Sequence[Option]]) -> list[int]:
+def _levels(tables: Sequence[Sequence[LinkOption]]) -> list[int]:
     """What the largest need may be."""
     return sorted({0, *(option.need for table in tables for option in table)})
 
 
-def _best(tables: Sequence[Sequence[Option]], left: int) -> tuple[tuple[Option, ...], int] | None:
+def _best(tables: Sequence[Sequence[LinkOption]], left: int) -> tuple[tuple[LinkOption, ...], int] | None:
     """One option of each table, and the largest need. A knapsack for each largest need that is possible: of the sums so
     far those are kept that no other beats in both bytes on the host and bytes per second."""
-    best: tuple[tuple[Option, ...], int] | None = None
+    best: tuple[tuple[LinkOption, ...], int] | None = None
     most = -1
     for level in _levels(tables):
         sums: list[_Sum] = [(0, 0, (), ())]
@@ -267,12 +269,12 @@ def _undominated(sums: Iterable[_Sum]) -> list[_Sum]:
     return kept
 
 
-def _possible(tables: Sequence[Sequence[Option]], left: int) -> bool:
+def _possible(tables: Sequence[Sequence[LinkOption]], left: int) -> bool:
     needed = _needed(tables)
     return needed is not None and needed <= left
 
 
-def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
+def _needed(tables: Sequence[Sequence[LinkOption]]) -> int | None:
     """The least bytes per second with which one option of each table goes together."""
     sums = []
     for level in _levels(tables):
@@ -282,7 +284,7 @@ def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
     return min(sums, default=None)
 
 
-def _refusal(client: LinkClient, before: Sequence[Sequence[Option]], left: int) -> Refusal:
+def _refusal(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> Refusal:
     reason: Reason = "link" if options(client) else "slo" if next(_fitting(client), None) is not None else "memory"
     anywhere = _valid(replace(client, available=sum(client.costs.pages)))
     enough = [each.interval for each in anywhere if _possible([*before, (each,)], left)]
@@ -291,7 +293,7 @@ def _refusal(client: LinkClient, before: Sequence[Sequence[Option]], left: int) 
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
 
 
-def _nearest(client: LinkClient, before: Sequence[Sequence[Option]], left: int) -> float | None:
+def _nearest(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> float | None:
     """The smallest SLO that can be met beside the others: by the most of the link that each interval can count on."""
 
     times = []
@@ -305,5 +307,5 @@ def _nearest(client: LinkClient, before: Sequence[Sequence[Option]], left: int) 
     return min((time for time in times if time < math.inf), default=None)
 
 
-def _beyond(need: int, client: LinkClient, interval: int, before: Sequence[Sequence[Option]], left: int) -> bool:
+def _beyond(need: int, client: LinkClient, interval: int, before: Sequence[Sequence[LinkOption]], left: int) -> bool:
     return not _possible([*before, (_option(client, interval, need),)], left)

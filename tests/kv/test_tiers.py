@@ -26,7 +26,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.residency.states import Event
+from ballonet.offload.residency.states import PieceEvent
 
 from .. import pool
 from ..core import arm, disarm
@@ -526,7 +526,7 @@ def test_a_restore_that_was_interrupted_is_finished_before_anything_is_read(devi
     pair = Pair(60)
     assert press(device, 2) == 2
     pair.kv_range.pages._extent.look()
-    pair.kv_range.pages._extent.mover.states.move(Event.FETCH, (0, 1))
+    pair.kv_range.pages._extent.mover.states.move(PieceEvent.FETCH, (0, 1))
     pair.kv_range.range.own(0, 2)  # new pages, and there Ctrl-C came
     pair.update(1)
     pair.check()
