@@ -18,22 +18,22 @@ class MovableKV:
 
     def __init__(self, device: Device, range_: Range, extent: KVExtent | None, tier: KVTier | None) -> None:
         self._stream = stream_of(device)
-        self._range = range_
+        self.range = range_
         self._extent = extent
         self._tier = tier
 
     @property
     def pieces(self) -> int:
         """The pieces in use."""
-        return self._range.pieces if self._extent is None else self._extent.end
+        return self.range.pieces if self._extent is None else self._extent.end
 
     def backing(self, piece: int) -> Backing:
         """What the piece leads to."""
-        return self._range.backing(piece)
+        return self.range.backing(piece)
 
     def move(self, piece: int, to: Place) -> bool:
         """To another page, its own one. DriverError."""
-        return self._range.move(piece, to)
+        return self.range.move(piece, to)
 
     def displace(self, piece: int) -> bool:
         """Leads it to its backing, which gets its bytes. DriverError."""
