@@ -23,7 +23,7 @@ import torch
 from .patches import Patches
 
 
-class Listener:
+class CaptureListener:
     """Is told of each graph, a `torch.cuda.CUDAGraph`, on the thread that uses it. Does nothing."""
 
     def begins(self, graph: Any, pool: object) -> None:
@@ -42,12 +42,12 @@ class Listener:
         """A graph holds no capture any more."""
 
 
-_listeners: list[Listener] = []
+_listeners: list[CaptureListener] = []
 _patches = Patches()
 _lock = threading.RLock()  # a listener may leave in a finalizer
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: CaptureListener) -> None:
     """Adds a listener. Idempotent. AttributeError where torch has no CUDA graphs."""
     with _lock:
         if listener in _listeners:
@@ -61,7 +61,7 @@ def listen(listener: Listener) -> None:
             raise
 
 
-def leave(listener: Listener) -> None:
+def leave(listener: CaptureListener) -> None:
     """Removes a listener. Idempotent."""
     with _lock:
         if listener in _listeners:
@@ -81,7 +81,7 @@ def _wrap() -> None:
 def _begin(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-        told: list[Listener] = []
+        told: list[CaptureListener] = []
         try:
             for each in tuple(_listeners):
                 told.append(each)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class CompanionPart:
     """What is compiled into one file: `sources` beside the core's, the first of which is the one to compile, and the
     libraries of torch that it links."""
 
@@ -51,8 +51,8 @@ class Part:
     needs_cuda: bool = False
 
 
-COMPANION: Final = Part("companion", (CSRC / "companion.cpp", CSRC / "entry.h"), ("c10",))
-TORCH_ALLOCATOR: Final = Part(
+COMPANION: Final = CompanionPart("companion", (CSRC / "companion.cpp", CSRC / "entry.h"), ("c10",))
+TORCH_ALLOCATOR: Final = CompanionPart(
     "torch-allocator",
     (
         CSRC / "torch" / "cuda_allocator.cpp",
@@ -140,7 +140,7 @@ def load_allocator(cache: Path, core_table: int, ordinal: int) -> TorchAllocator
     return _load(TORCH_ALLOCATOR, cache, lambda path: TorchAllocator(path, core_table, ordinal))
 
 
-def _load(part: Part, cache: Path, opened: Callable[[Path], T]) -> T:
+def _load(part: CompanionPart, cache: Path, opened: Callable[[Path], T]) -> T:
     reason: OSError | None = None
     for folder in (cache, None):
         try:
@@ -157,7 +157,7 @@ def _load(part: Part, cache: Path, opened: Callable[[Path], T]) -> T:
     raise CompanionUnavailable(f"what was compiled for this torch cannot be loaded: {reason}")
 
 
-def build(folder: Path, part: Part = COMPANION) -> Path:
+def build(folder: Path, part: CompanionPart = COMPANION) -> Path:
     """The part's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
@@ -179,7 +179,7 @@ def build(folder: Path, part: Part = COMPANION) -> Path:
     return path
 
 
-def _compile(compiler: str, output: str, part: Part) -> None:
+def _compile(compiler: str, output: str, part: CompanionPart) -> None:
     errors = ""
     options = [*_options(), *_cuda_options(part)]
     libraries = [f"-l{name}" for name in part.libraries]
@@ -197,7 +197,7 @@ def _options() -> list[str]:
     return ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", abi, f"-I{root / 'include'}", f"-L{root / 'lib'}"]
 
 
-def _cuda_options(part: Part) -> list[str]:
+def _cuda_options(part: CompanionPart) -> list[str]:
     """Options that find CUDA's headers, where the part needs them. CompanionUnavailable."""
     if not part.needs_cuda:
         return []
@@ -207,7 +207,7 @@ def _cuda_options(part: Part) -> list[str]:
     return [f"-I{folder}", "-idirafter", str(part.sources[0].parent)]
 
 
-def _facts(part: Part) -> list[str]:
+def _facts(part: CompanionPart) -> list[str]:
     """What a compiled part must agree with."""
     sources = [path.read_text() for path in part.sources]
     abi = str(torch._C._GLIBCXX_USE_CXX11_ABI)

@@ -48,7 +48,7 @@ class EventSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LoggedEvent:
     """One decision."""
 
     when: int  # ns of CLOCK_MONOTONIC
@@ -95,7 +95,7 @@ class Named(NamedTuple):
 class Heard(NamedTuple):
     """`events` since a cursor, in the order in which they came; the next cursor; how many came and are kept no more."""
 
-    events: list[Event]
+    events: list[LoggedEvent]
     cursor: int
     lost: int
 
@@ -114,15 +114,15 @@ class Events:
     def __init__(self, source: EventSource | None = None, limit: int = EVENTS) -> None:
         self.naming: Callable[[int], Named] = unnamed
         self._source = source
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[LoggedEvent] = deque()
         self._sorting = False
-        self._kept: deque[Event] = deque(maxlen=limit)
+        self._kept: deque[LoggedEvent] = deque(maxlen=limit)
         self._counts: dict[tuple[str, str], Count] = {}
         self._timed: dict[tuple[str, str], tuple[int, float]] = {}  # pages and seconds of those that were measured
         self._came = 0
         self._lock = threading.RLock()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: LoggedEvent) -> None:
         """Takes a few microseconds at most."""
         self._inbox.append(event)
         with self._lock:
@@ -141,7 +141,7 @@ class Events:
     ) -> None:
         """Adds an event of this moment; `by` is the calling thread unless another asked."""
         asked = threading.current_thread().name if by is None else by
-        self.add(Event(time.monotonic_ns(), lever, verb, pages, what, asked, predicted, measured))
+        self.add(LoggedEvent(time.monotonic_ns(), lever, verb, pages, what, asked, predicted, measured))
 
     def hear(self) -> None:
         """Takes over what the core did since the last call of anyone."""
@@ -180,7 +180,7 @@ class Events:
         finally:
             self._sorting = False
 
-    def _sort(self, event: Event) -> None:
+    def _sort(self, event: LoggedEvent) -> None:
         name = event.lever, event.verb
         took = event.measured
         if took is not None:
@@ -193,13 +193,13 @@ class Events:
         self._kept.append(event)
         self._came += 1
 
-    def _of(self, row: Row, threads: Mapping[int | None, str]) -> Event:
+    def _of(self, row: Row, threads: Mapping[int | None, str]) -> LoggedEvent:
         when, kind, pages, key, thread, took = row
         lever, verb = KINDS.get(kind, (kind, "pull"))
         named = Named(lever, "", None) if lever else self.naming(key)
         by = threads.get(thread, f"thread {thread}") if thread else "ballonet"
         seconds = took / 1e9 if took else None
-        return Event(when, named.lever, verb, pages, named.what, by, named.cost(pages), seconds)
+        return LoggedEvent(when, named.lever, verb, pages, named.what, by, named.cost(pages), seconds)
 
 
 def more(now: Mapping[str, Mapping[str, Count]], before: Mapping[str, Mapping[str, Count]]) -> Counts:

@@ -21,7 +21,7 @@ STATES: Final = {"allocated": "active_allocated", "pending": "active_pending_fre
 Frame = dict[str, Any]
 
 
-class Contents(NamedTuple):
+class SnapshotContents(NamedTuple):
     """Bytes that have a name: `name` of what lies at [address, address + nbytes), and of `whom`, a model or cache."""
 
     address: int
@@ -32,7 +32,7 @@ class Contents(NamedTuple):
 
 def viewed(
     segments: Iterable[Segment],
-    contents: Iterable[Contents] = (),
+    contents: Iterable[SnapshotContents] = (),
     *,
     ordinal: int = 0,
     history: Mapping[str, Any] | None = None,
@@ -58,7 +58,11 @@ def pages_by_owner(snapshot: Mapping[str, Any], page_size: int) -> dict[str, int
 
 
 def _segment(
-    segment: Segment, known: Sequence[Contents], starts: Sequence[int], stacks: Mapping[int, list[Frame]], ordinal: int
+    segment: Segment,
+    known: Sequence[SnapshotContents],
+    starts: Sequence[int],
+    stacks: Mapping[int, list[Frame]],
+    ordinal: int,
 ) -> dict[str, Any]:
     address, nbytes, pool, small, rows, owner, stream = segment
     blocks: list[dict[str, Any]] = []
@@ -99,8 +103,8 @@ def _segment(
 
 
 def _cut(
-    address: int, nbytes: int, known: Sequence[Contents], starts: Sequence[int]
-) -> Iterator[tuple[int, int, int, Contents | None]]:
+    address: int, nbytes: int, known: Sequence[SnapshotContents], starts: Sequence[int]
+) -> Iterator[tuple[int, int, int, SnapshotContents | None]]:
     """(address, bytes, bytes of these that are used, what lies there) of the pieces that a run of pages is cut into."""
     end = address + nbytes
     index = bisect_left(starts, address)
@@ -118,9 +122,9 @@ def _cut(
         yield begin, after - begin, min(each.address + each.nbytes, after) - begin, each
 
 
-def _in_order(contents: Iterable[Contents]) -> list[Contents]:
+def _in_order(contents: Iterable[SnapshotContents]) -> list[SnapshotContents]:
     """Returns them by address, each byte once: what begins within another one is left out."""
-    result: list[Contents] = []
+    result: list[SnapshotContents] = []
     for each in sorted(contents, key=lambda each: (each.address, -each.nbytes)):
         if each.nbytes and (not result or each.address >= result[-1].address + result[-1].nbytes):
             result.append(each)

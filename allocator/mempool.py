@@ -35,7 +35,7 @@ _BEGIN: Final = ("_cuda_beginAllocateToPool", "_cuda_beginAllocateCurrentThreadT
 _END: Final = "_cuda_endAllocateToPool"
 
 
-class MemPoolRoute(captures.Listener):
+class MemPoolRoute(captures.CaptureListener):
     """What one thread allocates on one device comes from the pool, from `open()` until `close()`."""
 
     def __init__(self, allocate: int, free: int, ordinal: int) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 import batch_cost
 from common import Figure, Options, Row, options, report
 
-from ballonet.hooks.server.arrivals import Arrival, read
-from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
+from ballonet.hooks.server.arrivals import RecordedArrival, read
+from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.actions import Commit
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -111,10 +111,10 @@ def _judged(batches: list[Batch], cost: ChunkCost) -> tuple[float, float, float]
 def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     """P99 of the seconds to the first token, by policy."""
     short = 0.05 if chosen.tiny else 1.0
-    moe = Fleet(MOE, 4, 610 * GB, PAGE, 1000 * GB, 200e9, 200e9)
+    moe = VirtualFleet(MOE, 4, 610 * GB, PAGE, 1000 * GB, 200e9, 200e9)
     mostly = wave(8, 40, 60 * short, 180 * short, 1)
     yield from _compared("235B, 4 replicas, a burst", moe, MOE_COST, mostly, at_least=1.3)
-    dense = Fleet(DENSE, 8, 40 * GB, PAGE, 100 * GB, 25e9, 25e9)
+    dense = VirtualFleet(DENSE, 8, 40 * GB, PAGE, 100 * GB, 25e9, 25e9)
     code = coding(prompts[: round(3000 * short)], 20.0)
     yield from _compared("14B, 8 replicas, prompts of code", dense, DENSE_COST, code, at_most=1.02)
     square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS)
@@ -136,7 +136,7 @@ def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
 
 
 def _compared(
-    what: str, fleet: Fleet, cost: ChunkCost, arrivals: list[Arrival], **limit: float
+    what: str, fleet: VirtualFleet, cost: ChunkCost, arrivals: list[RecordedArrival], **limit: float
 ) -> Iterator[dict[str, Any]]:
     ours = run(fleet, cost, arrivals, "drop")
     drop = Figure.of([ours["ttft_p99"]])
@@ -155,24 +155,24 @@ def _compared(
     yield row(f"{what}: P99 TTFT", names, value=ratio, drops=drops, restores=restores, bubble=bubble)
 
 
-def wave(low: float, high: float, seconds: float, period: float, periods: int) -> list[Arrival]:
+def wave(low: float, high: float, seconds: float, period: float, periods: int) -> list[RecordedArrival]:
     """Requests that come at `low` a second, and at `high` for so many `seconds` of each period; prompts of 1,000 tokens
     and answers of 1,500 in the median."""
-    random, at, found = Random(0), 0.0, list[Arrival]()
+    random, at, found = Random(0), 0.0, list[RecordedArrival]()
     begin = (period - seconds) / 3
     while at < period * periods:
         at += random.expovariate(high if begin <= at % period < begin + seconds else low)
         prompt, new = (max(10, round(random.lognormvariate(math.log(each), 0.6))) for each in (1000, 1500))
-        found.append(Arrival(at, prompt, new))
+        found.append(RecordedArrival(at, prompt, new))
     return found
 
 
-def coding(prompts: list[int], rate: float) -> list[Arrival]:
+def coding(prompts: list[int], rate: float) -> list[RecordedArrival]:
     """Prompts of code at a rate that goes up and down by half in two minutes; answers are short."""
-    random, at, found = Random(0), 0.0, list[Arrival]()
+    random, at, found = Random(0), 0.0, list[RecordedArrival]()
     for each in prompts:
         at += random.expovariate(rate * (1 + math.sin(at / 20) / 2))
-        found.append(Arrival(at, each, 1 + round(random.expovariate(1 / 27))))
+        found.append(RecordedArrival(at, each, 1 + round(random.expovariate(1 / 27))))
     return found
 
 
@@ -191,7 +191,7 @@ def decisions(chosen: Options) -> Iterator[dict[str, Any]]:
 
 
 def _calls(replicas: int) -> int:
-    fleet = Fleet(DENSE, replicas, 40 * GB, PAGE, 0, 25e9, 25e9)
+    fleet = VirtualFleet(DENSE, replicas, 40 * GB, PAGE, 0, 25e9, 25e9)
     controller = Controller(fleet.layer_pages, KVSize(DENSE.kv, PAGE), MOE_COST)
     for member in range(replicas):
         controller.on(Joined(0.0, member, fleet.pages))

@@ -25,13 +25,11 @@ from ..allocator.runtime import Runtime
 from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
-from ..offload.governor.situation import Lending
 from ..offload.policy.plan import Fewest, Interval, Rule
-from ..offload.policy.request_slo import RequestSLO
-from ..offload.policy.step_costs import StepCosts
 from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Point, Record
 from ..offload.timeline.recorder import mark
+from . import attaching
 from .device import governors, shared, streams
 from .device.marks import marks_of
 from .forward.forwards import Forwards
@@ -45,9 +43,10 @@ from .measure.point import point_of
 from .measure.report import Report
 from .options import ManageOptions, check_known, given
 from .streaming.elastic import Elastic
-from .weights.follow import Follower
+from .weights.backings import Files
+from .weights.follow import WeightsFollower
 from .weights.layers import decoder_layers, runners
-from .weights.ranges import Files, Weights
+from .weights.ranges import Weights
 from .weights.storages import in_graphs
 
 if TYPE_CHECKING:
@@ -278,12 +277,19 @@ class Managed:
         self._options = options
         self._seed: int | None = None  # of chaos, where a test has asked for it
         self._prefixes: PrefixStore | None = None
-        self._forget_prefixes: Callable[[], object] = _nothing
+        self._forget_prefixes: Callable[[], object] = attaching.nothing
         self._model = weakref.ref(model)
-        generators = _generators(model)
+        known = weakref.ref(self)
+        generators = attaching.generators(model)
+
+        def elastic() -> Elastic | None:
+            return None if (it := known()) is None else it._elastic
+
         with ExitStack() as undo:
             open_lease, wanted, self._detach = (
-                _attach_caches(model, device, options, self) if generators else (ForwardLease, _nothing, _nothing)
+                attaching.attach_caches(model, device, options, elastic)
+                if generators
+                else (ForwardLease, attaching.nothing, attaching.nothing)
             )
             undo.callback(self._detach)
             governor = governors.of(device)
@@ -292,7 +298,7 @@ class Managed:
             self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
             self._weights = Weights(device, self._pace.waiting, tuning.weights)
             self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
-            self._follower = Follower(self._weights)
+            self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
             self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
             self._elastic.wanted_until = wanted
@@ -325,9 +331,9 @@ class Managed:
             self._record = None if options.slo else _kept(model, device)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
-                _attach_prefixes(generators[0], device, options, self._elastic)
+                attaching.attach_prefixes(generators[0], device, options, self._elastic)
                 if generators and options.kept_prefixes
-                else (None, _nothing)
+                else (None, attaching.nothing)
             )
             undo.pop_all()
         self._finalizer = Finalizer(
@@ -355,7 +361,7 @@ class Managed:
             self._elastic.report(),
             streamed=self._weights.away(),
             pages=self._weights.pages,
-            host_pages=self._weights.host_pages,
+            host_pages=self._weights.backings.host_pages,
             unmanaged_tensors=dict(self._follower.left),
             released=self._released,
             options=self._options,
@@ -382,7 +388,8 @@ class Managed:
         All or nothing: raises ModelInUse while a forward of the model runs, torch.OutOfMemoryError where torch has
         no room for one more layer, WeightsFileChanged, DriverError; the model is then managed as before.
         """
-        self._check_not_running()
+        if not self._released and self._forwards.running():
+            raise ModelInUse(f"a forward of {self._name} is running: release() it afterwards")
         if self._prefixes is not None:
             self._prefixes.flush(self._patience)
         with _lock:
@@ -432,10 +439,6 @@ class Managed:
     def _released(self) -> bool:
         """Is the model managed no more, as it was released or collected?"""
         return not self._finalizer.alive
-
-    def _check_not_running(self) -> None:
-        if not self._released and self._forwards.running():
-            raise ModelInUse(f"a forward of {self._name} is running: release() it afterwards")
 
     def _let_go(self) -> None:
         self._finalizer()
@@ -601,94 +604,6 @@ def _check_not_managed(model: nn.Module) -> None:
             )
 
 
-def _generators(model: nn.Module) -> list[nn.Module]:
-    """The parts of `model` that generate text the way transformers does: as a rule it alone. Some have such a model
-    inside and call only that."""
-    transformers = sys.modules.get("transformers.generation.utils")
-    if transformers is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, transformers.GenerationMixin)]
-
-
-def _nothing() -> None:
-    """What is to be undone of a cache that was not attached."""
-
-
 def _in_graphs(reference: weakref.ref[nn.Module]) -> bool:
     model = reference()
     return model is not None and in_graphs(model)
-
-
-def _attach_prefixes(
-    model: nn.Module, device: Device, options: ManageOptions, elastic: Elastic
-) -> tuple[PrefixStore, Callable[[], object]]:
-    """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
-    from .batching import seams
-    from .prefix import sessions
-    from .prefix.store import PrefixStore
-
-    size = options.kept_prefixes
-    store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
-    elastic.keeper = weakref.ref(store.pressure)
-    if (folder := options.prefix_dir) is not None:
-        from .prefix.saving import Saver
-
-        record, governor, limit = (lambda: elastic.timings.record), governors.of(device), options.prefix_dir_limit
-        store.contents.saver = Saver(
-            model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
-        )
-    if (batched := seams.batched(model)) is not None and batched.living is not None:
-        batched.living.share(store)
-    detach = sessions.attach(model, store)
-
-    def undo() -> None:
-        detach()
-        store.close()
-
-    return store, undo
-
-
-def _attach_caches(
-    model: nn.Module, device: Device, options: ManageOptions, handle: Managed
-) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
-    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, until when requests
-    need it, and what undoes all. `device`: theirs. Where prefixes are kept, caches may grow for a long time, so that
-    layers share no pages."""
-    from .batching import seams
-    from .batching.batched import Batched
-    from .batching.living import Living
-    from .compat import position_table
-    from .device.references import label
-    from .kv import generation
-
-    known = weakref.ref(handle)
-
-    def require(tpot: float | None, ttft: float | None, others: bool) -> None:
-        if (it := known()) is not None:
-            it._elastic.require(tpot, ttft, others)
-
-    def lends(pages: int) -> Lending:
-        it = known()
-        return Lending(0, 0, 0) if it is None else governors.of(device).lending(it._elastic, pages)
-
-    size, living = options.kept_prefixes, None
-    if size:
-        living = Living(None if size is True else size)
-    detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
-    slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    governor = governors.of(device)
-
-    def assumed() -> float:
-        exposed = 0.0 if governor.marks is not None else governor.tuning.serving.exposed
-        return exposed * (governor.link.page_seconds or 0.0)
-
-    costs = StepCosts(governor.tuning.serving, assumed)
-    fast, positions = options.batches == "fast", position_table(model)
-    batched = Batched(label(model), device, costs, fast, require, lends, living, slo, positions)
-    detach_batches = seams.attach(model, batched)
-
-    def detach() -> None:
-        detach_caches()
-        detach_batches()
-
-    return partial(generation.ModelLease, weakref.ref(model)), lambda: batched.wanted, detach

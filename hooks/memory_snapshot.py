@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..allocator import install, runtime
 from ..allocator._native import Device
 from ..allocator.errors import ConfigError
-from ..allocator.memory_snapshot import Contents, pages_by_owner, viewed
+from ..allocator.memory_snapshot import SnapshotContents, pages_by_owner, viewed
 from .device import governors
 from .managed import all_managed
 from .weights.storages import has_bytes, members
@@ -42,7 +42,7 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def _weights(device: Device) -> Iterator[Contents]:
+def _weights(device: Device) -> Iterator[SnapshotContents]:
     """What lies in the weights' pages of every managed model: its tensors, and its slots."""
     for model, weights in all_managed():
         if weights.device is device:
@@ -51,16 +51,16 @@ def _weights(device: Device) -> Iterator[Contents]:
                 if has_bytes(member.tensor):
                     storage, start = member.tensor.untyped_storage(), member.tensor.data_ptr()
                     left = int(storage.data_ptr() + storage.nbytes()) - start  # an expanded tensor has more than that
-                    yield Contents(start, min(member.tensor.nbytes, left), member.name, name)
+                    yield SnapshotContents(start, min(member.tensor.nbytes, left), member.name, name)
             for number, slot in enumerate(weights.ring.ranges):
-                yield Contents(slot.address, slot.nbytes, f"slot {number} of layers that stream", name)
+                yield SnapshotContents(slot.address, slot.nbytes, f"slot {number} of layers that stream", name)
 
 
-def _caches(device: Device) -> Iterator[Contents]:
+def _caches(device: Device) -> Iterator[SnapshotContents]:
     """What lies in the pages of KV."""
     for name, ranges in governors.of(device).ranges():
         for what, opened in ranges:
-            yield Contents(opened.address, opened.nbytes, what, name)
+            yield SnapshotContents(opened.address, opened.nbytes, what, name)
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

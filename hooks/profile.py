@@ -116,7 +116,7 @@ def kept(model: nn.Module, device: Device) -> Record | None:
     path = record.path_of(cache_dir(runtime.holding(device).settings), key)
     try:
         return record.load(path, key)
-    except record.Damaged as why:
+    except record.RecordDamaged as why:
         warnings.warn(
             f"the performance record of {type(model).__name__} is not used: {why}", RuntimeWarning, stacklevel=4
         )
@@ -165,7 +165,7 @@ def measured(
 def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | None:
     try:
         return record.load(path, key)
-    except record.Missing:
+    except record.RecordMissing:
         return None
     except record.Unusable as why:
         text = f"the performance record of {type(model).__name__} is measured anew: {why}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ballonet.offload.governor.client import LAYERS, Offer
-from ballonet.offload.governor.decision import Decision
+from ballonet.offload.governor.decision import StreamDecision
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.plan import Plan
 from ballonet.offload.record.record import Point
@@ -143,7 +143,7 @@ class FakeModel:
         self.changes = 0
         self.asked = 0
         self.entries: Callable[[int], bool] = lambda layer: True
-        self.decisions: list[Decision] = []
+        self.decisions: list[StreamDecision] = []
         self.wanted: float | None = None
         self.loaded = 0  # pages that came back from the host
         device.models.append(self)
@@ -197,7 +197,7 @@ class FakeModel:
         batch: int = 1,
         length: int = 8,
         kv: int = 0,
-    ) -> Decision:
+    ) -> StreamDecision:
         """An iteration, with which the cache grows. MemoryError where there are no pages for that."""
         self.running = True
         try:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.admission import Admitted, Demand, Memory, Where, admit, can_ever_run
+from ballonet.offload.policy.admission import Admission, Demand, Memory, Where, admit, can_ever_run
 from ballonet.offload.policy.buffer import LogicalBuffer
 from ballonet.offload.policy.tuning import Serving
 
@@ -95,7 +95,7 @@ def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra
     for now in range(200):
         running = [(end, each) for end, each in running if end > now]
         free = most - sum(each.kv + each.activations for _, each in running)
-        found: Admitted = admit(waiting, Memory(free, 0, reserve=RESERVE), TUNING)
+        found: Admission = admit(waiting, Memory(free, 0, reserve=RESERVE), TUNING)
         running += [(now + 1 + random.randrange(5), each) for each in waiting if each.request in found.where]  # type: ignore[attr-defined]
         waiting = [
             replace(each, passed=each.passed + (each.request in found.passed))

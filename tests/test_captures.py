@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator.captures import Listener, leave, listen
+from ballonet.allocator.captures import CaptureListener, leave, listen
 
 NAMES = ("capture_begin", "capture_end", "replay", "reset")
 
@@ -38,7 +38,7 @@ class Graph:
         self.heard.append("reset")
 
 
-class Hears(Listener):
+class Hears(CaptureListener):
     def __init__(self, name: str, refuses: bool = False) -> None:
         self.name = name
         self.refuses = refuses

@@ -134,7 +134,7 @@ def _plain(function: str) -> ctypes.c_void_p:
 
 
 def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_again(compiler: str, output: str, part: companion.Part) -> None:
+    def compile_again(compiler: str, output: str, part: companion.CompanionPart) -> None:
         raise AssertionError(f"{compiler} ran again for {output}")
 
     monkeypatch.setattr(companion, "_compile", compile_again)

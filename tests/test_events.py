@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.allocator.events import KINDS, Count, Event, Events, Named, Row, more
+from ballonet.allocator.events import KINDS, Count, Events, LoggedEvent, Named, Row, more
 
 EVENTS = st.lists(
     st.builds(
-        Event,
+        LoggedEvent,
         when=st.integers(0, 9),
         lever=st.sampled_from("abc"),
         verb=st.sampled_from("xy"),
@@ -44,7 +44,7 @@ class Core:
 
 
 @given(EVENTS)
-def test_what_nobody_predicted_is_expected_to_take_as_long_as_before(events: list[Event]) -> None:
+def test_what_nobody_predicted_is_expected_to_take_as_long_as_before(events: list[LoggedEvent]) -> None:
     log = Events()
     for event in events:
         log.add(replace(event, predicted=None))
@@ -64,7 +64,7 @@ def test_what_nobody_predicted_is_expected_to_take_as_long_as_before(events: lis
 
 @given(EVENTS, st.lists(st.integers(0, 30)), st.integers(0, 10))
 def test_readers_get_each_event_once_or_learn_how_many_they_lost(
-    events: list[Event], stops: list[int], limit: int
+    events: list[LoggedEvent], stops: list[int], limit: int
 ) -> None:
     log = Events(limit=limit)
     cursor, told, begin = 0, 0, 0
@@ -81,7 +81,7 @@ def test_readers_get_each_event_once_or_learn_how_many_they_lost(
 
 
 @given(EVENTS, st.integers(0, 30))
-def test_counts_are_of_all_that_came_and_can_be_told_from_earlier_ones(events: list[Event], first: int) -> None:
+def test_counts_are_of_all_that_came_and_can_be_told_from_earlier_ones(events: list[LoggedEvent], first: int) -> None:
     log = Events(limit=3)
     before = log.counts()
     for number, event in enumerate(events):
@@ -94,7 +94,7 @@ def test_counts_are_of_all_that_came_and_can_be_told_from_earlier_ones(events: l
     assert summed(more(log.counts(), before)) == brute(events[first:])
 
 
-def brute(events: list[Event]) -> dict[tuple[str, str], Count]:
+def brute(events: list[LoggedEvent]) -> dict[tuple[str, str], Count]:
     return {
         (lever, verb): Count(
             len(of := [event for event in events if (event.lever, event.verb) == (lever, verb)]),
@@ -124,11 +124,11 @@ def test_what_the_core_did_is_named_once_whoever_listens() -> None:
     log.hear()
     me = threading.current_thread().name
     assert log.since().events == [
-        Event(5, "idle weights", "pull", 3, "model, layer 7", me, 0.5, 0.002),
-        Event(6, "idle weights", "yield", 1, "model, layer 8", "thread 12345", 0.5, None),
-        Event(7, "spill", "pull", 2, "", "ballonet", None, None),
-        Event(8, "something new", "pull", 1, "", me, None, None),
-        Event(9, "budget", "set", 4, "", me, None, 1e-6),
+        LoggedEvent(5, "idle weights", "pull", 3, "model, layer 7", me, 0.5, 0.002),
+        LoggedEvent(6, "idle weights", "yield", 1, "model, layer 8", "thread 12345", 0.5, None),
+        LoggedEvent(7, "spill", "pull", 2, "", "ballonet", None, None),
+        LoggedEvent(8, "something new", "pull", 1, "", me, None, None),
+        LoggedEvent(9, "budget", "set", 4, "", me, None, 1e-6),
     ]
     assert log.counts()["idle weights"] == {"pull": Count(1, 3, 0.002), "yield": Count(1, 1, 0.0)}
 
@@ -185,7 +185,7 @@ def test_many_threads_add_and_one_reads() -> None:
 
     def add(number: int) -> None:
         for when in range(300):
-            log.add(Event(when, "a", str(number), 1))
+            log.add(LoggedEvent(when, "a", str(number), 1))
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -208,12 +208,12 @@ def test_an_event_may_be_added_in_the_middle_of_adding_one() -> None:
         """Adds another event when it is added up."""
 
         def __radd__(self, other: Any) -> int:
-            log.add(Event(2, "b", "y", 1))
+            log.add(LoggedEvent(2, "b", "y", 1))
             gc.collect()
             return int(self) + int(other)
 
         __add__ = __radd__
 
-    log.add(Event(1, "a", "x", Pages(5)))
+    log.add(LoggedEvent(1, "a", "x", Pages(5)))
     assert [event.when for event in log.since().events] == [1, 2]
     assert summed(log.counts()) == {("a", "x"): Count(1, 5, 0.0), ("b", "y"): Count(1, 1, 0.0)}

@@ -250,7 +250,7 @@ def test_an_iteration_that_is_told_the_same_is_in_use_as_any(calm: World) -> Non
     assert told_again(calm) == 8
     (state,) = calm.governor._known.clients.models
     assert state.activity.at == state.used == calm.clock.now
-    assert calm.governor._known.clients.running == ()
+    assert calm.governor._known.clients.running.models == ()
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,73 @@ def test_decisions_are_pure(trees: dict[Path, ast.Module]) -> None:
         assert not {name.split(".")[0] for name in names} & {"torch", "transformers", "time", "random"}, path
 
 
+LARGEST = 25  # methods of a class, with properties and special ones
+LARGE = {  # and what has more
+    # The methods are those of an interface.
+    "ElasticLayer": "a layer of a cache of transformers",
+    "ElasticScheduler": "a scheduler of transformers",
+    "ElasticPagedCache": "a paged cache of transformers",
+    "Elastic": "what a governor asks of a model (ModelClient)",
+    "SectorClient": "what a governor asks of pages (PageClient)",
+    # These have several concepts yet.
+    "KVRange": "tokens, what is shown of them, a prefix that is released",
+    "Drop": "requests, groups, what the controller says",
+    "HeldLayers": "what is dropped, what is offered to peers",
+    "Leader": "microbatches, requests, what followers say",
+    "Supervisor": "replicas, clients, the controller",
+}
+
+
+def methods(each: ast.ClassDef) -> int:
+    return sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in each.body)
+
+
+def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
+    classes = [each for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
+    assert {each.name for each in classes if methods(each) > LARGEST} == set(LARGE)
+
+
+TWICE = {  # names that two classes have yet: one of them, as a rule, lies in hooks/replicas/
+    *("Changes", "Chunk", "ChunkCost", "CudaMarks", "HostMarks", "Placement", "Plan", "Prepared", "Record", "Replica"),
+    *("Request", "Restored", "Setup", "Stage", "State", "Waiting"),
+}
+
+
+def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
+    """In the library; names with an underscore are their file's own."""
+    names = [each.name for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
+    assert {each for each in names if names.count(each) > 1 and not each.startswith("_")} == TWICE
+
+
+EDGES = {  # where nobody passes a tuning, as nobody has one yet
+    "hooks/kv/range.py",  # a cache outside of managed models
+    *("hooks/device/shared.py", "hooks/vllm/cache.py"),  # what a command asks of other processes; an engine of vLLM
+    *("hooks/programs/facts.py", "hooks/server/page_size.py", "hooks/watch/notebook.py"),
+    *("src/ballonet/cli/plan.py", "src/ballonet/cli/top.py"),
+    *(f"hooks/whatif/{name}.py" for name in ("loops", "measuring", "policies", "run")),
+    *(f"hooks/whatif/replicas/{name}.py" for name in ("keepers", "pipes")),
+}
+
+
+def reads_default(tree: ast.Module) -> bool:
+    """Is `DEFAULT` read otherwise than for a parameter or a field that was not given?"""
+    given: list[ast.AST | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arguments):
+            given += [*node.defaults, *node.kw_defaults]
+        elif isinstance(node, ast.ClassDef):
+            given += [each.value for each in node.body if isinstance(each, ast.AnnAssign)]
+    known = {id(part) for value in given if value is not None for part in ast.walk(value)}
+    return any(isinstance(node, ast.Name) and node.id == "DEFAULT" and id(node) not in known for node in ast.walk(tree))
+
+
+def test_tunings_are_passed(trees: dict[Path, ast.Module]) -> None:
+    found = {path.relative_to(ROOT).as_posix() for _, path in SOURCES if reads_default(trees[path])}
+    assert found - {"offload/policy/tuning.py"} == EDGES
+    assert not reads_default(ast.parse("def act(pause: float = DEFAULT.waiting.pause) -> None: ..."))
+    assert reads_default(ast.parse("PARTS = DEFAULT.weights.link_parts"))
+
+
 DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Again|So|Also)\b")
 
 

@@ -27,6 +27,7 @@ from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 
+from .caches import kv_pages
 from .core import arm, disarm, faults_fired
 from .kv.pressure import started
 from .pool import bytes_that_exist, in_pool
@@ -70,12 +71,6 @@ def same(elastic: Any, stock: Any) -> None:
         assert torch.equal(elastic.values, stock.values)
         assert elastic.dtype == stock.dtype
         assert elastic.device == stock.device
-
-
-def kv_pages(device: Device) -> int:
-    device.reap(wait=True)
-    pages: int = device.snapshot()["pages"]["kv"]
-    return pages
 
 
 class Twins(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.layer_stream import (
     Choice,
-    Layer,
+    LayerReads,
     Split,
     Way,
     block_bytes,
@@ -86,29 +86,29 @@ PAGE = 2**21
 SECONDS = PAGE / LINK  # to copy a page
 
 
-def chosen(layers: list[Layer], free: int, rows: int = 1, copy: float = 0.0, in_place: float = 0.9) -> Choice:
+def chosen(layers: list[LayerReads], free: int, rows: int = 1, copy: float = 0.0, in_place: float = 0.9) -> Choice:
     return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, tuning=KVReads(copy=copy, in_place=in_place))
 
 
 def test_what_fits_is_restored_and_arrives_while_layers_compute() -> None:
-    layers = [Layer(4, rest=8 * SECONDS)] * 10
+    layers = [LayerReads(4, rest=8 * SECONDS)] * 10
     found = chosen(layers, free=40)
     assert (found.way, found.streamed, found.slots, found.pages) == (Way.RESIDENT, 0, 0, 40)
     assert found.seconds == pytest.approx(80 * SECONDS)
     assert found.exposed == pytest.approx(0)
     assert found.first == pytest.approx(84 * SECONDS), "only the first layer's copy is waited for"
-    slow = chosen([Layer(4, rest=SECONDS)] * 10, free=40)
+    slow = chosen([LayerReads(4, rest=SECONDS)] * 10, free=40)
     assert slow.first == pytest.approx(41 * SECONDS), "the link is never idle, and the last layer computes after it"
 
 
 def test_small_pieces_are_read_in_place_rather_than_copied_one_by_one() -> None:
-    layers = [Layer(1, rest=SECONDS)] * 10
+    layers = [LayerReads(1, rest=SECONDS)] * 10
     assert chosen(layers, free=2, copy=2 * SECONDS).way is Way.ZERO_COPY
     assert chosen(layers, free=2, copy=2 * SECONDS, rows=64).way is Way.ZERO_COPY
     assert chosen(layers, free=2, copy=2 * SECONDS, rows=65).way is Way.STREAMED
 
 
-def simulated(layers: list[Layer], streamed: int, slots: int) -> float:
+def simulated(layers: list[LayerReads], streamed: int, slots: int) -> float:
     """The same in small steps of time, as an engine would find out: who may go on does."""
     copies = [j for j, layer in enumerate(layers) if min(layer.pages, streamed)]
     step = {"link": 0, "layer": 0}
@@ -132,12 +132,14 @@ def simulated(layers: list[Layer], streamed: int, slots: int) -> float:
 
 
 @given(
-    st.lists(st.builds(Layer, st.integers(0, 4), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
+    st.lists(st.builds(LayerReads, st.integers(0, 4), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
     st.integers(0, 24),
     st.integers(1, 400),
 )
 @settings(max_examples=200, deadline=None)
-def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(layers: list[Layer], free: int, rows: int) -> None:
+def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(
+    layers: list[LayerReads], free: int, rows: int
+) -> None:
     found = choose(layers, page=1, link=1.0, free=free, rows=rows, tuning=KVReads(copy=0.0))
     away = [layer.pages for layer in layers]
     compute = sum(layer.rest + layer.attention for layer in layers)
@@ -166,4 +168,4 @@ def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(layers: list
 )
 def test_no_such_machine(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="more than nothing"):
-        choose([Layer(1, 1.0)], **({"page": 1, "link": 1.0, "free": 1, "rows": 1} | wrong))  # type: ignore[arg-type]
+        choose([LayerReads(1, 1.0)], **({"page": 1, "link": 1.0, "free": 1, "rows": 1} | wrong))  # type: ignore[arg-type]

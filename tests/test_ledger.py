@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import LinkClient, Option, Refusal, Shares, options, share, share_running
+from ballonet.offload.policy.ledger import LinkClient, LinkOption, Refusal, Shares, options, share, share_running
 
 from .links import fair
 
@@ -53,13 +53,13 @@ bandwidths = st.sampled_from([0, 999, *range(LINK // 10, 2 * LINK, LINK // 20)])
 traffics = st.sampled_from([0, LINK // 10, LINK // 3, LINK])
 
 
-def works(chosen: tuple[Option, ...], left: int) -> bool:
+def works(chosen: tuple[LinkOption, ...], left: int) -> bool:
     level = max((option.need for option in chosen), default=0)
     return sum(min(option.rate, level) for option in chosen) <= left
 
 
-def best_of_all(tables: list[tuple[Option, ...]], left: int) -> tuple[Option, ...] | None:
-    def key(chosen: tuple[Option, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+def best_of_all(tables: list[tuple[LinkOption, ...]], left: int) -> tuple[LinkOption, ...] | None:
+    def key(chosen: tuple[LinkOption, ...]) -> tuple[int, int, int, tuple[int, ...]]:
         level = max((option.need for option in chosen), default=0)
         rate = sum(min(option.rate, level) for option in chosen)
         return -sum(option.host for option in chosen), level, rate, tuple(option.interval for option in chosen)

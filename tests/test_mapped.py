@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import mapped
 from ballonet.hooks.weights.mapped import Mapped, file_spans
-from ballonet.hooks.weights.storages import Member, members
+from ballonet.hooks.weights.storages import TensorMember, members
 from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
@@ -48,7 +48,7 @@ def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def found(*tensors: torch.Tensor) -> list[FileSpan | None]:
-    spans = file_spans(Member(str(n), tensor, {None}) for n, tensor in enumerate(tensors))
+    spans = file_spans(TensorMember(str(n), tensor, {None}) for n, tensor in enumerate(tensors))
     assert spans.keys() <= {id(tensor) for tensor in tensors}
     return [spans.get(id(tensor)) for tensor in tensors]
 

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ConfigError, NotInstalled
-from ballonet.allocator.memory_snapshot import Contents, pages_by_owner, viewed
+from ballonet.allocator.memory_snapshot import SnapshotContents, pages_by_owner, viewed
 
 from .models import build, prompts
 from .pool import take_out
@@ -335,7 +335,7 @@ def test_what_torch_recorded_is_taken_over() -> None:
         (64, 192, (0, 0), True, [(64, 128, 100, "allocated"), (192, 64, 0, "free")], "activations", 7),
         (4096, 4096, (0, 0), False, [(4096, 4096, 4096, "allocated")], "weights", 0),
     ]
-    found = viewed(rows, [Contents(4096, 4000, "w", "Net")], ordinal=1, history=HISTORY)
+    found = viewed(rows, [SnapshotContents(4096, 4000, "w", "Net")], ordinal=1, history=HISTORY)
     check_format(found)
     assert (found["device_traces"], found["allocator_settings"]) == (
         HISTORY["device_traces"],
@@ -363,7 +363,7 @@ def test_runs_are_cut_where_contents_begin(lying: list[tuple[int, int]], runs: l
         if at not in there:
             there |= dict.fromkeys(range(at, at + nbytes), f"{at}+{nbytes}")
     rows: list[Any] = [(at, n, (0, 0), False, [(at, n, n, "allocated")], "kv", 0) for at, n in runs]
-    found = viewed(rows, [Contents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying])
+    found = viewed(rows, [SnapshotContents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying])
     check_format(found)
     for (at, nbytes), segment in zip(runs, found["segments"], strict=True):
         named = {

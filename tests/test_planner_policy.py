@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.planner.answer import Answer, answered
+from ballonet.offload.policy.planner.answer import PlanAnswer, answered
 from ballonet.offload.policy.planner.changes import Question, lifts, nearest
 from ballonet.offload.policy.planner.hardware import DEVICES, named
-from ballonet.offload.policy.planner.memory import Budget, everything, least, placed
+from ballonet.offload.policy.planner.memory import PlanBudget, everything, least, placed
 from ballonet.offload.policy.planner.needs import Moment, Needs
-from ballonet.offload.policy.planner.seconds import Work, by_device, interpolated
+from ballonet.offload.policy.planner.seconds import ForwardWork, by_device, interpolated
 
 PAGE, SECONDS = 2**21, 1e-4  # bytes, seconds to copy a page
 
@@ -58,7 +58,7 @@ def drawn(draw: st.DrawFn) -> list[Needs]:
 
 @given(drawn(), st.integers(0, 400))
 def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int) -> None:
-    found = placed(models, Budget(pages, PAGE, SECONDS))
+    found = placed(models, PlanBudget(pages, PAGE, SECONDS))
     if found is None:
         return
     used = sum(at.weights + each.last.pages - at.away for each, at in zip(models, found, strict=True))
@@ -74,7 +74,7 @@ def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
     model = needs(kv=3, decode=1e-4, crowd=-2)
     movable = model.last.movable
     pages = model.weights + model.last.pages - movable - 2
-    (found,) = placed([model], Budget(pages, PAGE, SECONDS)) or [None]
+    (found,) = placed([model], PlanBudget(pages, PAGE, SECONDS)) or [None]
     assert found is not None
     assert found.early == found.away == movable
     assert found.plan.streamed
@@ -82,7 +82,7 @@ def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
 
 @given(drawn())
 def test_the_least_budget_fits_and_one_page_less_does_not(models: list[Needs]) -> None:
-    budget = Budget(0, PAGE, SECONDS)
+    budget = PlanBudget(0, PAGE, SECONDS)
     pages = least(models, budget)
     assert placed(models, replace(budget, pages=pages)) is not None
     assert placed(models, replace(budget, pages=pages - 1)) is None
@@ -90,7 +90,7 @@ def test_the_least_budget_fits_and_one_page_less_does_not(models: list[Needs]) -
 
 @given(drawn())
 def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs]) -> None:
-    found = placed(models, Budget(everything(models), PAGE, SECONDS))
+    found = placed(models, PlanBudget(everything(models), PAGE, SECONDS))
     assert found is not None
     assert all(at.settled and not at.plan.streamed and not at.away for at in found)
 
@@ -99,23 +99,26 @@ def test_with_everything_nothing_streams_and_nothing_leaves(models: list[Needs])
 def test_models_that_come_later_find_room_in_those_that_are_idle(models: list[Needs]) -> None:
     """One after the other they need no more than the smallest of all but what the last keeps free."""
     assume(len(models) > 1)
-    assert least(models, Budget(0, PAGE, SECONDS)) < sum(least([each], Budget(0, PAGE, SECONDS)) for each in models) + 8
+    assert (
+        least(models, PlanBudget(0, PAGE, SECONDS))
+        < sum(least([each], PlanBudget(0, PAGE, SECONDS)) for each in models) + 8
+    )
 
 
 def test_weights_that_hide_leave_before_kv_and_others_after_it() -> None:
     """A layer takes 1 ms to copy and 2.5 ms to compute in a decode step: all but one hide."""
     model = needs(kv=10, decode=0.02)
     whole = everything([model])
-    (a_little,) = placed([model], Budget(whole - 20, PAGE, SECONDS)) or [None]
+    (a_little,) = placed([model], PlanBudget(whole - 20, PAGE, SECONDS)) or [None]
     assert a_little is not None
     assert (a_little.away, a_little.settled) == (0, True)
     assert len(a_little.plan.streamed) >= 3
     slow = replace(model, decode=1e-4, prefill=1e-4)  # nothing hides
-    (kv,) = placed([slow], Budget(whole - 20, PAGE, SECONDS)) or [None]
+    (kv,) = placed([slow], PlanBudget(whole - 20, PAGE, SECONDS)) or [None]
     assert kv is not None
     assert (kv.away, kv.plan.streamed) == (20, ())
     most = model.last.movable
-    (both,) = placed([slow], Budget(whole - most - 10, PAGE, SECONDS)) or [None]
+    (both,) = placed([slow], PlanBudget(whole - most - 10, PAGE, SECONDS)) or [None]
     assert both is not None
     assert both.away == most
     assert both.plan.streamed
@@ -123,7 +126,9 @@ def test_weights_that_hide_leave_before_kv_and_others_after_it() -> None:
 
 def test_as_many_layers_stream_as_an_slo_allows() -> None:
     model = needs(decode=0.02)  # a layer is copied in 1 ms
-    roomy = Budget(everything([model]) + 50, PAGE, 0.004 / 10)  # in 4 ms: two of eight fit 20 ms, as one waits for none
+    roomy = PlanBudget(
+        everything([model]) + 50, PAGE, 0.004 / 10
+    )  # in 4 ms: two of eight fit 20 ms, as one waits for none
     tight, loose = (placed([model], replace(roomy, slo=slo)) for slo in (0.02, 0.0325))
     assert tight is not None
     assert loose is not None
@@ -163,13 +168,14 @@ def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> N
 def test_a_device_takes_the_longest_of_three() -> None:
     device = DEVICES["h100"]
     compute, memory, calls = (
-        by_device(work, device) for work in (Work(1e15, 1, 1, 2), Work(1, 1e12, 1, 2), Work(1, 1, 10**6, 2))
+        by_device(work, device)
+        for work in (ForwardWork(1e15, 1, 1, 2), ForwardWork(1, 1e12, 1, 2), ForwardWork(1, 1, 10**6, 2))
     )
     assert compute == pytest.approx(1e15 / (989e12 * 0.6))
     assert memory == pytest.approx(1e12 / (3.35e12 * 0.8))
     assert calls == pytest.approx(8.0)
-    assert by_device(Work(1e15, 1, 1, 4), device) > 10 * compute  # float32
-    assert by_device(Work(1e15, 1, 1, 1), device) == compute  # no figure for bytes: the next wider one
+    assert by_device(ForwardWork(1e15, 1, 1, 4), device) > 10 * compute  # float32
+    assert by_device(ForwardWork(1e15, 1, 1, 1), device) == compute  # no figure for bytes: the next wider one
 
 
 @pytest.mark.parametrize(
@@ -199,23 +205,23 @@ def test_devices_are_known_by_what_their_driver_calls_them(said: str, key: str |
 def test_the_limit_is_what_binds() -> None:
     model = needs(kv=3, decode=0.02)
     whole = everything([model])
-    assert answered([model], Budget(whole, PAGE, SECONDS)).limit == "compute"
-    hidden = answered([model], Budget(whole - 20, PAGE, SECONDS))
+    assert answered([model], PlanBudget(whole, PAGE, SECONDS)).limit == "compute"
+    hidden = answered([model], PlanBudget(whole - 20, PAGE, SECONDS))
     assert (hidden.limit, bool(hidden.slowest.plan and hidden.slowest.plan.streamed)) == ("compute", True)
-    slow = answered([model], Budget(whole - 20, PAGE, 100 * SECONDS))
+    slow = answered([model], PlanBudget(whole - 20, PAGE, 100 * SECONDS))
     assert slow.limit == "link"
     assert slow.slowest.waits > 0
-    none = answered([model], Budget(10, PAGE, SECONDS))
+    none = answered([model], PlanBudget(10, PAGE, SECONDS))
     assert (none.fits, none.limit) == (False, "memory")
-    assert none.least == least([model], Budget(0, PAGE, SECONDS))
-    unknown = answered([replace(model, decode=None, prefill=None)], Budget(whole, PAGE, None))
+    assert none.least == least([model], PlanBudget(0, PAGE, SECONDS))
+    unknown = answered([replace(model, decode=None, prefill=None)], PlanBudget(whole, PAGE, None))
     assert (unknown.fits, unknown.limit, unknown.slowest.tpot) == (True, None, None)
 
 
 def test_models_that_stream_share_the_link() -> None:
     one, other = (replace(needs(decode=0.02, kv=1), name=name) for name in "ab")
-    alone = answered([one], Budget(60, PAGE, 10 * SECONDS))
-    both = answered([one, other], Budget(115, PAGE, 10 * SECONDS))
+    alone = answered([one], PlanBudget(60, PAGE, 10 * SECONDS))
+    both = answered([one, other], PlanBudget(115, PAGE, 10 * SECONDS))
     assert alone.models[0].plan is not None
     assert both.models[0].plan is not None
     assert all(each.plan is not None and each.plan.copied for each in both.models)
@@ -225,7 +231,7 @@ def test_models_that_stream_share_the_link() -> None:
 def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
     model = needs(kv=10, decode=1e-3)
     crowded = replace(model, prompt=replace(model.prompt, activations=60))
-    budget = Budget(everything([model]), PAGE, SECONDS)
+    budget = PlanBudget(everything([model]), PAGE, SECONDS)
     short, long = (answered([crowded], budget, tokens) for tokens in (10, 10**6))
     assert short.slowest.host > 0
     assert long.slowest.host == 0
@@ -234,14 +240,14 @@ def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
 # -- what would help
 
 
-def ask(asked: Question) -> Answer:
+def ask(asked: Question) -> PlanAnswer:
     """A model whose KV grows with context and batch, and whose weights shrink with bits."""
     tokens = asked.context * asked.batch
     kv = max(1, -(-tokens // 1024))
     pages = 10 if asked.bits is None else max(1, 10 * asked.bits // 16)
     at = Moment((kv,) * 8, 8 * (kv - 1), 4)
     model = Needs("it", (pages,) * 8, 5, 4, at, at, asked.prompt, 0.2, 0.01 + 2e-6 * tokens * pages / 10)
-    return answered([model], Budget(asked.pages, PAGE, 0.002, asked.slo))
+    return answered([model], PlanBudget(asked.pages, PAGE, 0.002, asked.slo))
 
 
 def test_each_change_lifts_the_limit_and_a_nearer_one_of_its_kind_does_not() -> None:
@@ -277,7 +283,7 @@ def test_weights_that_would_stream_when_quantized_are_no_change() -> None:
     """Quantized weights are loaded on the device, where all of them have to fit."""
     asked = Question(70, 512, 256, 1)
 
-    def streaming(question: Question) -> Answer:
+    def streaming(question: Question) -> PlanAnswer:
         if question.bits is None:
             return ask(question)
         found = ask(replace(question, pages=1000))
@@ -338,10 +344,10 @@ def test_before_any_kv_is_full_only_layers_can_leave() -> None:
     """Nothing hides, so that KV would leave before layers; but the first stage has none."""
     slow, page = staged(decode=1e-4, activations=40), 10
     first = replace(slow, stages=(replace(slow.stages[0], activations=80), *slow.stages[1:]))
-    (found,) = placed([first], Budget(slow.weights + 80 - page, PAGE, SECONDS)) or [None]
+    (found,) = placed([first], PlanBudget(slow.weights + 80 - page, PAGE, SECONDS)) or [None]
     assert found is not None
     assert (found.away, bool(found.plan.streamed)) == (0, True)
-    (late,) = placed([slow], Budget(slow.weights + slow.last.pages - page, PAGE, SECONDS)) or [None]
+    (late,) = placed([slow], PlanBudget(slow.weights + slow.last.pages - page, PAGE, SECONDS)) or [None]
     assert late is not None
     assert (late.away, late.plan.streamed) == (page, ())
 
@@ -349,7 +355,7 @@ def test_before_any_kv_is_full_only_layers_can_leave() -> None:
 def test_where_kernels_may_have_more_it_is_said_that_it_hangs_on_that() -> None:
     """By the most ten pages of KV leave, by the least none."""
     model = staged(decode=1e-4, activations=13, fewest=3)
-    budget = Budget(model.weights + sum(model.last.kv) + 3, PAGE, SECONDS)
+    budget = PlanBudget(model.weights + sum(model.last.kv) + 3, PAGE, SECONDS)
     (found,) = placed([model], budget) or [None]
     assert found is not None
     assert (found.away, found.settled) == (0, False)
@@ -362,7 +368,7 @@ def test_where_kernels_may_have_more_it_is_said_that_it_hangs_on_that() -> None:
 def test_without_a_record_it_is_said_that_the_order_hangs_on_times() -> None:
     """Whether layers or KV leave first does."""
     model = staged(decode=None)
-    short = Budget(model.weights + model.last.pages - 20, PAGE, None)
+    short = PlanBudget(model.weights + model.last.pages - 20, PAGE, None)
     (unknown,) = placed([model], short) or [None]
     (known,) = placed([staged(decode=1e-4)], replace(short, page_seconds=SECONDS)) or [None]
     assert unknown is not None
@@ -370,14 +376,14 @@ def test_without_a_record_it_is_said_that_the_order_hangs_on_times() -> None:
     assert known.settled
     answer = Moment(model.last.kv, model.last.movable, model.last.activations)
     grown = replace(model, growth=(answer, replace(answer, kv=(5,) * 8, movable=24)), last=replace(answer, kv=(5,) * 8))
-    (found,) = placed([grown], Budget(model.weights + model.last.pages + 2, PAGE, None)) or [None]
+    (found,) = placed([grown], PlanBudget(model.weights + model.last.pages + 2, PAGE, None)) or [None]
     assert found is not None
     assert not found.settled
 
 
 def test_what_leaves_needs_room_on_the_host() -> None:
     model = needs(kv=10, decode=1e-4)
-    budget = Budget(everything([model]) - 20, PAGE, SECONDS)
+    budget = PlanBudget(everything([model]) - 20, PAGE, SECONDS)
     (found,) = placed([model], budget) or [None]
     assert found is not None
     there = found.away + found.plan.host_pages
@@ -390,7 +396,7 @@ def test_what_leaves_needs_room_on_the_host() -> None:
     assert answered([model], replace(budget, pages=5, host=0)).limit == "memory"
     asked = Question(budget.pages, 64, 63, 1, host=there - 5)
 
-    def ask(question: Question) -> Answer:
+    def ask(question: Question) -> PlanAnswer:
         return answered([model], replace(budget, pages=question.pages, host=question.host))
 
     named = {each.what: each.to for each in nearest(asked, ask(asked), ask)}

@@ -13,7 +13,7 @@ from ballonet import __main__
 from ballonet.allocator import findings, info, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.preflight import run
-from ballonet.allocator.preflight.judge import Verdict, judge
+from ballonet.allocator.preflight.judge import ProbeVerdict, judge
 
 from .core import shim
 
@@ -171,7 +171,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 
-def judged(name: str, facts: dict[str, Any], status: str = "answered", said: str = "") -> Verdict:
+def judged(name: str, facts: dict[str, Any], status: str = "answered", said: str = "") -> ProbeVerdict:
     """With one probe that told something else."""
     return judge({**GOOD, name: outcome({**GOOD[name]["facts"], **facts}, status, said)}, PAGE)
 

@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import _native, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
-from ballonet.allocator.events import Count, Event, Events
+from ballonet.allocator.events import Count, Events, LoggedEvent
 from ballonet.offload.policy.tuning import Timelines
 from ballonet.offload.timeline.recorder import Recorder, mark
 from ballonet.offload.timeline.series import Row
@@ -137,9 +137,9 @@ def test_a_budget_that_changes_is_a_level_from_when_it_was_decided() -> None:
 
 def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
     fake, log = Fake(), Events()
-    log.add(Event(1, "budget", "set", 1))
+    log.add(LoggedEvent(1, "budget", "set", 1))
     recorder = Recorder(fake, log, tuning=Timelines(interval=60))
-    late, early = Event(20, "inflate", "pull", 2), Event(10, "spill", "pull", 3, measured=0.5)
+    late, early = LoggedEvent(20, "inflate", "pull", 2), LoggedEvent(10, "spill", "pull", 3, measured=0.5)
     log.add(late)
     log.add(early)
     done = recorder.stop()
@@ -159,12 +159,12 @@ def test_what_a_long_run_leaves_is_bounded_and_what_is_missing_is_counted() -> N
         for host_pages in (2000 if number == 8 else 2, 1):
             fake.numbers["host_pages"] = host_pages
             recorder.recording()
-        log.add(Event(number, "inflate", "pull", number))
+        log.add(LoggedEvent(number, "inflate", "pull", number))
         if number % 10 == 0:
             assert len(recorder.recording().rows) <= 80
-    log.add(Event(50, "budget", "set", 1))
+    log.add(LoggedEvent(50, "budget", "set", 1))
     for number in range(40):  # more than the log keeps
-        log.add(Event(100 + number, "inflate", "pull", 0))
+        log.add(LoggedEvent(100 + number, "inflate", "pull", 0))
     done = recorder.stop()
     assert max(len(done.rows), len(done.levels)) <= 80
     assert done.levels[0] == (done.start, 16 * PAGE, 0)

@@ -16,24 +16,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ballonet.allocator.errors import ConfigError
-from ballonet.allocator.events import Event, Events
+from ballonet.allocator.events import Events, LoggedEvent
 from ballonet.offload.timeline import file as recording_file
-from ballonet.offload.timeline.series import Recording
+from ballonet.offload.timeline.series import SeriesRecording
 
 PAGE = 4096
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u2028&amp;\ud800"
 
 
-def recorded(*events: Event) -> Recording:
+def recorded(*events: LoggedEvent) -> SeriesRecording:
     log = Events()
     for event in events:
         log.add(event)
     rows = ((1000, 0, 0, 0, 0, 0), (2000, 1, 2, 0, 3, 0), (5000, 1, 2, 0, 4, 0))
     levels = ((1000, 9 * PAGE, 0), (3000, 7 * PAGE, 2))
-    return Recording(1000, 10_001_000, 1.5e9, PAGE, rows, levels, events, log.counts(), 6)
+    return SeriesRecording(1000, 10_001_000, 1.5e9, PAGE, rows, levels, events, log.counts(), 6)
 
 
-MADE = Event(3000, "idle weights", "pull", 3, "llama, layer 2", "MainThread", 0.25, inf)
+MADE = LoggedEvent(3000, "idle weights", "pull", 3, "llama, layer 2", "MainThread", 0.25, inf)
 
 
 def test_the_numbers_are_in_seconds_from_the_beginning() -> None:
@@ -112,7 +112,7 @@ EMPTY = Document(recording_file.as_page(recorded()))
 @example(EVIL, EVIL, nan)
 @given(st.text(), st.text(), st.floats() | st.none())
 def test_no_name_gets_out_of_the_data_of_the_page(name: str, by: str, seconds: float | None) -> None:
-    event = Event(3000, name, by, 3, name, by, seconds, seconds)
+    event = LoggedEvent(3000, name, by, 3, name, by, seconds, seconds)
     page = recording_file.as_page(recorded(event))
     page.encode("utf-8")
     document = Document(page)

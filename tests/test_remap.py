@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
 from ballonet.offload.policy.remap import (
-    Calm,
+    CalmClock,
     Model,
     Remapping,
     activate,
@@ -233,13 +233,13 @@ MARK, DWELL = 4, 10.0  # pages, seconds
 
 
 def test_calm() -> None:
-    assert observe(None, 0.0, 9, False, MARK, DWELL) == (Calm(0.0, 9, 9), 0)
-    assert observe(Calm(0.0, 9, 9), 5.0, 7, False, MARK, DWELL) == (Calm(0.0, 7, 9), 0)
-    assert observe(Calm(0.0, 7, 9), 10.0, 30, False, MARK, DWELL) == (None, 3), "as many as were free all the time"
-    assert observe(Calm(0.0, 7, 20), 10.0, 15, False, MARK, DWELL) == (None, 0), "five went, and may go again"
-    assert observe(Calm(0.0, 12, 20), 10.0, 15, False, MARK, DWELL) == (None, 3)
-    assert observe(Calm(0.0, 7, 9), 9.0, 30, True, MARK, DWELL) == (None, 0)
-    assert observe(Calm(0.0, 7, 9), 9.0, 3, False, MARK, DWELL) == (None, 0)
+    assert observe(None, 0.0, 9, False, MARK, DWELL) == (CalmClock(0.0, 9, 9), 0)
+    assert observe(CalmClock(0.0, 9, 9), 5.0, 7, False, MARK, DWELL) == (CalmClock(0.0, 7, 9), 0)
+    assert observe(CalmClock(0.0, 7, 9), 10.0, 30, False, MARK, DWELL) == (None, 3), "as many as were free all the time"
+    assert observe(CalmClock(0.0, 7, 20), 10.0, 15, False, MARK, DWELL) == (None, 0), "five went, and may go again"
+    assert observe(CalmClock(0.0, 12, 20), 10.0, 15, False, MARK, DWELL) == (None, 3)
+    assert observe(CalmClock(0.0, 7, 9), 9.0, 30, True, MARK, DWELL) == (None, 0)
+    assert observe(CalmClock(0.0, 7, 9), 9.0, 3, False, MARK, DWELL) == (None, 0)
 
 
 def test_what_is_given_back_goes_first_where_most_time_is_lost() -> None:

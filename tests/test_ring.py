@@ -16,7 +16,7 @@ from ballonet.allocator._native import Range, Transfer
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.policy.plan import streaming
 from ballonet.offload.residency.backing import Backing
-from ballonet.offload.residency.layer_parts import Part, StreamedLayer
+from ballonet.offload.residency.layer_parts import LayerPart, StreamedLayer
 from ballonet.offload.residency.mover import Mover
 from ballonet.offload.residency.ring import Ring
 
@@ -41,7 +41,7 @@ class Model:
                 twin.pages.map_host(0, count)
                 write(twin.pages.address, layer + 1, count * PAGE)
                 range_.alias(0, twin.pages, 0, count)
-                parts.append(Part(range_, mover, offset, 0, range_.pieces))
+                parts.append(LayerPart(range_, mover, offset, 0, range_.pieces))
                 offset += count
             layers.append(StreamedLayer(layer, slot, tuple(parts)))
         self.layers = {each.layer: each for each in layers}
@@ -169,7 +169,7 @@ def test_copies_for_the_next_pass(layers: int, slots: int, written: bool) -> Non
             it.ring.begin(0, lambda layer: not written)
             for layer in range(layers):
                 it.run(layer, ahead=True)
-        alone = sum(len(slot.turns) == 1 for slot in it.ring._slots)
+        alone = sum(len(slot.turns) == 1 for slot in it.ring.shared.slots)
         used = min(slots, layers)
         once = 2 * ((layers - alone) * 4 + alone + (used - alone))
         assert it.copied() == once + (2 * 3 * used if written else 0)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator.events import Event
+from ballonet.allocator.events import LoggedEvent
 from ballonet.offload.timeline import file as recording_file
 from ballonet.offload.timeline.recorder import Recorder
-from ballonet.offload.timeline.series import Recording, Request
+from ballonet.offload.timeline.series import RequestSeries, SeriesRecording
 from ballonet.offload.timeline.served import Served
 
 from .models import build
@@ -39,7 +39,7 @@ def test_the_life_of_a_request() -> None:
     all_.ended("a", "r", 50, 4, "failed")
     all_.rests("a", 50)
     all_.rests("a", 60)
-    assert all_.requests == [Request("a", "r", 5, 7, 10, 20, 50, "failed", 4, 1)]
+    assert all_.requests == [RequestSeries("a", "r", 5, 7, 10, 20, 50, "failed", 4, 1)]
     assert all_.batches == {"a": [(10, 1, 7), (20, 1, 1), (30, 1, 1), (40, 1, 9), (50, 0, 0)]}
     all_.came("a", "r", 60, 2)  # another one of that name
     all_.came("b", "r", 61, 2)
@@ -106,21 +106,21 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
     assert max(each[1] for each in batches) <= 3
 
 
-def recorded() -> Recording:
+def recorded() -> SeriesRecording:
     requests = (
-        Request("A", "one", 1_000_000, 5, 2_000_000, 3_000_000, 9_000_000, "finished", 4, 0),
-        Request("A", "two", 2_000_000, 6, 0, 0, 4_000_000, "refused", 0, 0),
-        Request("A", "<b>three", 5_000_000, 6, 6_000_000, 0, 0, "", 0, 2),
+        RequestSeries("A", "one", 1_000_000, 5, 2_000_000, 3_000_000, 9_000_000, "finished", 4, 0),
+        RequestSeries("A", "two", 2_000_000, 6, 0, 0, 4_000_000, "refused", 0, 0),
+        RequestSeries("A", "<b>three", 5_000_000, 6, 6_000_000, 0, 0, "", 0, 2),
     )
     events = (
-        Event(5, "idle weights", "pull", 3, "B", "batches of A"),
-        Event(6, "idle weights", "pull", 2, "B", "batches of A"),
-        Event(7, "running KV", "pull", 9, "KV of requests of A", "batches of A"),
-        Event(8, "idle KV", "pull", 1, "KV of requests of B", "batches of A"),
+        LoggedEvent(5, "idle weights", "pull", 3, "B", "batches of A"),
+        LoggedEvent(6, "idle weights", "pull", 2, "B", "batches of A"),
+        LoggedEvent(7, "running KV", "pull", 9, "KV of requests of A", "batches of A"),
+        LoggedEvent(8, "idle KV", "pull", 1, "KV of requests of B", "batches of A"),
     )
     rows, levels = ((0, 1, 2, 0, 3, 0),), ((0, 9 * PAGE, 0),)
     batches = {"A": ((2_000_000, 1, 5), (6_000_000, 2, 7))}
-    return Recording(0, 10_000_000, 1.5e9, PAGE, rows, levels, events, {}, 0, requests, 1, batches)
+    return SeriesRecording(0, 10_000_000, 1.5e9, PAGE, rows, levels, events, {}, 0, requests, 1, batches)
 
 
 def test_the_file_has_them() -> None:

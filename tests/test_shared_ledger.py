@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator.errors import LedgerDamaged, SharedBudgetError
-from ballonet.allocator.shared_ledger import Ledger, ledgers, started
+from ballonet.allocator.shared_ledger import SharedLedger, ledgers, started
 
 ME, PAGE = os.getpid(), 10
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger("cpu", tmp_path / "own", patience=0.05)
+def ledger(tmp_path: Path) -> SharedLedger:
+    return SharedLedger("cpu", tmp_path / "own", patience=0.05)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def other() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_part_grows_by_what_is_free_in_whole_pages(ledger: Ledger, other: subprocess.Popen[str]) -> None:
+def test_a_part_grows_by_what_is_free_in_whole_pages(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
     ledger.join(ME, 0, 105, 20)
     assert ledger.raise_to(ME, 60, PAGE) == 60
     ledger.join(other.pid, 0, None, 20)
@@ -46,7 +46,7 @@ def test_a_part_grows_by_what_is_free_in_whole_pages(ledger: Ledger, other: subp
     assert [each.path for each in ledgers(ledger.path.parent)] == [ledger.path]
 
 
-def test_who_is_killed_has_nothing_any_more(ledger: Ledger, other: subprocess.Popen[str]) -> None:
+def test_who_is_killed_has_nothing_any_more(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
     ledger.join(ME, 0, 100, 0)
     ledger.join(other.pid, 0, 100, 0)
     ledger.raise_to(other.pid, 80, PAGE)
@@ -56,7 +56,7 @@ def test_who_is_killed_has_nothing_any_more(ledger: Ledger, other: subprocess.Po
     assert started(other.pid) is None
 
 
-def test_another_process_with_the_same_number_is_not_the_same(ledger: Ledger) -> None:
+def test_another_process_with_the_same_number_is_not_the_same(ledger: SharedLedger) -> None:
     ledger.join(ME, 0, 100, 0)
     said = json.loads(ledger.path.read_text())
     said["parts"][str(ME)][0] -= 1  # it started before
@@ -64,7 +64,7 @@ def test_another_process_with_the_same_number_is_not_the_same(ledger: Ledger) ->
     assert not ledger.read().parts
 
 
-def test_a_lower_total_is_reached_once_the_parts_are(ledger: Ledger) -> None:
+def test_a_lower_total_is_reached_once_the_parts_are(ledger: SharedLedger) -> None:
     ledger.join(ME, 0, 100, 30)
     ledger.raise_to(ME, 80, PAGE)
     assert ledger.aim(50).total == 100
@@ -79,7 +79,7 @@ def test_a_lower_total_is_reached_once_the_parts_are(ledger: Ledger) -> None:
         ledger.aim(20)
 
 
-def test_what_does_not_fit_is_refused(ledger: Ledger, other: subprocess.Popen[str]) -> None:
+def test_what_does_not_fit_is_refused(ledger: SharedLedger, other: subprocess.Popen[str]) -> None:
     with pytest.raises(SharedBudgetError, match="nobody shares a budget on cpu yet"):
         ledger.join(ME, 0, None, 0)
     with pytest.raises(SharedBudgetError, match="nobody shares a budget on cpu yet"):
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(ledger: Ledger, other: subprocess.Popen[st
         "over",
     ],
 )
-def test_what_is_damaged_is_said_with_what_to_do(ledger: Ledger, text: str) -> None:
+def test_what_is_damaged_is_said_with_what_to_do(ledger: SharedLedger, text: str) -> None:
     over = {"total": 1, "target": 1, "parts": {str(ME): [started(ME), 0, 2, 0]}}
     ledger.path.write_text(json.dumps(over) if text == "over" else text)
     for act in (ledger.read, lambda: ledger.raise_to(ME, 1, 1), lambda: ledger.join(ME, 0, 1, 0)):
@@ -119,7 +119,7 @@ def test_what_is_damaged_is_said_with_what_to_do(ledger: Ledger, text: str) -> N
         ledger.raise_to(ME, 1, 1)
 
 
-def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for_longer(ledger: Ledger) -> None:
+def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for_longer(ledger: SharedLedger) -> None:
     """The kernel drops the lock as soon as it is dead."""
     ledger.join(ME, 0, 100, 0)
     program = f"import fcntl, time; f = open({str(ledger.path.with_suffix('.lock'))!r}, 'r+'); "
@@ -136,10 +136,10 @@ def test_a_process_that_is_stopped_with_the_lock_is_not_waited_for_longer(ledger
     assert ledger.raise_to(ME, 10, PAGE) == 10
 
 
-def test_nobody_else_can_read_or_write_it(ledger: Ledger) -> None:
+def test_nobody_else_can_read_or_write_it(ledger: SharedLedger) -> None:
     ledger.join(ME, 0, 100, 0)
     assert ledger.path.parent.stat().st_mode & 0o077 == 0
     assert {each.stat().st_mode & 0o777 for each in ledger.path.parent.iterdir()} == {0o600}
     ledger.path.parent.chmod(0o755)
     with pytest.raises(OSError, match="only this user can enter"):
-        Ledger("cpu", ledger.path.parent)
+        SharedLedger("cpu", ledger.path.parent)

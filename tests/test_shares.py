@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.shares import Member, shares
+from ballonet.offload.policy.shares import Sharer, shares
 from ballonet.offload.policy.tuning import Sharing
 
 TUNING = Sharing(dwell=2.0, margin=16)
@@ -16,14 +16,14 @@ TOTAL = 1600
 
 
 @st.composite
-def processes(draw: st.DrawFn, rested: bool = False) -> list[Member]:
+def processes(draw: st.DrawFn, rested: bool = False) -> list[Sharer]:
     """Some whose parts and floors fit in the total."""
     count = draw(st.integers(1, 5))
     cuts = sorted(draw(st.lists(st.integers(0, TOTAL), min_size=count, max_size=count)))
     parts = [high - low for low, high in zip([0, *cuts], cuts, strict=False)]
     sizes, age = st.integers(0, 2 * TOTAL), st.just(10.0) if rested else st.floats(0, 10)
     return [
-        Member(
+        Sharer(
             part,
             draw(st.integers(0, part)),
             draw(st.just(0) | sizes),
@@ -35,9 +35,9 @@ def processes(draw: st.DrawFn, rested: bool = False) -> list[Member]:
     ]
 
 
-def after(members: Sequence[Member], parts: Sequence[int]) -> list[Member]:
+def after(members: Sequence[Sharer], parts: Sequence[int]) -> list[Sharer]:
     """The same processes with those parts, who use what they have use for as far as it goes."""
-    found = list[Member]()
+    found = list[Sharer]()
     for each, part in zip(members, parts, strict=True):
         needed = max(each.used, each.wanted)
         found.append(replace(each, part=part, used=min(part, needed), wanted=needed if needed > part else 0))
@@ -45,7 +45,7 @@ def after(members: Sequence[Member], parts: Sequence[int]) -> list[Member]:
 
 
 @given(processes(), st.integers(0, 2 * TOTAL))
-def test_together_they_never_have_more_than_the_total_or_than_before(members: list[Member], total: int) -> None:
+def test_together_they_never_have_more_than_the_total_or_than_before(members: list[Sharer], total: int) -> None:
     before, parts = sum(each.part for each in members), shares(total, members, TUNING)
     assert sum(parts) <= max(total, before)
     if before > total:
@@ -55,14 +55,14 @@ def test_together_they_never_have_more_than_the_total_or_than_before(members: li
 
 
 @given(processes())
-def test_floors_are_kept_and_only_who_wants_is_raised(members: list[Member]) -> None:
+def test_floors_are_kept_and_only_who_wants_is_raised(members: list[Sharer]) -> None:
     for part, each in zip(shares(TOTAL, members, TUNING), members, strict=True):
         assert part >= min(each.part, each.floor)
         assert part <= max(each.part, each.wanted)
 
 
 @given(processes(rested=True))
-def test_nobody_starves(members: list[Member]) -> None:
+def test_nobody_starves(members: list[Sharer]) -> None:
     """Who wants more has half of an equal share at the least, but for what is not worth to move."""
     parts = shares(TOTAL, members, TUNING)
     half, floors = TOTAL // (2 * len(members)), sum(each.floor for each in members)
@@ -72,7 +72,7 @@ def test_nobody_starves(members: list[Member]) -> None:
 
 
 @given(processes(rested=True))
-def test_what_came_out_stays(members: list[Member]) -> None:
+def test_what_came_out_stays(members: list[Sharer]) -> None:
     """Two that are busy do not take from each other what the other took before."""
     first = after(members, shares(TOTAL, members, TUNING))
     second = after(first, shares(TOTAL, first, TUNING))
@@ -80,7 +80,7 @@ def test_what_came_out_stays(members: list[Member]) -> None:
 
 
 def test_what_is_free_goes_first_and_then_what_is_idle() -> None:
-    asks, idle, busy = Member(300, 300, 500), Member(500, 100), Member(600, 600)
+    asks, idle, busy = Sharer(300, 300, 500), Sharer(500, 100), Sharer(600, 600)
     assert shares(TOTAL, [asks, idle, busy], TUNING) == (500, 500, 600), "200 are free"
     assert shares(1400, [asks, idle, busy], TUNING) == (500, 300, 600)
     low = replace(idle, part=400, priority=-1)
@@ -89,18 +89,18 @@ def test_what_is_free_goes_first_and_then_what_is_idle() -> None:
 
 
 def test_a_part_that_was_just_raised_is_not_idle() -> None:
-    asks, idle = Member(800, 800, 1000), Member(800, 0, rested=1.0)
+    asks, idle = Sharer(800, 800, 1000), Sharer(800, 0, rested=1.0)
     assert shares(TOTAL, [asks, idle], TUNING) == (800, 800)
     assert shares(TOTAL, [asks, replace(idle, rested=2.0)], TUNING) == (1000, 600)
 
 
 def test_two_that_want_everything_have_half_each_and_nothing_moves_for_little() -> None:
-    want = Member(1600, 1600, 3000)
-    assert shares(TOTAL, [want, Member(0, 0, 3000)], TUNING) == (800, 800)
-    assert shares(TOTAL, [replace(want, part=850), Member(750, 750, 3000)], TUNING) == (850, 750)
+    want = Sharer(1600, 1600, 3000)
+    assert shares(TOTAL, [want, Sharer(0, 0, 3000)], TUNING) == (800, 800)
+    assert shares(TOTAL, [replace(want, part=850), Sharer(750, 750, 3000)], TUNING) == (850, 750)
 
 
 def test_priority_has_what_others_are_not_due() -> None:
-    want = Member(0, 0, 3000)
+    want = Sharer(0, 0, 3000)
     assert shares(TOTAL, [want, replace(want, priority=1)], TUNING) == (400, 1200)
     assert shares(TOTAL, [replace(want, floor=700), replace(want, priority=1)], TUNING) == (700, 900)

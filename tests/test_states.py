@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.residency.states import TABLE, Event, State, States
+from ballonet.offload.residency.states import TABLE, PieceEvent, PieceState, PieceStates
 
 PIECES = 12
-EVENTS = st.tuples(st.sampled_from(Event), st.integers(0, PIECES), st.integers(0, PIECES))
-UNDER_WAY = (State.SAVING, State.IN_SLOT, State.ARRIVING)
+EVENTS = st.tuples(st.sampled_from(PieceEvent), st.integers(0, PIECES), st.integers(0, PIECES))
+UNDER_WAY = (PieceState.SAVING, PieceState.IN_SLOT, PieceState.ARRIVING)
 
 
 def test_each_event_is_in_the_table() -> None:
-    assert set(TABLE) == set(Event)
-    assert {each.after for each in TABLE.values()} == set(State)
+    assert set(TABLE) == set(PieceEvent)
+    assert {each.after for each in TABLE.values()} == set(PieceState)
     assert all(each.guard for each in TABLE.values())
 
 
@@ -32,15 +32,17 @@ def test_each_undo_goes_back() -> None:
 def test_bytes_are_never_without_a_place() -> None:
     """Only the device has what is resident: such a piece is saved before it leaves, unless the core takes it, which
     copies. What only the backing has comes to the device before it is resident."""
-    resident = {event for event, each in TABLE.items() if State.RESIDENT in each.before}
-    assert resident == {Event.SAVE, Event.TAKEN, Event.DROP}
-    leaves = {event for event, each in TABLE.items() if State.OFFLOADED in each.before and event is not Event.DROP}
-    assert leaves == {Event.BIND, Event.FETCH, Event.MOVED}
+    resident = {event for event, each in TABLE.items() if PieceState.RESIDENT in each.before}
+    assert resident == {PieceEvent.SAVE, PieceEvent.TAKEN, PieceEvent.DROP}
+    leaves = {
+        event for event, each in TABLE.items() if PieceState.OFFLOADED in each.before and event is not PieceEvent.DROP
+    }
+    assert leaves == {PieceEvent.BIND, PieceEvent.FETCH, PieceEvent.MOVED}
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_sets_say_what_single_pieces_do(events: list[tuple[Event, int, int]]) -> None:
-    states, model = States(), [State.RESIDENT] * PIECES
+def test_sets_say_what_single_pieces_do(events: list[tuple[PieceEvent, int, int]]) -> None:
+    states, model = PieceStates(), [PieceState.RESIDENT] * PIECES
     for event, one, other in events:
         first, end = min(one, other), max(one, other)
         states.move_run(event, first, end)
@@ -48,21 +50,21 @@ def test_sets_say_what_single_pieces_do(events: list[tuple[Event, int, int]]) ->
             if model[piece] in TABLE[event].before:
                 model[piece] = TABLE[event].after
         assert [states.of(piece) for piece in range(PIECES)] == model
-        for state in State:
-            if state is not State.RESIDENT:
+        for state in PieceState:
+            if state is not PieceState.RESIDENT:
                 pieces = {piece for piece in range(PIECES) if model[piece] is state}
                 assert set(states[state]) == pieces
                 assert states[state].count == len(pieces)
-        found = states.within(2, 9, State.CLEAN, State.OFFLOADED)
+        found = states.within(2, 9, PieceState.CLEAN, PieceState.OFFLOADED)
         there = {piece for run in found for piece in range(*run)}
-        assert there == {piece for piece in range(2, 9) if model[piece] in (State.CLEAN, State.OFFLOADED)}
+        assert there == {piece for piece in range(2, 9) if model[piece] in (PieceState.CLEAN, PieceState.OFFLOADED)}
 
 
-@given(st.lists(EVENTS, max_size=12), st.sampled_from(Event), st.sets(st.integers(0, PIECES - 1)))
+@given(st.lists(EVENTS, max_size=12), st.sampled_from(PieceEvent), st.sets(st.integers(0, PIECES - 1)))
 def test_what_is_begun_and_undone_is_as_it_was(
-    events: list[tuple[Event, int, int]], event: Event, pieces: set[int]
+    events: list[tuple[PieceEvent, int, int]], event: PieceEvent, pieces: set[int]
 ) -> None:
-    states = States()
+    states = PieceStates()
     for each, one, other in events:
         states.move_run(each, min(one, other), max(one, other))
     undo = TABLE[event].undo

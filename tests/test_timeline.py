@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.allocator.events import Event
+from ballonet.allocator.events import LoggedEvent
 from ballonet.offload.timeline.series import OWNERS, Row, fewer, resample, thinned
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), *[st.integers(0, 9)] * 5), max_size=20).map(
@@ -87,12 +87,13 @@ def test_too_few_rows_to_thin_to_are_refused() -> None:
 
 
 EVENTS = st.lists(
-    st.builds(Event, st.integers(0, 99), st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 9)), max_size=40
+    st.builds(LoggedEvent, st.integers(0, 99), st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 9)),
+    max_size=40,
 )
 
 
 @given(EVENTS, st.integers(2, 30))
-def test_what_remains_of_too_many_events(events: list[Event], limit: int) -> None:
+def test_what_remains_of_too_many_events(events: list[LoggedEvent], limit: int) -> None:
     kept = fewer(events, limit)
     if len(events) <= limit:
         assert kept == events
@@ -112,7 +113,7 @@ def test_what_remains_of_too_many_events(events: list[Event], limit: int) -> Non
 
 
 def test_a_rare_decision_is_kept_among_thousands() -> None:
-    events = [Event(n, "inflate", "pull", 1) for n in range(1000)]
-    events[300] = Event(300, "budget", "set", 5)
+    events = [LoggedEvent(n, "inflate", "pull", 1) for n in range(1000)]
+    events[300] = LoggedEvent(300, "budget", "set", 5)
     kept = fewer(events, 20)
     assert (len(kept), events[300] in kept) == (10, True)

@@ -22,7 +22,7 @@ from ballonet.hooks.measure.histogram import Histogram, Latencies, RequestTimes
 from ballonet.hooks.watch.dialog import Budget, Dialog, keys_of, pressed
 from ballonet.hooks.watch.facts import with_names
 from ballonet.hooks.watch.lines import lines_of
-from ballonet.hooks.watch.processes import Processes, Seen, program_of
+from ballonet.hooks.watch.processes import SeenProcess, WatchedProcesses, program_of
 from ballonet.hooks.watch.rates import copy_rates, plain_look
 from ballonet.hooks.watch.tiers import kv_tiers
 from ballonet.hooks.watch.wording import bar, format_age, sections_of, title_of
@@ -122,13 +122,13 @@ def test_models_of_one_name_are_told_apart() -> None:
 # -- what is shown
 
 
-def seen(**changes: Any) -> Seen:
+def seen(**changes: Any) -> SeenProcess:
     """A process that was looked at twice."""
     now = said(12.0, copied={"kv_d2h": 1000 + 2 * 2**20, "kv_h2d": 0}, models=[model()], **changes)
-    return Seen(7, "serve.py", now, said(10.0), (event(9), event(11, by="", predicted=None)))
+    return SeenProcess(7, "serve.py", now, said(10.0), (event(9), event(11, by="", predicted=None)))
 
 
-def shown(of: Seen, title: str) -> dict[str, str]:
+def shown(of: SeenProcess, title: str) -> dict[str, str]:
     """Texts of a section, by name."""
     return {row.name: row.text for section in sections_of(of) if section.title == title for row in section.rows}
 
@@ -162,14 +162,14 @@ def test_bars_say_the_part() -> None:
 
 
 def test_lines_have_the_same_and_each_decision_once() -> None:
-    first, second = Seen(7, "", said(events=[event(1)]), decisions=(event(1),)), seen(events=[event(11)])
+    first, second = SeenProcess(7, "", said(events=[event(1)]), decisions=(event(1),)), seen(events=[event(11)])
     _, line = lines_of(first)
     assert line.startswith("process 7 | 9 s ago | kv, pull: 2 pages (128KiB) of KV cache of llama, for MainThread, ")
     line, *decisions = lines_of(second)
     assert len(decisions) == 1
     assert "weights 3.75MiB, 60 pages; kv 1.25MiB" in line
     assert "KV: device 1.25MiB; peer 320KiB; host 448KiB" in line
-    (busy,) = lines_of(Seen(7, "", said(), said(), (event(1),), "did not answer"))
+    (busy,) = lines_of(SeenProcess(7, "", said(), said(), (event(1),), "did not answer"))
     assert "did not answer" in busy
 
 
@@ -341,7 +341,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 
 def test_all_processes_are_looked_at_and_those_that_end_are_left_out(answers: dict[int, Any]) -> None:
     answers.update({7: said(events=[event(1)]), 8: said(), 9: NotReachable(9, "does not listen")})
-    all_ = Processes()
+    all_ = WatchedProcesses()
     all_.look()
     assert [each.pid for each in all_.seen] == [7, 8]
     answers.update({7: said(11.0, events=[event(2)], cursor=9), 8: NotReachable(8, "did not answer")})
@@ -362,12 +362,12 @@ def test_all_processes_are_looked_at_and_those_that_end_are_left_out(answers: di
 def test_one_process_that_cannot_be_looked_at_is_an_error(answers: dict[int, Any], error: Exception) -> None:
     answers[7] = error
     with pytest.raises(type(error)):
-        Processes(7).look()
+        WatchedProcesses(7).look()
 
 
 def test_one_process_that_ends_has_ended(answers: dict[int, Any]) -> None:
     answers[7] = said()
-    one = Processes(7)
+    one = WatchedProcesses(7)
     one.look()
     answers[7] = NoSuchProcess(7, "does not exist")
     one.look()
@@ -378,7 +378,7 @@ def test_one_process_that_ends_has_ended(answers: dict[int, Any]) -> None:
 def test_all_devices_of_a_process_are_looked_at(installed: runtime.Runtime, folder: Path) -> None:
     second = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**22), number=1)
     second.events.decided("kv", "pull", 3)
-    here = Processes(ME, folders=[folder])
+    here = WatchedProcesses(ME, folders=[folder])
     here.look()
     installed.events.decided("kv", "pull", 5)
     here.look()
@@ -404,13 +404,13 @@ def test_a_device_that_ends_between_two_answers_is_left_out(answers: dict[int, A
 
     monkeypatch.setattr(control, "look", look)
     answers[7] = said(devices=[0, 1, 2])
-    one = Processes(7)
+    one = WatchedProcesses(7)
     one.look()
     assert (asked, [each.key for each in one.seen]) == ([None, 1, 2], [(7, 0), (7, 1)])
 
 
 def test_this_process_needs_no_socket(installed: runtime.Runtime, folder: Path) -> None:
-    here = Processes(folders=[folder])
+    here = WatchedProcesses(folders=[folder])
     here.look()
     assert [each.pid for each in here.seen] == [ME]
     assert json.dumps(here.seen[0].now)
@@ -418,4 +418,4 @@ def test_this_process_needs_no_socket(installed: runtime.Runtime, folder: Path) 
 
 def test_this_process_without_ballonet_says_so() -> None:
     with pytest.raises(NotReachable, match=r"not installed in it: call ballonet\.install"):
-        Processes(ME).look()
+        WatchedProcesses(ME).look()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from .cuda import Cuda, Missing
+from .cuda import Cuda, DriverMissing
 from .measure import tell
 from .run import PROBES
 
@@ -18,7 +18,7 @@ def main(name: str, library: str, ordinal: int) -> None:
     ask = getattr(importlib.import_module(f".{probe.module}", __package__), name)
     try:
         ask(tell, library, ordinal) if probe.uses_torch else ask(Cuda(library, ordinal), tell)
-    except Missing as error:
+    except DriverMissing as error:
         tell("skipped", str(error))
 
 

@@ -106,7 +106,7 @@ class Access(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
-class Refused(Exception):
+class DriverRefused(Exception):
     """The driver answered a call with an error."""
 
     def __init__(self, function: str, code: int, name: str) -> None:
@@ -114,7 +114,7 @@ class Refused(Exception):
         self.code = code
 
 
-class Missing(Exception):
+class DriverMissing(Exception):
     """The library has no such function."""
 
 
@@ -144,7 +144,7 @@ class Cuda:
             try:
                 function = getattr(self._library, name + version)
             except AttributeError:
-                raise Missing(f"this driver has no {name}") from None
+                raise DriverMissing(f"this driver has no {name}") from None
             function.argtypes, function.restype = [_KINDS[each] for each in parameters], ctypes.c_int
             self._found[name] = function
         return self._found[name](*arguments)
@@ -155,7 +155,7 @@ class Cuda:
         if result:
             text = ctypes.c_char_p()
             known = self.code("cuGetErrorName", result, ctypes.byref(text)) == 0 and text.value
-            raise Refused(name, result, known.decode() if known else "an unknown error")
+            raise DriverRefused(name, result, known.decode() if known else "an unknown error")
 
     def attribute(self, number: int) -> int | None:
         """None where the driver does not know it."""

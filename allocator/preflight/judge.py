@@ -31,24 +31,24 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     question: str
     answer: str
 
 
 @dataclass(slots=True)
-class Verdict:
+class ProbeVerdict:
     """`settings`: values for fields of Config, each with its `reasons`."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ProbeAnswer] = field(default_factory=list)
 
 
-def judge(probes: Probes, page_size: int) -> Verdict:
+def judge(probes: Probes, page_size: int) -> ProbeVerdict:
     """`probes`: name → status ("answered", "failed", "crashed", "no end"), facts, said. `page_size`: the default."""
-    verdict = Verdict()
+    verdict = ProbeVerdict()
     _page_size(probes, page_size, verdict)
     wrong = list(_wrong_with_host_pages(probes))
     if wrong:
@@ -71,7 +71,7 @@ def judge(probes: Probes, page_size: int) -> Verdict:
             verdict.differences.append(
                 Difference(f"probe {name}", "answers", outcome["status"], last[-1] if last else "said nothing")
             )
-    verdict.answers += [Answer(question, ask(probes)) for question, ask in QUESTIONS.items()]
+    verdict.answers += [ProbeAnswer(question, ask(probes)) for question, ask in QUESTIONS.items()]
     return verdict
 
 
@@ -83,7 +83,7 @@ def _error(value: Any) -> str:
     return str(value["error"]) if isinstance(value, Mapping) and "error" in value else ""
 
 
-def _page_size(probes: Probes, page_size: int, verdict: Verdict) -> None:
+def _page_size(probes: Probes, page_size: int, verdict: ProbeVerdict) -> None:
     found = _facts(probes, "granularity")
     sizes = [each for each in (found.get("device"), found.get("host")) if isinstance(each, int) and each > 0]
     least = math.lcm(*sizes) if sizes else page_size

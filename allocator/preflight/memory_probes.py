@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from .cuda import ATTRIBUTES, DEVICE, HOST, POSIX_FD, Cuda, Properties, Refused
+from .cuda import ATTRIBUTES, DEVICE, HOST, POSIX_FD, Cuda, DriverRefused, Properties
 from .measure import MIB, Tell, answered, busy_with, did, median_time, pattern, returns_at_once, sizes
 
 PAGE_SIZES = (2 * MIB, 8 * MIB, 32 * MIB)
@@ -216,7 +216,7 @@ def _map_beside(cuda: Cuda, pin: Callable[[], object]) -> float:
         try:
             cuda.enter()
             pin()
-        except Refused as error:
+        except DriverRefused as error:
             failed.append(error)
 
     thread = threading.Thread(target=other)

@@ -29,7 +29,7 @@ PAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProbePlace:
     """Pages of one place behind an address, as torch sees them."""
 
     range: Range
@@ -50,11 +50,11 @@ def opened(library: str, ordinal: int) -> Iterator[Device]:
     yield device
 
 
-def place(device: Device, where: str, pages: int = PAGES) -> Place:
+def place(device: Device, where: str, pages: int = PAGES) -> ProbePlace:
     nbytes = pages * device.page_size
     made = device.reserve(nbytes, "activations", device.group(), reuse=False)
     (made.map_host if where == "host" else made.map)(0, pages)
-    return Place(made, from_dlpack(made.tensor(0, (nbytes,), (1,), *_BYTES)))
+    return ProbePlace(made, from_dlpack(made.tensor(0, (nbytes,), (1,), *_BYTES)))
 
 
 def wait(device: Device) -> None:
@@ -167,7 +167,7 @@ def kernels(tell: Tell, library: str, ordinal: int) -> None:
             query = torch.randn(1, heads, 1, size, generator=torch.Generator().manual_seed(3)).to(dtype)
             query = query.to(weights[0].device)
 
-            def run(each: Place) -> torch.Tensor:
+            def run(each: ProbePlace) -> torch.Tensor:
                 keys, rest = each.tensor.view(dtype).view(2, 1, tokens, heads, size).transpose(2, 3)
                 return torch.nn.functional.scaled_dot_product_attention(query, keys, rest)
 

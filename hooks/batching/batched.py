@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...allocator._native import Device
-from ...offload.governor.situation import Lending
+from ...offload.governor.situation import Lendable
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
 from ..measure.histogram import Latencies
@@ -16,7 +16,7 @@ from .living import Living
 
 Require = Callable[[float | None, float | None, bool], None]
 # (pages) -> what the layers would give, and what of them is copied in a step, now and with so many pages less
-Lends = Callable[[int], Lending]
+Lends = Callable[[int], Lendable]
 
 
 class Schedule(Protocol):

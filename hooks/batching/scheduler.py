@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ...allocator.errors import DriverError, ManageError, RequestTooLarge, SequenceTooLong
-from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
+from ...offload.policy.admission import Admission, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.ladder import Rung
 from ...offload.policy.request_slo import NOTHING, may_begin
@@ -176,7 +176,7 @@ class ElasticScheduler(Scheduler):
         self.starved_requests += [each for each in left_out if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(left_out), fast, new, read
 
-    def _admitted(self, looked: list[tuple[Any, int]]) -> Admitted:
+    def _admitted(self, looked: list[tuple[Any, int]]) -> Admission:
         """Algorithm 1, with the memory that the model's own layers would give where that makes more tokens per second
         than fewer requests on the device do without it."""
         demands, now, page = [self.demand(*each) for each in looked], self._now(), self.cache.on.page_size
@@ -190,7 +190,7 @@ class ElasticScheduler(Scheduler):
         steps = self._decoding(looked, kept, lent.copied), self._decoding(looked, found, lent.then)
         return kept if kept.where and self._costs.faster(*steps) else found
 
-    def _make_room(self, found: Admitted) -> None:
+    def _make_room(self, found: Admission) -> None:
         """Has pages that rest leave before KV takes those that lie idle in the heap, as activations use the same ones
         in each step, and would map them anew in each: more than twice of what they take may go."""
         page, now = self.cache.on.page_size, self._memory()
@@ -203,7 +203,7 @@ class ElasticScheduler(Scheduler):
             if lacking > 0:
                 self.cache.evict_oldest(lacking * page)
 
-    def _decoding(self, looked: list[tuple[Any, int]], chosen: Admitted, copied: int) -> Step:
+    def _decoding(self, looked: list[tuple[Any, int]], chosen: Admission, copied: int) -> Step:
         """The step in which those that are admitted decode, after this one."""
         states = [(state, tokens) for state, tokens in looked if state.request_id in chosen.where]
         away = sum(

@@ -190,7 +190,7 @@ _models: dict[int, weakref.ref[CapturedModel]] = {}  # those that are managed, b
 loosened: deque[weakref.ref[CapturedModel]] = deque()  # models of which a graph is gone; see `tell_of_dropped`
 
 
-class _Graphs(captures.Listener):
+class _Graphs(captures.CaptureListener):
     def begins(self, graph: Any, pool: object) -> None:
         tell_of_dropped()
         before = _records.get(id(graph))

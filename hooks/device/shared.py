@@ -29,9 +29,9 @@ from ...allocator._native import Device
 from ...allocator.defaults import CONTROL_GRACE, SMALLEST_BUDGET
 from ...allocator.errors import BallonetError, BudgetInUse, SharedBudgetError
 from ...allocator.runtime import Runtime
-from ...allocator.shared_ledger import Ledger, Parts, ledgers
+from ...allocator.shared_ledger import SharedLedger, SharedParts, ledgers
 from ...allocator.units import format_size
-from ...offload.policy.shares import Member, shares
+from ...offload.policy.shares import Sharer, shares
 from ...offload.policy.tuning import DEFAULT, Sharing
 from . import governors
 
@@ -42,7 +42,7 @@ class Share:
     """The part of this process. Thread-safe."""
 
     def __init__(
-        self, found: Runtime, ledger: Ledger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
+        self, found: Runtime, ledger: SharedLedger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`clock`: seconds, by which all is decided that depends on time."""
         self.part = 0  # bytes
@@ -109,7 +109,7 @@ class Share:
     # -- what others see and ask
 
     def facts(self) -> dict[str, Any]:
-        """Plain values, in bytes: see Member; `device` of the ledger."""
+        """Plain values, in bytes: see Sharer; `device` of the ledger."""
         used, wanted = self._use()
         now = self._clock()
         rested = now - self._raised
@@ -265,11 +265,11 @@ class Share:
                 ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
         return due[me]
 
-    def _member(self, pid: int, now: Parts, wanted: int) -> Member:
+    def _member(self, pid: int, now: SharedParts, wanted: int) -> Sharer:
         part = now.parts[pid]
         if pid == os.getpid():
             used, _ = self._use()
-            return Member(part.nbytes, used, max(wanted, part.nbytes), part.floor, self.priority, 0.0)
+            return Sharer(part.nbytes, used, max(wanted, part.nbytes), part.floor, self.priority, 0.0)
         found = None
         if self._silent.get(pid, -math.inf) <= self._clock():
             found = facts_of(pid, part.number, self._tuning.answer)
@@ -277,7 +277,7 @@ class Share:
                 self._silent[pid] = self._clock() + self._tuning.silent
         return member_of(part.nbytes, part.floor, found)
 
-    def _see(self, now: Parts) -> None:
+    def _see(self, now: SharedParts) -> None:
         """Takes in another total, and what others keep."""
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
@@ -312,13 +312,13 @@ class Share:
         return used, used + standing.away * page
 
 
-def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Member:
+def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
     """A process by what it says of itself; None where it says nothing: then it gives nothing."""
     if facts is None:
-        return Member(part, part, part, floor)
+        return Sharer(part, part, part, floor)
     rested = math.inf if facts["rested"] is None else facts["rested"]
     wanted = facts["wanted"] if facts["wanted"] > part else 0
-    return Member(part, facts["used"], wanted, floor, facts["priority"], rested)
+    return Sharer(part, facts["used"], wanted, floor, facts["priority"], rested)
 
 
 def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None:
@@ -329,7 +329,7 @@ def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None
     return None
 
 
-def ask_to_give(pid: int, now: Parts, nbytes: int, timeout: float, patience: float) -> None:
+def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> None:
     """Has another process have no more than so many bytes; whoever cannot, or does not answer, keeps what it has."""
     with suppress(BallonetError):
         control.ask_to_give(pid, nbytes, timeout, patience=patience, device=now.parts[pid].number)
@@ -356,7 +356,7 @@ def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: 
                 "forbids: leave that out"
             )
         install.listen()
-        share = Share(found, Ledger(_name(found.device)), tuning)
+        share = Share(found, SharedLedger(_name(found.device)), tuning)
         share.join(total, floor, priority)
         found.shared = share
 
@@ -379,7 +379,7 @@ def change_total(device: str | None, total: int | None, timeout: float) -> list[
     return [_said(each) for each in found]
 
 
-def _change_total(ledger: Ledger, total: int, deadline: float) -> None:
+def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
     now, tuning = ledger.aim(total), DEFAULT.sharing
     while now.total != total:
         pids = sorted(now.parts)
@@ -401,7 +401,7 @@ def _change_total(ledger: Ledger, total: int, deadline: float) -> None:
             )
 
 
-def _said(ledger: Ledger) -> dict[str, Any]:
+def _said(ledger: SharedLedger) -> dict[str, Any]:
     now, rows = ledger.read(), []
     for pid, part in now.parts.items():
         found = facts_of(pid, part.number, DEFAULT.sharing.answer)

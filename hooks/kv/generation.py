@@ -62,7 +62,7 @@ class Building:
         return ELASTIC[stock](self._ranges, number=self._left.pop(0), **kwargs)
 
 
-class Listener(Protocol):
+class CacheListener(Protocol):
     """Someone who has a call of `generate()` begun on this thread."""
 
     model: Any
@@ -72,7 +72,7 @@ class Listener(Protocol):
 
 
 class _Thread(threading.local):
-    listener: Listener | None = None  # until the first cache of its model was made
+    listener: CacheListener | None = None  # until the first cache of its model was made
 
 
 _thread = _Thread()
@@ -134,7 +134,7 @@ def _building() -> Building | None:
     return next((each.building for each in opened() if isinstance(each, ModelLease)), None)
 
 
-def listening(listener: Listener) -> AbstractContextManager[None]:
+def listening(listener: CacheListener) -> AbstractContextManager[None]:
     """Within it the listener is told of the first cache that `generate()` of its model prepares on this thread."""
     before = _thread.listener
 

@@ -17,10 +17,10 @@ from ..device import governors
 from ..device.streams import torch_device
 from ..forward.lease import ThreadLease
 from .range import KVRange
-from .tensors import Shape
+from .tensors import KVShape
 
 
-class Sizes(NamedTuple):
+class CacheSizes(NamedTuple):
     """The sizes of one layer: sequences, heads, elements of a key and of a value, bytes of an element."""
 
     batch: int
@@ -103,7 +103,7 @@ class CacheRanges:
         """What the governor knows of this cache; None before it has a range, and where there are no host pages."""
         return self._tier
 
-    def join(self, device: Device, shape: Shape, tokens: int, number: int) -> tuple[KVRange, int] | None:
+    def join(self, device: Device, shape: KVShape, tokens: int, number: int) -> tuple[KVRange, int] | None:
         """A place for a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new one.
         `number`: of the layer in its model.
 
@@ -121,7 +121,7 @@ class CacheRanges:
                 if place is not None:
                     return kv_range, place
         geometry = geometry_for(
-            Sizes(shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize),
+            CacheSizes(shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize),
             self._layers,
             tokens,
             device.page_size,
@@ -146,7 +146,7 @@ class CacheRanges:
 
 
 def geometry_for(
-    sizes: Sizes,
+    sizes: CacheSizes,
     layers: int,
     tokens: int,
     page: int,

@@ -34,7 +34,7 @@ from ..device import graphs
 from ..forward.lease import GroupLease
 from .grouping import CacheRanges
 from .range import KVRange, Latest
-from .tensors import Pair, Shape
+from .tensors import KVShape, Pair
 
 _THERE: Final = ("_range", "_latest")  # attributes that a copy cannot have
 
@@ -255,7 +255,7 @@ class ElasticLayer(DynamicLayer):
         """Makes a place for these tokens behind those that are there, which come along. False where that cannot be."""
         if keys.dim() != 4 or values.dim() != 4 or not keys.shape[2]:
             return False
-        shape = Shape.of(keys, values)
+        shape = KVShape.of(keys, values)
         if not shape.fits(keys, values):
             return False
         held = self._tokens()
@@ -264,7 +264,7 @@ class ElasticLayer(DynamicLayer):
         room = held[0].shape[2] + keys.shape[2]
         return shape.fits(*held) and eager(*held) and self._fill(shape, room, held)
 
-    def _fill(self, shape: Shape, room: int, tokens: Pair | None) -> bool:
+    def _fill(self, shape: KVShape, room: int, tokens: Pair | None) -> bool:
         """Takes a new place with room for so many tokens, puts `tokens` there, and only then leaves the old one."""
         device = self._ranges.device_at(shape.device)
         if device is None:
@@ -297,7 +297,7 @@ class ElasticLayer(DynamicLayer):
     def _keep(self, tokens: Pair) -> None:
         """Holds these tokens from now on: in a new place, or where that cannot be as they are."""
         keys, values = tokens
-        if not keys.shape[0] or not self._fill(Shape.of(keys, values), keys.shape[2], tokens):
+        if not keys.shape[0] or not self._fill(KVShape.of(keys, values), keys.shape[2], tokens):
             self._leave()
             self._keys, self._values = keys.clone(), values.clone()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,10 +28,8 @@ from ...offload.residency.kv_extent import KVExtent
 from ..device.marks import relaxed
 from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease
+from .movable import MovableKV
 from .room import find_room, map_device
-
-if TYPE_CHECKING:
-    from ...allocator._native import Backing, Place
 
 Runs = list[tuple[int, int]]  # (first piece, count)
 
@@ -66,6 +63,7 @@ class KVPages:
             self._extent = KVExtent(device, group, range_, tier.lock, alone)
             self.number = tier.add(self._extent)
             self._count(self._extent)
+        self.movable = MovableKV(device, range_, self._extent, tier)  # for chaos
 
     @property
     def stream(self) -> int:
@@ -223,36 +221,3 @@ class KVPages:
     def dirty(self) -> int:
         """The pages of these whose bytes only the device has."""
         return 0 if self._extent is None else self._extent.dirty
-
-    # -- for chaos, under a lease
-
-    @property
-    def pieces(self) -> int:
-        """The pieces in use."""
-        return self.range.pieces if self._extent is None else self._extent.end
-
-    def backing(self, piece: int) -> Backing:
-        return self.range.backing(piece)
-
-    def move(self, piece: int, to: Place) -> bool:
-        """To another page, its own one. DriverError."""
-        return self.range.move(piece, to)
-
-    def displace(self, piece: int) -> bool:
-        """Leads it to its backing, which gets its bytes. DriverError."""
-        tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and extent.evict((piece,), tier.transfer, self.stream) > 0
-
-    def demote(self, piece: int) -> bool:
-        """What it leads to goes from the peer to the host. DriverError."""
-        tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and tier.client.saving.demote_one(extent, piece, self.stream)
-
-    def bring_back(self, piece: int) -> bool:
-        """Restores it: it gets a page of its own again, and its bytes. DriverError."""
-        tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and tier.restore_one(extent, piece, self.stream)
-
-    def unmap(self, piece: int) -> bool:
-        """Takes a free page from its addresses. DriverError."""
-        return self.range.drop_kept(piece)

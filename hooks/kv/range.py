@@ -45,7 +45,7 @@ from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
 from .pages import KVPages
 from .prefill import copied_in
-from .tensors import Pair, RangeTensors, Shape, Views
+from .tensors import KVShape, Pair, RangeTensors, Views
 
 _cat: Final = torch.cat
 
@@ -77,7 +77,7 @@ class KVRange:
         device: Device,
         group: Group,
         geometry: Geometry,
-        shape: Shape,
+        shape: KVShape,
         tier: KVTier | None = None,
         kept: ThreadLease | None = None,
         expected: int = 0,
@@ -100,6 +100,7 @@ class KVRange:
             device, group, self.range, geometry, tier, kept, lambda: (ask := alone()) is None or ask()
         )
         self.device: Final = device
+        self._movable = self.pages.movable
         self._tier = tier
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
@@ -185,7 +186,7 @@ class KVRange:
             self.device.note_stream(stream)
         if self._forward != lease.number:
             self._forward = lease.number
-            lease.touched(self.pages)
+            lease.touched(self._movable)
         if views.write_both is not None:  # as `_write`, by one kernel
             _cat((keys, values), out=views.write_both.narrow(2, start, 1))
         else:
@@ -419,7 +420,7 @@ class KVRange:
         else:
             self.device.note_stream(self.pages.stream)
         if lease is not None:
-            lease.touched(self.pages)
+            lease.touched(self._movable)
 
 
 @torch.compiler.disable(reason="pages of this KV cache are on their way from the host, which a graph cannot wait for")  # type: ignore[untyped-decorator]

@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _UINT8: Final = (1, 8)  # DLPack's code and bits
 
 
-class Shape(NamedTuple):
+class KVShape(NamedTuple):
     """What layers must have in common to share a range: the group key of the design, and the batch."""
 
     device: torch.device
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     v_dim: int
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KVShape:
         """Returns the shape of keys [batch, heads, tokens, k_dim] and values [batch, heads, tokens, v_dim]."""
         batch, heads, _, k_dim = keys.shape
         return cls(keys.device, keys.dtype, batch, heads, k_dim, values.shape[3])
@@ -62,7 +62,7 @@ class RangeTensors:
     """Makes tensors of shape `shape` over `range_`, whose tokens lie as `geometry` says, and remembers the storage of
     each by a weak reference. See range.py, Note [Who else looks]."""
 
-    def __init__(self, range_: Range, geometry: Geometry, shape: Shape, storages: int) -> None:
+    def __init__(self, range_: Range, geometry: Geometry, shape: KVShape, storages: int) -> None:
         """`storages`: the storages after which those that are gone are forgotten."""
         self._range = range_
         self._geometry = geometry

@@ -31,11 +31,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ...allocator.errors import ConfigError
-from ...offload.policy.planner.seconds import Work
+from ...offload.policy.planner.seconds import ForwardWork
 from ...offload.policy.tuning import DEFAULT
 from ..compat import cache_name, prepared_caches
 from ..weights.layers import decoder_layers
-from .shape import Shape
+from .shape import ModelShape
 
 _GROUPED: Final = frozenset(
     each
@@ -46,11 +46,11 @@ _GROUPED: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenForward:
     """A forward: what it does, and the most bytes that its tensors have at once in each of its `stages`: before the
     first elastic layer appends its tokens, from there until the next one does, and so on."""
 
-    work: Work
+    work: ForwardWork
     stages: tuple[int, ...]
 
     @property
@@ -59,17 +59,19 @@ class Seen:
         return max(self.stages)
 
 
-def seen(shape: Shape, batch: int, prompt: int, context: int) -> tuple[Seen, Seen]:
+def seen(
+    shape: ModelShape, batch: int, prompt: int, context: int, alike: int = DEFAULT.planning.alike
+) -> tuple[SeenForward, SeenForward]:
     """The prefill of so many tokens, and the decode step with which each sequence has `context` tokens. ConfigError
-    where the model's code asks for values."""
+    where the model's code asks for values. `alike`: see Note [Layers that are alike]."""
     logging.disable(logging.WARNING)
     try:
         with torch.device("meta"), torch.no_grad():
             cache = prepared_caches(shape.model, context)[0]
             lengths = _Lengths(cache, shape)
-            first = _forward(shape, cache, lengths, batch, prompt)
+            first = _forward(shape, cache, lengths, batch, prompt, alike)
             lengths.held = context - 1
-            return first, _forward(shape, cache, lengths, batch, 1)
+            return first, _forward(shape, cache, lengths, batch, 1, alike)
     except Exception as error:  # whatever the model's own code does without values
         raise ConfigError(
             f"{shape.name}: what a forward allocates cannot be told without values: {type(error).__name__}: "
@@ -82,7 +84,7 @@ def seen(shape: Shape, batch: int, prompt: int, context: int) -> tuple[Seen, See
 class _Lengths:
     """The elastic layers of a cache, which hold `held` tokens each, and none of them in a tensor."""
 
-    def __init__(self, cache: Any, shape: Shape) -> None:
+    def __init__(self, cache: Any, shape: ModelShape) -> None:
         self.held = 0
         self.meter: _Meter | None = None
         for index in shape.widths:
@@ -103,21 +105,21 @@ class _Lengths:
             )
 
 
-def _forward(shape: Shape, cache: Any, lengths: _Lengths, batch: int, tokens: int) -> Seen:
+def _forward(shape: ModelShape, cache: Any, lengths: _Lengths, batch: int, tokens: int, alike: int) -> SeenForward:
     model, meter = shape.model, _Meter(shape.dtype.itemsize)
     lengths.meter = meter
     given: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         given["logits_to_keep"] = 1
     with ExitStack() as stack:
-        stack.enter_context(_alike(shape, meter))
+        stack.enter_context(_alike(shape, meter, alike))
         stack.enter_context(_experts(model))
         stack.enter_context(meter)
         stack.enter_context(_Fused(meter))
         out = model(input_ids=torch.zeros((batch, tokens), dtype=torch.int64), **given)
         out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as `generate()` looks at them
     meter.next_stage()
-    return Seen(meter.work, tuple(meter.stages))
+    return SeenForward(meter.work, tuple(meter.stages))
 
 
 class _Meter(TorchDispatchMode):
@@ -134,9 +136,9 @@ class _Meter(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
-    def work(self) -> Work:
+    def work(self) -> ForwardWork:
         """What has been done so far."""
-        return Work(self.flops, self.read, self.calls, self._itemsize)
+        return ForwardWork(self.flops, self.read, self.calls, self._itemsize)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,7 +149,7 @@ class _Meter(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def add(self, other: Work, peaks: Sequence[int]) -> None:
+    def add(self, other: ForwardWork, peaks: Sequence[int]) -> None:
         """Counts what somebody else did, in stages with these peaks."""
         self.flops += other.flops
         self.read += other.read
@@ -232,8 +234,8 @@ class _Fused(TorchFunctionMode):
 
 
 @contextmanager
-def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
-    """Within it layers that are like two before them are not run. See Note [Layers that are alike]."""
+def _alike(shape: ModelShape, meter: _Meter, most: int) -> Iterator[None]:
+    """Within it layers that are like `most` before them are not run. See Note [Layers that are alike]."""
     runs: dict[Any, list[_Ran]] = {}
     layers = decoder_layers(shape.model)
     for index, layer in enumerate(layers):
@@ -241,7 +243,7 @@ def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
             sizes = tuple(tuple(each.shape) for each in (*layer.parameters(), *layer.buffers()))
             kind = getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
             ran = runs.setdefault((type(layer), sizes, kind), [])
-            vars(layer)["forward"] = partial(_run, layer, type(layer).forward, ran, meter)
+            vars(layer)["forward"] = partial(_run, layer, type(layer).forward, ran, meter, most)
     try:
         yield
     finally:
@@ -253,17 +255,21 @@ def _alike(shape: Shape, meter: _Meter) -> Iterator[None]:
 class _Ran:
     """What a layer did, the peaks of the stages in which it did, and the shapes of what it returned."""
 
-    work: Work
+    work: ForwardWork
     peaks: tuple[int, ...]
     like: Any
 
 
-def _run(layer: nn.Module, forward: Callable[..., Any], ran: list[_Ran], meter: _Meter, *args: Any, **kw: Any) -> Any:
-    if len(ran) < DEFAULT.planning.alike:
+def _run(
+    layer: nn.Module, forward: Callable[..., Any], ran: list[_Ran], meter: _Meter, most: int, *args: Any, **kw: Any
+) -> Any:
+    if len(ran) < most:
         before, stages = meter.work, len(meter.stages)
         out = forward(layer, *args, **kw)
         after = meter.work
-        done = Work(after.flops - before.flops, after.read - before.read, after.calls - before.calls, after.itemsize)
+        done = ForwardWork(
+            after.flops - before.flops, after.read - before.read, after.calls - before.calls, after.itemsize
+        )
         like = tree_map(lambda each: (each.shape, each.dtype) if _is_tensor(each) else each, out)
         ran.append(_Ran(done, (*meter.stages[stages:], meter.peak), like))
         return out

@@ -144,9 +144,9 @@ def _recorded(device: Device, sizing: Sizing, settings: Config) -> tuple[record.
     path = record.path_of(cache_dir(settings), key)
     try:
         return record.load(path, key), ""
-    except record.Missing:
+    except record.RecordMissing:
         return None, ""
-    except record.Damaged as error:
+    except record.RecordDamaged as error:
         raise ConfigError(
             f"the performance record of {sizing.shape.name} cannot be used: {error}. Delete the file, or measure anew "
             f"with python -m ballonet profile {sizing.shape.name}"

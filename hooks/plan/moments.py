@@ -13,12 +13,12 @@ from ...offload.policy.planner.changes import Question
 from ...offload.policy.planner.needs import Judged, Moment, Needs
 from ..compat import one_shape
 from ..device import governors
-from ..kv.grouping import Sizes, geometry_for
+from ..kv.grouping import CacheSizes, geometry_for
 from ..programs.model_info import Widths
 from ..weights.layers import decoder_layers
 from ..weights.room import working_pages
-from .forward import Seen, seen
-from .shape import Shape
+from .forward import SeenForward, seen
+from .shape import ModelShape
 
 _INDEX = 8  # bytes of a token's number
 
@@ -49,14 +49,14 @@ class Spread:
 class Sizing:
     """Answers what one model needs, and remembers what its forwards were seen to do."""
 
-    def __init__(self, shape: Shape, page: int) -> None:
+    def __init__(self, shape: ModelShape, page: int) -> None:
         """`page`: bytes."""
         self.shape = shape
         self.page = page
         self.seen = cache(self._seen)
 
-    def _seen(self, batch: int, prompt: int, context: int) -> tuple[Seen, Seen]:
-        return seen(self.shape, batch, prompt, context)
+    def _seen(self, batch: int, prompt: int, context: int) -> tuple[SeenForward, SeenForward]:
+        return seen(self.shape, batch, prompt, context, governors.composed_with().tuning.planning.alike)
 
     def saved(self, bits: int | None) -> int:
         """Bytes of weights that so many bits of an element save."""
@@ -93,14 +93,14 @@ class Sizing:
             aside,
         )
 
-    def _stages(self, ranges: Sequence[Spread], asked: Question, forward: Seen) -> Iterator[Moment]:
+    def _stages(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
         """The prompt: after so many layers have appended, what has pages, and which of them may leave."""
         for stage, peak in enumerate(forward.stages):
             opened = [each for each in ranges if each.first < stage]
             full = sum(each.full(asked.prompt) for each in opened if each.last < stage)
             yield replace(self._moment(opened, asked.prompt, asked.batch, peak), movable=full)
 
-    def _growth(self, ranges: Sequence[Spread], asked: Question, forward: Seen) -> Iterator[Moment]:
+    def _growth(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
         """The answer: at each token that takes a page."""
         ends = {tokens for each in ranges for tokens in each.takes(asked.prompt, asked.context)}
         for tokens in sorted({*ends, asked.context}):
@@ -134,7 +134,7 @@ class Sizing:
         shape = self.shape
         together = len(shape.widths) if one_shape(shape.config) else 1
         for widths in dict.fromkeys(shape.widths.values()):
-            sizes = Sizes(asked.batch, *widths, shape.dtype.itemsize)
+            sizes = CacheSizes(asked.batch, *widths, shape.dtype.itemsize)
             geometry = geometry_for(
                 sizes,
                 together,

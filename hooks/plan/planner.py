@@ -18,14 +18,14 @@ from ...allocator import runtime
 from ...allocator.config import Config, parse_size, parse_time
 from ...allocator.errors import ConfigError
 from ...allocator.units import format_size, format_time
-from ...offload.policy.planner.answer import Answer, Forecast, answered
-from ...offload.policy.planner.changes import Change, Question, nearest
-from ...offload.policy.planner.memory import Budget
+from ...offload.policy.planner.answer import Forecast, PlanAnswer, answered
+from ...offload.policy.planner.changes import PlanChange, Question, nearest
+from ...offload.policy.planner.memory import PlanBudget
 from ..device import governors
 from ..measure.report import interval_of
 from .hardware import Device, Speed, device_of, host_pages, speed_of
 from .moments import Sizing
-from .shape import Shape, shape_of
+from .shape import ModelShape, shape_of
 
 Facts = dict[str, Any]
 _UNITS: Final = {
@@ -148,7 +148,7 @@ class Planner:
         found = [(pages, self.ask(replace(self.asked, pages=pages))) for pages in budgets]
         return [(pages * self.page, each.slowest.tpot) for pages, each in found if each.fits]
 
-    def _ask(self, asked: Question) -> Answer:
+    def _ask(self, asked: Question) -> PlanAnswer:
         seconds_of = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
         needs = [
             sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds, speed.judged(asked), speed.beside())
@@ -157,10 +157,10 @@ class Planner:
         link = self.speeds[0].link
         known = self.speeds[0].known
         page_seconds, copying = None if link is None else self.page / link, 0.0 if known is None else known.copying
-        budget = Budget(asked.pages, self.page, page_seconds, asked.slo, asked.host, copying)
+        budget = PlanBudget(asked.pages, self.page, page_seconds, asked.slo, asked.host, copying)
         return answered(needs, budget, asked.context - asked.prompt, governors.composed_with().tuning)
 
-    def _change(self, change: Change) -> Facts:
+    def _change(self, change: PlanChange) -> Facts:
         to: float = change.to * self.page if change.what in ("budget", "host") else change.to
         return {
             "what": change.what,
@@ -171,7 +171,7 @@ class Planner:
             **_told(change.answer.slowest, change.answer),
         }
 
-    def _model(self, sizing: Sizing, forecast: Forecast, answer: Answer) -> Facts:
+    def _model(self, sizing: Sizing, forecast: Forecast, answer: PlanAnswer) -> Facts:
         shape = sizing.shape
         return {
             "model": shape.name,
@@ -186,7 +186,7 @@ class Planner:
         }
 
 
-def _told(forecast: Forecast, answer: Answer) -> Facts:
+def _told(forecast: Forecast, answer: PlanAnswer) -> Facts:
     plan = forecast.plan
     return {
         "interval": None if plan is None else interval_of(plan),
@@ -213,7 +213,7 @@ def _sum(pages: Iterable[dict[str, int]]) -> dict[str, int]:
     return found
 
 
-def _text(change: Change, to: float) -> str:
+def _text(change: PlanChange, to: float) -> str:
     if change.what == "budget":
         return f"a budget of {_at_least(int(to))}"
     if change.what == "host":
@@ -246,7 +246,7 @@ def _check(names: Sequence[str], context: int, batch: int, prompt: int) -> None:
         )
 
 
-def _check_positions(shape: Shape, context: int) -> None:
+def _check_positions(shape: ModelShape, context: int) -> None:
     if shape.positions and context > shape.positions:
         raise ConfigError(
             f"a context of {context} tokens is beyond the {shape.positions} positions that {shape.name} was made for: "

@@ -36,7 +36,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shape:
+class ModelShape:
     """A model without values. `model`: on the meta device; `weights`: in the order in which they are moved;
     `layers`: how many decoder layers there are; `widths`: of each layer of its cache that is elastic, by its index;
     `positions`: tokens that it was made for, 0 where nobody says."""
@@ -60,7 +60,7 @@ class Shape:
         ]
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> ModelShape:
     """The model with this name: a folder, a name on the hub, or a type with its defaults. ConfigError where its
     configuration cannot be read, says too little, or is of no decoder of text."""
     quiet()
@@ -80,7 +80,7 @@ def shape_of(name: str) -> Shape:
     layers = decoder_layers(model)
     if not layers:
         raise ConfigError(f"{name}: the configuration does not say how many decoder layers there are")
-    return Shape(
+    return ModelShape(
         name,
         config,
         model,

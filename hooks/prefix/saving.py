@@ -58,7 +58,7 @@ _DTYPES: Final = {
 _FAILURES: Final = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError)
 
 
-class Parts(Protocol):
+class SavedParts(Protocol):
     """What a store says of some tokens of a sequence while they are held still."""
 
     @property
@@ -70,10 +70,12 @@ class Parts(Protocol):
 
 
 Look = Callable[[], Identity]
-Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[Parts | None]]  # (ids, now, start, end)
+Read = Callable[
+    [Sequence[int], Identity, int, int], AbstractContextManager[SavedParts | None]
+]  # (ids, now, start, end)
 
 
-class FileRun:
+class SavedRun:
     """Tokens of a prompt that were read from a file: a source of runs, as a kept sequence is one."""
 
     disk: Final = True
@@ -234,7 +236,7 @@ class Saver:
                 alike += 1
             if not alike:
                 break
-            source = FileRun(saved, first * self._block, torch_device(self._device))
+            source = SavedRun(saved, first * self._block, torch_device(self._device))
             runs.append(TokenRun(source, reached * self._block, (reached + alike) * self._block))
             reached += alike
         return runs

@@ -107,15 +107,23 @@ class StateSnapshot:
             self._written = stream.record_event()
 
     @classmethod
-    def of(cls, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, move: bool) -> StateSnapshot | None:
-        """Behind the last token of a cache. `move`: its layers are used no more, and lose it. None where a layer has
-        none, as its model keeps it elsewhere. torch.OutOfMemoryError."""
+    def of(
+        cls,
+        layers: Sequence[Any],
+        ids: Sequence[int],
+        salt: bytes,
+        *,
+        move: bool,
+        loose: float = DEFAULT.prefixes.loose,
+    ) -> StateSnapshot | None:
+        """Behind the last token of a cache. `move`: its layers are used no more, and lose it; `loose`: see Prefixes.
+        None where a layer has none, as its model keeps it elsewhere. torch.OutOfMemoryError."""
         parts: list[Part | None] = []
         for layer in layers:
             if type(layer) not in STATES:
                 parts.append(None)
                 continue
-            part = {name: _taken(vars(layer)[name], move) for name in _names(layer)}
+            part = {name: _taken(vars(layer)[name], move, loose) for name in _names(layer)}
             if not any(True for _ in _tensors_in(part, everything=False)):
                 return None
             parts.append(part)
@@ -195,13 +203,14 @@ def _each(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = torc
     }
 
 
-def _taken(value: Any, move: bool) -> Any:
-    """The same in tensors of its own, or as it is, as far as it holds no more memory than it shows."""
+def _taken(value: Any, move: bool, loose: float) -> Any:
+    """The same in tensors of its own, or with `move` as it is, as far as it holds no more than `loose` times the memory
+    that it shows."""
     if isinstance(value, torch.Tensor):
-        loose = value.untyped_storage().nbytes() > DEFAULT.prefixes.loose * value.nbytes
-        return value if move and not loose else value.clone()
+        own = value.untyped_storage().nbytes() <= loose * value.nbytes
+        return value if move and own else value.clone()
     if isinstance(value, Mapping):
-        return {key: _taken(each, move) for key, each in value.items()}
+        return {key: _taken(each, move, loose) for key, each in value.items()}
     return value
 
 

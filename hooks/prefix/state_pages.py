@@ -19,7 +19,7 @@ from ...offload.governor.governor import Governor
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.layout import ALIGNMENT
 from ...offload.residency.kv_extent import KVExtent
-from ..device.streams import raw_stream
+from ..device.streams import stream_of
 from ..forward.lease import GroupLease
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
@@ -30,7 +30,7 @@ class StatePages:
 
     def __init__(self, device: Device, governor: Governor, tensors: Sequence[torch.Tensor]) -> None:
         """Copies `tensors`, behind what the current stream was given. PoolExhausted, DriverError."""
-        self._device = device
+        self._stream = stream_of(device)
         self._places: list[tuple[int, torch.dtype, torch.Size]] = []
         end = 0
         for tensor in tensors:
@@ -46,10 +46,10 @@ class StatePages:
         self._extent.kind = "recurrent states"
         self._tier.add(self._extent)
         with GroupLease(self._group), torch.inference_mode(False):
-            self._range.note_use(self._stream, True)
+            self._range.note_use(self._stream(), True)
             for view, tensor in zip(self._views(), tensors, strict=True):
                 view.copy_(tensor)
-            self._tier.turns.stream = self._stream
+            self._tier.turns.stream = self._stream()
         self._extent.extended(0, pieces)
         self._tier.client.kept = True
         self._extent.raise_to(pieces)
@@ -80,14 +80,9 @@ class StatePages:
         """The tensors, to be read by what the current stream is given within it. BallonetError, DriverError."""
         with GroupLease(self._group):
             self._tier.client.used = self._tier.governor.clock()
-            self._tier.show(self._extent, self._stream)
-            self._range.note_use(self._stream, False)
+            self._tier.show(self._extent, self._stream())
+            self._range.note_use(self._stream(), False)
             yield self._views()
-
-    @property
-    def _stream(self) -> int:
-        """The stream that this thread computes on; 0 on the stand-in."""
-        return 0 if self._device.kind == "standin" else raw_stream(self._device.ordinal)
 
     def _views(self) -> list[torch.Tensor]:
         flat = from_dlpack(self._range.tensor(0, (self._range.nbytes,), (1,), *_UINT8))

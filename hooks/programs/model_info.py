@@ -27,7 +27,7 @@ from ...allocator.units import format_size
 from ...offload.policy.geometry import longest
 from ...offload.policy.plan import Fewest
 from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
-from ..kv.grouping import Sizes, geometry_for
+from ..kv.grouping import CacheSizes, geometry_for
 from ..kv.kinds import CachePlan, LayerPlan, plan
 from ..weights.layers import decoder_layers
 
@@ -160,11 +160,11 @@ def _rows(
         row: Facts = {"indices": indices, **asdict(layer)}
         if layer.elastic and width is not None:
             row |= dict(zip(("heads", "k_dim", "v_dim"), width, strict=True))
-            row |= _sizes(Sizes(facts["batch"], *width, itemsize), len(indices), facts, config)
+            row |= _sizes(CacheSizes(facts["batch"], *width, itemsize), len(indices), facts, config)
         yield row
 
 
-def _sizes(sizes: Sizes, count: int, facts: Facts, config: Any) -> Facts:
+def _sizes(sizes: CacheSizes, count: int, facts: Facts, config: Any) -> Facts:
     """What `count` layers of one cache take, which may share ranges."""
     tokens, page = facts["tokens"], facts["page_size"]
     most = longest(*sizes)

@@ -187,7 +187,7 @@ class HeldLayers:
             self.release()
             for layer in list(self._weights.ranges):
                 if layer is not None:
-                    self._weights.forget_ready(layer)
+                    self._weights.backings.forget_ready(self._weights.of([layer]))
 
     # -- dropping
 

@@ -29,13 +29,14 @@ from ...offload.residency.file_backing import FileBacking
 from ...offload.residency.layer_parts import live
 from ...offload.residency.weights_file import FileSpan
 from ..device.references import THIS, Interpreter, perhaps_referenced
+from ..weights.backings import is_away
 from ..weights.files import compared, possible_places
-from ..weights.ranges import Weights, is_away
+from ..weights.ranges import Weights
 from ..weights.storages import held, spans
 from .checksum import checksum
 
 if TYPE_CHECKING:
-    from ...offload.residency.safetensors import Entry
+    from ...offload.residency.safetensors import TensorEntry
 
 Lying = dict[str, tuple[Range, torch.Tensor]]
 
@@ -47,7 +48,7 @@ class ReadyLayers:
         self._weights = weights
         self._interpreter = interpreter
         self._transfer = Transfer(weights.device)
-        self._places: dict[int, list[tuple[Entry, FileSpan]]] | None = None
+        self._places: dict[int, list[tuple[TensorEntry, FileSpan]]] | None = None
         self._name = type(model).__name__
 
     def look_for_files(self, model: nn.Module) -> None:
@@ -57,13 +58,13 @@ class ReadyLayers:
 
     def is_ready(self, layer: int) -> bool:
         """Has each range of the layer a backing with its bytes, as far as known?"""
-        return all(is_away(opened) or opened.address in self._weights.ready for opened in self._ranges(layer))
+        return all(is_away(opened) or opened.address in self._weights.backings.ready for opened in self._ranges(layer))
 
     def check(self) -> None:
         """WeightsFileChanged where something that is ready lies in a file which is another one; nothing that does is
         ready then."""
         try:
-            for backing in list(self._weights.ready.values()):
+            for backing in list(self._weights.backings.ready.values()):
                 backing.check()
         except WeightsFileChanged:
             self._forget_changed()
@@ -91,7 +92,7 @@ class ReadyLayers:
         """Is the layer what is ready of it, and can that serve? Else nothing is ready of it any more. Called while no
         forward runs. WeightsFileChanged, DriverError."""
         alone = self._alone(module)  # before anything here refers to what it holds
-        ready, lying = self._weights.ready, lying_in(self._ranges(layer), module)
+        ready, lying = self._weights.backings.ready, lying_in(self._ranges(layer), module)
         resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
         backings = [ready.get(opened.address) for opened in resident]
         try:
@@ -106,7 +107,7 @@ class ReadyLayers:
             backing is None or backing.sums != sums(opened, lying)
             for opened, backing in zip(resident, backings, strict=True)
         ):
-            self._weights.forget_ready(layer)
+            self._weights.backings.forget_ready(self._weights.of([layer]))
             return not resident
         return True
 
@@ -116,13 +117,13 @@ class ReadyLayers:
         for layer in [each for each in self._weights.ranges if each is not None]:
             for opened in self._ranges(layer):
                 try:
-                    if (backing := self._weights.ready.get(opened.address)) is not None:
+                    if (backing := self._weights.backings.ready.get(opened.address)) is not None:
                         backing.check()
                 except WeightsFileChanged:
-                    self._weights.forget_ready(layer)
+                    self._weights.backings.forget_ready(self._weights.of([layer]))
 
     def _make(self, layer: int, module: nn.Module) -> None:
-        self._weights.forget_ready(layer)
+        self._weights.backings.forget_ready(self._weights.of([layer]))
         alone = self._alone(module)  # before anything here refers to what it holds
         lying = lying_in(self._ranges(layer), module)
         resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
@@ -140,10 +141,10 @@ class ReadyLayers:
                         "when that has ended"
                     )
             undo.pop_all()
-        self._weights.ready.update(made)
+        self._weights.backings.ready.update(made)
 
     def _filled(self, opened: Range, file: FileBacking | None, undo: ExitStack) -> Backing:
-        backing = self._weights.new_backing(opened, file)
+        backing = self._weights.backings.new(opened, file)
         undo.callback(backing.close)
         if file is None:
             runs = live(opened, 0, opened.pieces)
@@ -162,7 +163,7 @@ class ReadyLayers:
                 if isinstance(span, str):
                     return None
                 found[id(tensor)] = span
-        return self._weights.file_backing(opened, spans(tensors, {}), found)
+        return self._weights.backings.file(opened, spans(tensors, {}), found)
 
     def _alone(self, module: nn.Module) -> bool:
         """Does nobody but the layer's modules refer to what they hold?"""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...offload.policy.tuning import DEFAULT, Timelines
-from ...offload.timeline.fleet import REQUESTS, Bar, FleetRecording, Mark
+from ...offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording
 from .messages import Seen
 from .notes import machine
 
@@ -27,7 +27,7 @@ class Recording:
         self._bars: list[Bar] = []
         self._foreign: dict[int, list[Bar]] = {}  # of other machines, by their own clocks
         self._apart: dict[int, float] = {}
-        self._marks: list[Mark] = []
+        self._marks: list[FleetMark] = []
         self._missing = 0
 
     def seen(self, member: int, seen: Seen) -> None:
@@ -51,7 +51,7 @@ class Recording:
     def mark(self, name: str) -> None:
         """Something has happened."""
         if len(self._marks) < self._tuning.marks:
-            self._marks.append(Mark(name, self._clock()))
+            self._marks.append(FleetMark(name, self._clock()))
 
     def recording(self) -> FleetRecording:
         """All so far."""

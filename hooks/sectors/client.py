@@ -27,7 +27,7 @@ from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover
 from ...offload.residency.pieces import Pieces, runs_of
 from ...offload.residency.saving import Runs
-from ...offload.residency.states import Event, State
+from ...offload.residency.states import PieceEvent, PieceState
 from ..device.streams import stream_of
 from ..forward.lease import GroupLease
 
@@ -139,7 +139,7 @@ class SectorClient:
         if not self._mover.away:
             return 0
         here = self._read.copy()
-        here.difference_update(self._mover.states[State.OFFLOADED])
+        here.difference_update(self._mover.states[PieceState.OFFLOADED])
         return len(self._read) - len(here)
 
     def extended(self, pieces: Iterable[int]) -> None:
@@ -196,7 +196,7 @@ class SectorClient:
     def away(self, pieces: Iterable[int]) -> list[int]:
         """Returns those of these whose bytes are on the host."""
         self._look()
-        return sorted(piece for piece in pieces if piece in self._mover.states[State.OFFLOADED])
+        return sorted(piece for piece in pieces if piece in self._mover.states[PieceState.OFFLOADED])
 
     def evict(self, pieces: Iterable[int]) -> int:
         """Moves these to the host: all that have pages of the device, or PoolExhausted, and none. DriverError."""
@@ -230,7 +230,7 @@ class SectorClient:
         with self.lock:
             if not self._range.move(piece, to):
                 return False
-            self._mover.states.move_run(Event.MOVED if to == "device" else Event.TAKEN, piece, piece + 1)
+            self._mover.states.move_run(PieceEvent.MOVED if to == "device" else PieceEvent.TAKEN, piece, piece + 1)
             return True
 
     def _look(self) -> None:
@@ -239,15 +239,15 @@ class SectorClient:
     def _takable(self) -> tuple[Runs, Runs]:
         """The pieces on the device, as (first, end): of those that rest, and of the others."""
         here = self._in_use.copy()
-        here.difference_update(self._mover.states[State.OFFLOADED])
-        here.difference_update(self._mover.states[State.ARRIVING])
+        here.difference_update(self._mover.states[PieceState.OFFLOADED])
+        here.difference_update(self._mover.states[PieceState.ARRIVING])
         resting = here.copy()
         resting.difference_update(self._read)
         here.difference_update(resting)
         return list(resting.runs), list(here.runs)
 
     def _forget(self, piece: int) -> None:
-        self._mover.states.move_run(Event.DROP, piece, piece + 1)
+        self._mover.states.move_run(PieceEvent.DROP, piece, piece + 1)
         self._backing.release(piece, piece + 1)
 
 

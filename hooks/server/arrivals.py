@@ -27,7 +27,7 @@ BLOCK: Final = 512  # tokens of a prompt that one of the `blocks` stands for
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RecordedArrival:
     """`at`: seconds after the first one; `prompt` and `new`: tokens; `blocks`: what the prompt begins with, equal
     numbers being equal tokens; the rest of it is its own."""
 
@@ -37,7 +37,7 @@ class Arrival:
     blocks: tuple[int, ...] = ()
 
 
-def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: float = 1.0) -> list[Arrival]:
+def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: float = 1.0) -> list[RecordedArrival]:
     """Returns the first `limit` requests of a file. `rate`: a second, where it has no times; `scale`: how many times as
     fast as recorded they come. TraceError where there is no such file, it is none of the formats, or a line is no
     request."""
@@ -49,7 +49,7 @@ def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: floa
         raise TraceError(str(path), 0, f"the trace is no text: {error}") from None
 
 
-def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[Arrival]:
+def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[RecordedArrival]:
     with path.open(encoding="utf-8", newline="") as file:
         first = file.readline()
         file.seek(0)
@@ -57,7 +57,7 @@ def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[Arri
         if kind is None:
             raise TraceError(str(path), 1, f"no trace of requests begins with {first[:80]!r}")
         draw = random.Random(0)
-        found: list[Arrival] = []
+        found: list[RecordedArrival] = []
         at = 0.0
         try:
             for each in islice(kind(file), limit):
@@ -76,7 +76,7 @@ def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[Arri
     return [replace(each, at=(each.at - start) / scale) for each in found]
 
 
-def lengthened(arrivals: Sequence[Arrival], lengths: float) -> list[Arrival]:
+def lengthened(arrivals: Sequence[RecordedArrival], lengths: float) -> list[RecordedArrival]:
     """The same with `lengths` times as many tokens each, one at least; blocks are cut where the prompt ends."""
     made = []
     for each in arrivals:
@@ -85,18 +85,18 @@ def lengthened(arrivals: Sequence[Arrival], lengths: float) -> list[Arrival]:
     return made
 
 
-def _azure(lines: Iterable[str]) -> Iterator[Arrival]:
+def _azure(lines: Iterable[str]) -> Iterator[RecordedArrival]:
     for row in csv.DictReader(lines):
         at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
-        yield Arrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        yield RecordedArrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
-def _lengths(lines: Iterable[str]) -> Iterator[Arrival]:
+def _lengths(lines: Iterable[str]) -> Iterator[RecordedArrival]:
     for row in csv.DictReader(lines):
-        yield Arrival(-1.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"]))
+        yield RecordedArrival(-1.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"]))
 
 
-def _turns(lines: Iterable[str]) -> Iterator[Arrival]:
+def _turns(lines: Iterable[str]) -> Iterator[RecordedArrival]:
     """A request for each answer, whose prompt is all that was said before: a block of its own per 512 tokens of a
     conversation."""
     said, conversation = 0, ""
@@ -106,18 +106,18 @@ def _turns(lines: Iterable[str]) -> Iterator[Arrival]:
             said, conversation = 0, row["conversation"]
         if row["role"] == "gpt" and said:
             first = int(conversation) * 2**20
-            yield Arrival(-1.0, said, tokens, tuple(range(first, first + said // BLOCK)))
+            yield RecordedArrival(-1.0, said, tokens, tuple(range(first, first + said // BLOCK)))
         said += tokens
 
 
-def _mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
+def _mooncake(lines: Iterable[str]) -> Iterator[RecordedArrival]:
     for line in lines:
         row = json.loads(line)
         blocks = tuple(row["hash_ids"][: row["input_length"] // BLOCK])
-        yield Arrival(row["timestamp"] / 1e3, row["input_length"], row["output_length"], blocks)
+        yield RecordedArrival(row["timestamp"] / 1e3, row["input_length"], row["output_length"], blocks)
 
 
-_KINDS: Final[dict[str, Callable[[Iterable[str]], Iterator[Arrival]]]] = {
+_KINDS: Final[dict[str, Callable[[Iterable[str]], Iterator[RecordedArrival]]]] = {
     "ContextTokens": _azure,
     "num_prefill_tokens": _lengths,
     "conversation,turn": _turns,

@@ -26,9 +26,8 @@ class BadBody(ValueError):
     """A body that no handler can use; the text is for the client."""
 
 
-def read(sent: bytes) -> dict[str, Any]:
-    """Returns the JSON object that was sent. BadBody."""
-    most = DEFAULT.serving.nested
+def read(sent: bytes, most: int = DEFAULT.serving.nested) -> dict[str, Any]:
+    """Returns the JSON object that was sent. BadBody, also where it is nested deeper than `most`."""
     deep = BadBody(f"the body is nested too deeply: at most {most} objects and lists within each other")
     try:
         body = json.loads(sent)

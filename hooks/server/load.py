@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
-from .arrivals import BLOCK, Arrival
+from .arrivals import BLOCK, RecordedArrival
 
 # headers of a request: what it may take to its first token, and a step in which it decodes, as "80ms"
 SLOS: Final = ("x-ttft-slo", "x-tpot-slo")
@@ -50,7 +50,7 @@ def headers(*slos: float | None) -> dict[str, str]:
     return {name: f"{slo * 1e6:.0f}us" for name, slo in zip(SLOS, slos, strict=True) if slo is not None}
 
 
-def prompt_of(arrival: Arrival, number: int, lengths: float) -> str:
+def prompt_of(arrival: RecordedArrival, number: int, lengths: float) -> str:
     """Words for a prompt: those of its blocks are the same wherever a block is. `lengths`: times as many tokens as
     recorded."""
     words: list[str] = []
@@ -63,7 +63,7 @@ def prompt_of(arrival: Arrival, number: int, lengths: float) -> str:
 
 
 async def replay(
-    arrivals: Sequence[Arrival], client: Any, model: str, lengths: float, note: Callable[[int], None]
+    arrivals: Sequence[RecordedArrival], client: Any, model: str, lengths: float, note: Callable[[int], None]
 ) -> list[Answered]:
     """Sends each request when it is due, whatever has become of those before. `client`: an openai.AsyncOpenAI; `note`:
     is called with the number that has been answered."""
@@ -72,7 +72,7 @@ async def replay(
     def now() -> float:
         return time.perf_counter() - began
 
-    async def ask(number: int, arrival: Arrival) -> Answered:
+    async def ask(number: int, arrival: RecordedArrival) -> Answered:
         nonlocal done
         await asyncio.sleep(max(0.0, arrival.at - now()))
         found, whole = Answered(now()), False

@@ -18,7 +18,7 @@ from .running import cache_of
 from .trees import Call, Way, copied_leaves, same_bits
 
 
-class Seen:
+class SeenLayer:
     """What a layer was called with, and returned."""
 
     def __init__(self, tensors: dict[Way, torch.Tensor], states: Way) -> None:
@@ -30,11 +30,11 @@ class Seen:
 
 def record(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str
-) -> tuple[list[Seen], Logits]:
+) -> tuple[list[SeenLayer], Logits]:
     """Runs the model as it is. Returns what each layer was called with, and what the model returned. `cache`: what it
     calls its cache. SpliceError where its forward does not call its layers one after the other, each once."""
     order: list[int] = []
-    seen: list[Seen] = []
+    seen: list[SeenLayer] = []
     written: list[tuple[object, ...]] = []
     caches: list[Any] = []
 
@@ -44,7 +44,7 @@ def record(
         order.append(index)
         caches.append(cache_of(call, cache))
         written.append(marks(caches[-1]))
-        seen.append(Seen(tensors, _states(tensors, index)))
+        seen.append(SeenLayer(tensors, _states(tensors, index)))
 
     def after(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         seen[-1].answer = answer_of(output, Call(args, kwargs), seen[-1].states)
@@ -62,7 +62,7 @@ def record(
 
 
 def forms_of(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[Seen]
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
 ) -> tuple[LayerForm, ...]:
     """Runs the model with all layers passing their input through, and compares with what was `seen`."""
     through = _passed(model, layers, inputs, cache, seen)
@@ -75,7 +75,7 @@ def forms_of(
 
 
 def _passed(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[Seen]
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
 ) -> dict[int, dict[Way, torch.Tensor]]:
     """The tensors of each layer's call where all layers pass their input through."""
     found: dict[int, dict[Way, torch.Tensor]] = {}

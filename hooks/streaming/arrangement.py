@@ -59,7 +59,7 @@ class Arrangement:
             self._weights.ring.release_layers()  # another layer has the number of one that streams
             self.order, self.dropped = order, ()
         self.pages = self._weights.layer_pages(len(layers))
-        self._arrange_away(self._weights.ring.slots - bool(self.dropped) or max(slots, 1))
+        self._arrange_away(len(self._weights.ring.shared.slots) - bool(self.dropped) or max(slots, 1))
 
     def arrange(self, plan: Plan) -> None:
         """Streams what the plan says, as far as it can. Raises as `Ring.arrange`."""
@@ -99,7 +99,7 @@ class Arrangement:
         try:
             if self._weights.ring.layer(layer) is not None:
                 self._weights.ring.adopt(layer, filled)
-            self._weights.set_aside(layer)
+            self._weights.backings.set_aside(self._weights.of([layer]))
             self.dropped = tuple(each for each in self.dropped if each != layer)
         finally:
             self._bind()

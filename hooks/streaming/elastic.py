@@ -22,7 +22,7 @@ from torch import nn
 
 from ...allocator._native import Device, Range
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
-from ...offload.governor.decision import Decision
+from ...offload.governor.decision import StreamDecision
 from ...offload.governor.governor import Governor
 from ...offload.governor.kv_read_plan import Streamed
 from ...offload.policy.ledger import Refusal
@@ -60,7 +60,7 @@ class Elastic:
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.others_wait = False  # see ModelClient.others_wait
-        self.decision: Decision | None = None
+        self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
         self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
@@ -85,7 +85,9 @@ class Elastic:
         self._governor = governor
         self._turns = turns
         self._tuning = governor.tuning.weights
-        self._arranged: Decision | None = None  # all is as this one says: whatever changes it has another one made
+        self._arranged: StreamDecision | None = (
+            None  # all is as this one says: whatever changes it has another one made
+        )
         self._patience = 0
         self._unmeasured = 0  # iterations to which a link matters that nobody has measured
         self._governed = self._was_governed = False
@@ -240,7 +242,7 @@ class Elastic:
         with self.captured.lock:
             if not self.arrangement.kept.isdisjoint(layers):
                 raise ManageError(CAPTURED)
-            with self._changing(), self._weights.leaving(layers):
+            with self._changing(), self._weights.backings.leaving(self._weights.of(layers)):
                 self.arrangement.drop(layers)
 
     def restore(self, layer: int, filled: Range) -> None:
@@ -274,8 +276,8 @@ class Elastic:
             last=last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
             link_bytes=weights.ring.copied,
-            file_bytes=weights.file_bytes,
-            host_bytes=weights.host_pages * weights.device.page_size,
+            file_bytes=weights.backings.file_bytes,
+            host_bytes=weights.backings.host_pages * weights.device.page_size,
             kept=tuple(sorted(self.arrangement.kept)),
             kv=self.caches(),
             lending=self._governor.exchange.lending_of(self),
@@ -305,7 +307,7 @@ class Elastic:
         self.captured.forget()
         self.arrangement.close()
 
-    def _arrange(self, decision: Decision) -> None:
+    def _arrange(self, decision: StreamDecision) -> None:
         """Streams what was decided, if that can be done now."""
         self.decision, self._arranged, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:

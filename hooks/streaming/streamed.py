@@ -30,7 +30,7 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Waiting
-from ...offload.residency.layer_parts import Part
+from ...offload.residency.layer_parts import LayerPart
 from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
 from ..forward.here import Here
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
     module: nn.Module
     tensors: frozenset[int]
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
 
 
 class Streaming:
@@ -84,7 +84,7 @@ class Streaming:
         self._here = Here() if here is None else here
         self._span: Span | None = None  # for which layers have their turns
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
-        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._parts: dict[int, tuple[LayerPart, ...]] = {}
         self._hidden: set[int] = set()  # layers that nobody has seen
         self._revealing = threading.RLock()
         self._turn: Turn | None = None  # of the pass that reads slots
@@ -267,7 +267,7 @@ class Streaming:
         self.bound[layer].show(flats[address], _spot(self._parts[layer], self._page))
 
 
-def _spot(parts: tuple[Part, ...], page: int) -> Spot:
+def _spot(parts: tuple[LayerPart, ...], page: int) -> Spot:
     runs = [(part.range.address + part.first * page, part.count * page, part.offset * page) for part in parts]
 
     def spot(address: int) -> int | None:

@@ -35,7 +35,7 @@ def model_facts(model: nn.Module, elastic: Elastic, weights: Weights, prefixes: 
         "slots": len(elastic.plan.slot_pages),
         "why": "" if elastic.decision is None else elastic.decision.why,
         "pages": weights.pages,
-        "host_pages": weights.host_pages,
+        "host_pages": weights.backings.host_pages,
         "copied": weights.ring.copied,
         "seconds": {phase: measured.total for phase, measured in last.items()},
         "slo": {"decode": elastic.tpot_slo, "prefill": elastic.ttft_slo},

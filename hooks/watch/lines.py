@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .dialog import whose
-from .processes import Seen
+from .processes import SeenProcess
 from .wording import decision, sections_of, title_of
 
 
-def lines_of(seen: Seen) -> Iterator[str]:
+def lines_of(seen: SeenProcess) -> Iterator[str]:
     """Yields what one look says: all that is shown but the bars, and the decisions that it brought."""
     parts = [title_of(seen)]
     if seen.trouble:

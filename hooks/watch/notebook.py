@@ -11,7 +11,7 @@ from ...allocator.display import table
 from ...allocator.errors import BallonetError
 from ...offload.policy.tuning import DEFAULT
 from .lines import lines_of
-from .processes import Processes, Seen
+from .processes import SeenProcess, WatchedProcesses
 from .view import NOBODY
 from .wording import bar, sections_of, title_of
 
@@ -20,7 +20,7 @@ class Watched:
     """What `watch()` returns: a notebook shows it as tables, `print` as lines. Each look is a new one; `stop()` ends
     what is live. `live`: does it change by itself?"""
 
-    def __init__(self, processes: Processes, period: float, widget: Any = None) -> None:
+    def __init__(self, processes: WatchedProcesses, period: float, widget: Any = None) -> None:
         """`widget`: an ipywidgets.HTML that is kept up to date; None: there is none."""
         self._processes = processes
         self._period = period
@@ -74,7 +74,7 @@ def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Wat
     `pid`: of that one; `every`: seconds between looks. With ipywidgets it is live until `stop()`; without, a table of
     the moment in which it is shown. NoSuchProcess, NotPermitted, NotReachable where the one cannot be looked at.
     """
-    processes = Processes(pid)
+    processes = WatchedProcesses(pid)
     processes.look()
     try:
         widgets = import_module("ipywidgets")
@@ -83,7 +83,7 @@ def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Wat
     return Watched(processes, every, widgets.HTML())
 
 
-def _shown(seen: Seen) -> str:
+def _shown(seen: SeenProcess) -> str:
     trouble = f"<p>{escape(seen.trouble)}</p>" if seen.trouble else ""
     rows = [
         (

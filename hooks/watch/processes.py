@@ -23,7 +23,7 @@ from ...offload.policy.tuning import DEFAULT, Watching
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenProcess:
     """One device of one process. `now`, `before`: its last two looks (allocator/looks.py); `decisions`: the last ones,
     oldest first; `trouble`: why the process did not answer the last time, "" where it did."""
 
@@ -49,7 +49,7 @@ class Seen:
         """(pid, number of the runtime)."""
         return self.pid, self.number
 
-    def after(self, now: dict[str, Any], most: int) -> Seen:
+    def after(self, now: dict[str, Any], most: int) -> SeenProcess:
         """The same with one look more, and so many decisions at most."""
         return replace(self, now=now, before=self.now, decisions=last(self.decisions, now, most), trouble="")
 
@@ -59,7 +59,7 @@ def last(before: Sequence[dict[str, Any]], now: dict[str, Any], most: int) -> tu
     return (*before, *now["events"])[-most:]
 
 
-class Processes:
+class WatchedProcesses:
     """Looks at one process, or at all that there are, and at all devices of each. One thread may look while others read
     `seen`."""
 
@@ -68,7 +68,9 @@ class Processes:
     ) -> None:
         """`pid`: the one; None: all. `folders`: where their sockets may be."""
         self.pid = pid
-        self.seen: tuple[Seen, ...] = ()  # by pid, ascending, and of each its devices, in the order of their start
+        self.seen: tuple[
+            SeenProcess, ...
+        ] = ()  # by pid, ascending, and of each its devices, in the order of their start
         self.ended = False  # is the one gone?
         self._folders = folders
         self._tuning = tuning
@@ -77,7 +79,7 @@ class Processes:
         """Looks at each. The first time NoSuchProcess, NotPermitted, NotReachable, ControlRefused where the one that is
         wanted cannot be looked at; later it has `trouble`, or is `ended`. Of all, those that never answered are left
         out."""
-        found = list[Seen]()
+        found = list[SeenProcess]()
         for pid in self._pids():
             known = [each for each in self.seen if each.pid == pid]
             try:
@@ -93,7 +95,7 @@ class Processes:
                 found.extend(replace(each, trouble=why) for each in known)
         self.seen = tuple(found)
 
-    def _looked(self, pid: int, known: Sequence[Seen]) -> list[Seen]:
+    def _looked(self, pid: int, known: Sequence[SeenProcess]) -> list[SeenProcess]:
         """Looks at all devices of a process, of which so much is `known`. Raises as `_ask`."""
         first = self._ask(pid, known[0].now["cursor"] if known else None)
         before, looks = {each.number: each for each in known}, [first]
@@ -104,10 +106,10 @@ class Processes:
                     looks.append(self._ask(pid, None if each is None else each.now["cursor"], number))
         return [self._seen(pid, before.get(now["device"]["number"]), now) for now in looks]
 
-    def _seen(self, pid: int, before: Seen | None, now: dict[str, Any]) -> Seen:
+    def _seen(self, pid: int, before: SeenProcess | None, now: dict[str, Any]) -> SeenProcess:
         most = self._tuning.decisions
         if before is None:
-            return Seen(pid, program_of(pid), now, decisions=last((), now, most))
+            return SeenProcess(pid, program_of(pid), now, decisions=last((), now, most))
         return before.after(now, most)
 
     def _pids(self) -> list[int]:

@@ -26,7 +26,7 @@ from ...allocator.errors import BallonetError
 from ...allocator.units import format_size
 from ...offload.policy.tuning import Watching
 from .dialog import Budget, Dialog, keys_of, pressed, whose
-from .processes import Processes
+from .processes import WatchedProcesses
 from .view import screen
 
 
@@ -38,7 +38,7 @@ def usable(console: Console) -> bool:
 class Top:
     """One run of it. `processes` has been looked at once."""
 
-    def __init__(self, processes: Processes, console: Console, period: float, tuning: Watching) -> None:
+    def __init__(self, processes: WatchedProcesses, console: Console, period: float, tuning: Watching) -> None:
         """`period`: seconds between looks."""
         self._processes = processes
         self._console = console

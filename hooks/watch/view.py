@@ -13,14 +13,16 @@ from rich.text import Text
 
 from ...allocator.units import format_size
 from ...offload.policy.tuning import DEFAULT, Watching
-from .processes import Seen
+from .processes import SeenProcess
 from .wording import bar, device_of, sections_of, title_of
 
 COLOURS: Final = {"weights": "blue", "kv": "green", "activations": "magenta", "host": "yellow"}
 NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
 
 
-def screen(seen: Sequence[Seen], chosen: int, footer: str, tuning: Watching = DEFAULT.watching) -> RenderableType:
+def screen(
+    seen: Sequence[SeenProcess], chosen: int, footer: str, tuning: Watching = DEFAULT.watching
+) -> RenderableType:
     """All of it. `chosen`: the place in `seen` of the one that is shown in full; `footer`: the last line."""
     parts: list[RenderableType] = [Text(footer, style="reverse")]
     if not seen:
@@ -30,13 +32,13 @@ def screen(seen: Sequence[Seen], chosen: int, footer: str, tuning: Watching = DE
     return Group(*parts, process(seen[chosen], tuning))
 
 
-def process(seen: Seen, tuning: Watching = DEFAULT.watching) -> RenderableType:
+def process(seen: SeenProcess, tuning: Watching = DEFAULT.watching) -> RenderableType:
     """One process in full."""
     trouble = [Text(seen.trouble, style="red")] if seen.trouble else []
     return Group(Rule(Text(title_of(seen), style="bold"), align="left"), *trouble, *_sections(seen, tuning.bar))
 
 
-def _sections(seen: Seen, columns: int) -> Iterator[RenderableType]:
+def _sections(seen: SeenProcess, columns: int) -> Iterator[RenderableType]:
     for section in sections_of(seen):
         if not section.rows:
             continue
@@ -53,7 +55,7 @@ def _sections(seen: Seen, columns: int) -> Iterator[RenderableType]:
         yield table
 
 
-def _list(seen: Sequence[Seen], chosen: int, columns: int) -> Table:
+def _list(seen: Sequence[SeenProcess], chosen: int, columns: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("", "pid", "program", "device", "budget", "used"):
         table.add_column(name, no_wrap=True)

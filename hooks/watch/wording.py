@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...allocator.units import format_size, format_time
-from .processes import Seen
+from .processes import SeenProcess
 from .rates import copy_rates
 from .tiers import kv_tiers
 
@@ -29,13 +29,13 @@ class Section(NamedTuple):
     rows: list[Row]
 
 
-def title_of(seen: Seen) -> str:
+def title_of(seen: SeenProcess) -> str:
     """Which process, on what, and its budget."""
     parts = [f"process {seen.pid}", seen.program, device_of(seen), f"budget {format_size(seen.now['budget'])}"]
     return " · ".join(filter(None, parts))
 
 
-def device_of(seen: Seen) -> str:
+def device_of(seen: SeenProcess) -> str:
     """Which device: its number is told where its process has several."""
     device = seen.now["device"]
     if device["kind"] == "cuda":
@@ -43,7 +43,7 @@ def device_of(seen: Seen) -> str:
     return f"CPU (host stand-in {seen.number})" if seen.one_of_several else "CPU (host stand-in)"
 
 
-def sections_of(seen: Seen) -> list[Section]:
+def sections_of(seen: SeenProcess) -> list[Section]:
     """All that is shown."""
     now = seen.now
     return [

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...allocator.errors import WeightsFileError
-from ...offload.residency.safetensors import Entry
+from ...offload.residency.safetensors import TensorEntry
 from ...offload.residency.weights_file import FileSpan, WeightsFile
 from ..compat import checkpoint_folder, loaded_names
 from .mapped import file_spans, same
@@ -73,7 +73,9 @@ def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
     return Found(spans, left)
 
 
-def compared(tensor: torch.Tensor, possible: Iterable[tuple[Entry, FileSpan]], memory: BinaryIO) -> FileSpan | str:
+def compared(
+    tensor: torch.Tensor, possible: Iterable[tuple[TensorEntry, FileSpan]], memory: BinaryIO
+) -> FileSpan | str:
     """Where the tensor lies of these, byte for byte; else why nowhere. `memory`: as for `same`. WeightsFileChanged."""
     if not has_bytes(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return "its memory is not laid out as in the file"
@@ -83,17 +85,17 @@ def compared(tensor: torch.Tensor, possible: Iterable[tuple[Entry, FileSpan]], m
     return "its values are not those in the file" if equal is None else equal
 
 
-def possible_places(model: nn.Module) -> dict[int, list[tuple[Entry, FileSpan]]]:
+def possible_places(model: nn.Module) -> dict[int, list[tuple[TensorEntry, FileSpan]]]:
     """By the id of a parameter or buffer: what the files hold that the model was loaded from, as far as they can be
     told, under any name that it was loaded by. Nothing is compared; every module is asked for what it holds."""
     return candidates(model, _files(model)[0])
 
 
-def candidates(model: nn.Module, files: list[WeightsFile]) -> dict[int, list[tuple[Entry, FileSpan]]]:
+def candidates(model: nn.Module, files: list[WeightsFile]) -> dict[int, list[tuple[TensorEntry, FileSpan]]]:
     """By the id of a parameter or buffer: what the files hold under any name that it was loaded by."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    found: dict[int, list[tuple[Entry, FileSpan]]] = {}
+    found: dict[int, list[tuple[TensorEntry, FileSpan]]] = {}
     for file in files:
         for key, name in loaded_names(model, file.tensors).items():
             found.setdefault(id(tensors[name]), []).append((file.tensors[key], file.span(key)))
@@ -123,7 +125,7 @@ def _paths(folder: Path) -> Iterator[Path]:
     yield from (folder / name for name in dict.fromkeys(names) if isinstance(name, str))
 
 
-def _alike(tensor: torch.Tensor, entry: Entry) -> bool:
+def _alike(tensor: torch.Tensor, entry: TensorEntry) -> bool:
     return _DTYPES.get(entry.dtype) == tensor.dtype and entry.shape == tuple(tensor.shape)
 
 

@@ -37,11 +37,12 @@ from ...allocator.errors import BallonetError, ManageError
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
 from . import room
+from .backings import Files
 from .layers import decoder_layers, layer_lists
 from .moving import tenants_of
-from .ranges import Files, Weights
+from .ranges import Weights
 from .refusals import refuse_what_moves_weights
-from .storages import Member, Span, members, spans, survey
+from .storages import TensorMember, TensorSpan, members, spans, survey
 
 _REPLACED = "it has been replaced more than {} times"
 _SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
@@ -49,12 +50,12 @@ _CAPTURED = "it was new when a CUDA graph was captured, which may hold its addre
 
 _capturing = torch.cuda.is_current_stream_capturing
 
-_followers: set[Follower] = set()
+_followers: set[WeightsFollower] = set()
 _handles: list[RemovableHandle] = []
 _lock = threading.RLock()  # a model may be collected anywhere
 
 
-class Follower:
+class WeightsFollower:
     """Brings the weights of one model into ranges and keeps them there. Does not keep the model alive."""
 
     def __init__(self, weights: Weights) -> None:
@@ -127,7 +128,7 @@ class Follower:
         self.parts = {id(module) for module in model.modules()}
         self._lists = [(weakref.ref(each), len(each)) for each in layer_lists(model)]
 
-    def _adopt_new(self, new: Sequence[Member], model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def _adopt_new(self, new: Sequence[TensorMember], model: nn.Module, layers: Sequence[nn.Module]) -> None:
         names = {id(member.tensor): member.name for member in new}
         shared = self._of_others(new)
         try:
@@ -159,14 +160,14 @@ class Follower:
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self.left |= {names[id(tensor)]: reason for span, reason in stay for tensor in span.tensors}
 
-    def _of_others(self, found: Sequence[Member]) -> dict[int, str]:
+    def _of_others(self, found: Sequence[TensorMember]) -> dict[int, str]:
         """id -> name of those that another managed model has brought into its ranges, and may be using now."""
         others = [
             each for follower in tuple(_followers) if follower is not self for each in follower._weights.all_ranges()
         ]
         return {id(member.tensor): member.name for member, _ in tenants_of(others, found)}
 
-    def _reason_to_leave(self, span: Span, names: Mapping[int, str]) -> str | None:
+    def _reason_to_leave(self, span: TensorSpan, names: Mapping[int, str]) -> str | None:
         """See Note [Left for good]."""
         if span.start in self._settled:
             return self._settled[span.start]
@@ -183,11 +184,11 @@ def _still(layers: Sequence[nn.Module]) -> set[int]:
     return {index for index, layer in enumerate(layers) if isinstance(layer, torch.jit.ScriptModule)}
 
 
-def _without(some: Mapping[int, str], found: Sequence[Member]) -> list[Member]:
+def _without(some: Mapping[int, str], found: Sequence[TensorMember]) -> list[TensorMember]:
     return [member for member in found if id(member.tensor) not in some]
 
 
-def _watch(follower: Follower) -> None:
+def _watch(follower: WeightsFollower) -> None:
     with _lock:
         _followers.add(follower)
         if not _handles:
@@ -196,7 +197,7 @@ def _watch(follower: Follower) -> None:
             _handles.append(torch_module.register_module_buffer_registration_hook(_buffer_registered))
 
 
-def _unwatch(follower: Follower) -> None:
+def _unwatch(follower: WeightsFollower) -> None:
     with _lock:
         _followers.discard(follower)
         if not _followers:

@@ -26,7 +26,7 @@ from ...allocator.errors import WeightsFileChanged, WeightsFileError
 from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.safetensors import LONGEST_HEADER
 from ...offload.residency.weights_file import FileSpan, WeightsFile
-from .storages import Member, has_bytes
+from .storages import TensorMember, has_bytes
 
 _LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ [1-9]\d* +(/(?!memfd:).*)$", re.MULTILINE)
 _PAGE: Final = mmap.PAGESIZE
@@ -56,7 +56,7 @@ def mapped(text: str) -> list[Mapped]:
     return found
 
 
-def file_spans(found: Iterable[Member]) -> dict[int, FileSpan]:
+def file_spans(found: Iterable[TensorMember]) -> dict[int, FileSpan]:
     """By the id of a tensor: its bytes in the safetensors file that it is a view of. Others are not listed.
 
     Those listed use every byte of theirs, in whatever order. WeightsFileChanged where a file is not what was mapped, so
@@ -137,13 +137,13 @@ def _may_be_written(tensor: torch.Tensor) -> bool:
     return len(bits) < pages or bool((own | ((bits & _SWAPPED) != 0)).any())
 
 
-def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO) -> bool:
-    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem. WeightsFileChanged.
+def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO, most: int = DEFAULT.files.compared) -> bool:
+    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem; `most`: bytes at once.
+    WeightsFileChanged.
 
     On the CPU a tensor may itself be a view of the mapped file, so its bytes are read without touching them, too.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    most = DEFAULT.files.compared
     for first in range(0, span.nbytes, most):
         nbytes = min(most, span.nbytes - first)
         data = span.file.read(span.start + first, nbytes)

@@ -25,11 +25,11 @@ from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.file_backing import FileLoader
 from ...offload.residency.weights_file import FileSpan
 from ..device.streams import torch_device, torch_memory
-from .storages import Member, Span, has_bytes, spans
+from .storages import TensorMember, TensorSpan, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
 
-Step = list[tuple[Range, int, Span]]  # (range, offset in it, what lies or goes there), moved together
+Step = list[tuple[Range, int, TensorSpan]]  # (range, offset in it, what lies or goes there), moved together
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -111,7 +111,7 @@ class MoveIn:
         if rest := [each for each in step if each not in from_files]:
             out(rest)
 
-    def _fill(self, span: Span, flat: torch.Tensor) -> None:
+    def _fill(self, span: TensorSpan, flat: torch.Tensor) -> None:
         if not all(id(tensor) in self._known for tensor in span.tensors):
             copy(span, flat)
             return
@@ -138,13 +138,13 @@ def out(device: Device, step: Step, note: Callable[[int, int, bool], None]) -> N
             del flat
 
 
-def copy(span: Span, flat: torch.Tensor) -> None:
+def copy(span: TensorSpan, flat: torch.Tensor) -> None:
     """Copies the span's bytes to `flat`."""
     for offset, source in span.sources():
         flat[offset : offset + source.numel()].copy_(source)
 
 
-def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[Member, Range]]:
+def tenants_of(ranges: Iterable[Range], found: Iterable[TensorMember]) -> list[tuple[TensorMember, Range]]:
     """Returns the members that lie in one of the ranges, each with its range."""
     ordered = sorted(ranges, key=lambda opened: opened.address)
     bounds = [(opened.address, opened.address + opened.nbytes) for opened in ordered]

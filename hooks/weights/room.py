@@ -27,7 +27,7 @@ from ..device import governors
 from ..device.pressure import give_up
 from ..device.shared import reserve
 from .layers import text_config
-from .storages import Span
+from .storages import TensorSpan
 
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
 
@@ -46,7 +46,7 @@ def working_pages(
 
 
 def plan_under_budget(
-    device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule
+    device: Device, layout: Layout, spans: Sequence[TensorSpan], working: int, layers: int, rule: Rule
 ) -> Plan:
     """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
     device's budget. Others that are idle make room for all of it, those that are not for as much as it needs at least.

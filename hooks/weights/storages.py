@@ -24,7 +24,7 @@ _WIDEST = 16  # bytes of the widest element (complex128): a span starts at a mul
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TensorSpan:
     """Bytes [start, start + nbytes) and the tensors that use them. `layer`: index of the only decoder layer that
     does."""
 
@@ -52,7 +52,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TensorMember:
     """A tensor of a model. `layers`: the indices of the decoder layers that use it, None where something else does."""
 
     name: str
@@ -65,25 +65,25 @@ class Survey:
     """What tensors are for a device. `left`: name of one that cannot be moved -> why. `refused`: the error to raise
     where all of them have to be on that device, with their values."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TensorSpan, ...]
     left: Mapping[str, str]
     refused: ManageError | None
 
 
-def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[Member]:
+def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[TensorMember]:
     """Every parameter and buffer of `model`, each once, under its first name; of a wrapper (torchao's quantized
     weights) every tensor inside it.
 
     State that a module keeps outside of its parameters and buffers (bitsandbytes' quant_state) is not among them.
     """
     layer_of = _layers_by_module(model, layers)
-    found: dict[int, Member] = {}
+    found: dict[int, TensorMember] = {}
     for module, name, tensor in _tensors(model):
-        found.setdefault(id(tensor), Member(name, tensor, set())).layers.update(layer_of[module])
+        found.setdefault(id(tensor), TensorMember(name, tensor, set())).layers.update(layer_of[module])
     return list(found.values())
 
 
-def survey(found: Iterable[Member], device: torch.device, *, from_host: bool = False) -> Survey:
+def survey(found: Iterable[TensorMember], device: torch.device, *, from_host: bool = False) -> Survey:
     """Which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can hold.
 
     Left where they are: tensors with no plain memory of their own (sparse, of torch's quantized dtypes), those shared
@@ -113,7 +113,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and _reason_to_leave(tensor) is None
 
 
-def spans(tensors: Iterable[torch.Tensor], layers_of: Mapping[int, set[int | None]]) -> Iterator[Span]:
+def spans(tensors: Iterable[torch.Tensor], layers_of: Mapping[int, set[int | None]]) -> Iterator[TensorSpan]:
     """Groups `tensors` by the bytes they use, in the order in which they come. `layers_of`: id of a tensor -> its
     layers."""
     storages: dict[int, list[torch.Tensor]] = {}
@@ -129,7 +129,7 @@ def spans(tensors: Iterable[torch.Tensor], layers_of: Mapping[int, set[int | Non
             merged.append((order[base], end, start, storages[base]))
     for _, end, start, group in sorted(merged, key=lambda each: each[0]):
         layers = set[int | None]().union(*(layers_of.get(id(tensor), {None}) for tensor in group))
-        yield _checked(Span(start, end - start, tuple(group), layers.pop() if len(layers) == 1 else None))
+        yield _checked(TensorSpan(start, end - start, tuple(group), layers.pop() if len(layers) == 1 else None))
 
 
 def _extent(base: int, tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def _extent(base: int, tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     return start - (start - base) % _WIDEST, end
 
 
-def _checked(span: Span) -> Span:
+def _checked(span: TensorSpan) -> TensorSpan:
     if any((tensor.data_ptr() - span.start) % tensor.itemsize for tensor in span.tensors):
         raise ManageError(
             f"tensors of shapes {[tuple(tensor.shape) for tensor in span.tensors]} overlap in memory at addresses that "
@@ -225,7 +225,7 @@ def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_lazy(tensor)
 
 
-def _elsewhere(member: Member, device: torch.device) -> ManageError | None:
+def _elsewhere(member: TensorMember, device: torch.device) -> ManageError | None:
     """What to say of a tensor that has no values, or not on `device`."""
     if is_lazy(member.tensor):
         return ManageError(

@@ -19,7 +19,7 @@ from ..forward.lease import GroupLease
 from ..managed import Managed, elastic_of, pace_of
 from ..sectors.client import SectorClient
 from ..streaming.elastic import Elastic
-from .loops import Loop
+from .loops import VirtualLoop
 from .machine import Machine
 from .pretending import Clock
 
@@ -44,7 +44,7 @@ class Charges:
         """What was moved before costs nothing."""
         self._copied = self._total()
 
-    def step(self, loop: Loop, handle: Managed) -> None:
+    def step(self, loop: VirtualLoop, handle: Managed) -> None:
         """The step of that loop is computed: activations have pages, and time passes. torch.OutOfMemoryError."""
         cache: ElasticPagedCache = loop.processor.cache
         elastic = elastic_of(handle)

@@ -12,7 +12,7 @@ from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import Step
 from ...offload.policy.tuning import DEFAULT
 from ..batching.scheduler import ElasticScheduler
-from ..server.arrivals import BLOCK, Arrival
+from ..server.arrivals import BLOCK, RecordedArrival
 from ..server.load import Answered
 from .machine import Tenant
 from .pretending import Clock, Pretending
@@ -20,7 +20,7 @@ from .pretending import Clock, Pretending
 Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # when, of which model, new tokens of each request
 
 
-class Loop:
+class VirtualLoop:
     """`answers`: what became of its requests; `looks`: how often nothing could run since something did."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Loop:
                 note()
 
 
-def _state(name: str, arrival: Arrival, number: int) -> Any:
+def _state(name: str, arrival: RecordedArrival, number: int) -> Any:
     from transformers.generation.continuous_batching.requests import RequestState
 
     tokens = [block * BLOCK % 2**30 + n for block in arrival.blocks for n in range(BLOCK)][: arrival.prompt]

@@ -22,7 +22,7 @@ from ...allocator.units import format_size
 from ...offload.policy.step_costs import Parts, Step
 from ...offload.record.record import Point, Record
 from ..profile import Grid
-from ..server.arrivals import Arrival
+from ..server.arrivals import RecordedArrival
 from ..weights.layers import decoder_layers
 
 
@@ -60,7 +60,7 @@ class Tenant:
     name: str
     config: Any
     costs: Parts
-    arrivals: Sequence[Arrival]
+    arrivals: Sequence[RecordedArrival]
 
     def record(self, machine: Machine, grid: Grid) -> Record:
         """What a measurement of its iterations would say."""
@@ -72,14 +72,14 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MachineSizes:
     """Bytes of the weights of a model: of each decoder layer, and of the rest."""
 
     layers: tuple[int, ...]
     rest: int
 
     @classmethod
-    def of(cls, config: Any) -> Sizes:
+    def of(cls, config: Any) -> MachineSizes:
         """The sizes of a model with this configuration, in its own type."""
         from transformers import AutoModelForCausalLM
 
@@ -107,10 +107,10 @@ def costs_of(path: Path) -> Parts:
     return parts
 
 
-def dealt(arrivals: Sequence[Arrival], models: int, turn: float | None = None) -> list[list[Arrival]]:
+def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None) -> list[list[RecordedArrival]]:
     """The requests of each of so many models: one after the other to each, or where they take turns all of `turn`
     seconds to one, and then to the next."""
-    found: list[list[Arrival]] = [[] for _ in range(models)]
+    found: list[list[RecordedArrival]] = [[] for _ in range(models)]
     for number, each in enumerate(arrivals):
         found[(number if turn is None else int(each.at / turn)) % models].append(each)
     return found
@@ -131,7 +131,7 @@ def smaller(config: Any, scale: int) -> Any:
 def checked(tenants: Sequence[Tenant], machine: Machine) -> None:
     """ManageError where there is no request, or a model does not fit by itself."""
     for each in tenants:
-        weights = Sizes.of(each.config).total
+        weights = MachineSizes.of(each.config).total
         if weights >= machine.budget:
             raise ManageError(
                 f"the weights of {each.name} have {format_size(weights)}, and the budget is "

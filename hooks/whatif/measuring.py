@@ -16,11 +16,16 @@ from ...offload.policy.tuning import DEFAULT
 from ..batching import seams
 from ..managed import managed
 from ..options import ManageOptions
-from ..server.arrivals import Arrival
+from ..server.arrivals import RecordedArrival
 
 
 def measured(
-    name: str, arrivals: Sequence[Arrival], budget: int, host_budget: int, page_size: int, batching: dict[str, Any]
+    name: str,
+    arrivals: Sequence[RecordedArrival],
+    budget: int,
+    host_budget: int,
+    page_size: int,
+    batching: dict[str, Any],
 ) -> tuple[Parts, float]:
     """Loads a model, answers a few requests like those with it, in batches as large as there is room for, and returns
     what its steps took, and the error of that: a part of the time. ManageError where too few steps ran; OSError,

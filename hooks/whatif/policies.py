@@ -23,7 +23,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Elastic:
+class ElasticPolicy:
     """ballonet. `changes`: values of tuning that are other ones, by part."""
 
     what: str
@@ -45,24 +45,24 @@ class Elastic:
         return replace(small, **changed)
 
 
-Policy = Peer | Elastic
+Policy = Peer | ElasticPolicy
 POLICIES: Final[Mapping[str, Policy]] = {
     "stock": Peer("transformers' own cache and scheduler, of one model", shared=True),
     "split": Peer("the same, and each model has an even part of the budget", shared=True),
     "swap": Peer("the same, with one model at a time on the device, whose weights are copied when it changes", False),
-    "full": Elastic("ballonet, with as many requests in a step as there is room for", batches="full"),
-    "fast": Elastic("ballonet"),
-    "lru": Elastic("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
-    "uncapped": Elastic("models stream more than hides", changes={"weights": {"capped": False}}),
-    "one-slot": Elastic("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),
-    "two-slots": Elastic("streamed layers share two slots: alpha + 2", changes={"weights": {"slots": (2,)}}),
-    "no-reversion": Elastic("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
-    "weights-fixed": Elastic("weights give no pages", interval=None),
-    "no-inflation": Elastic(
+    "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
+    "fast": ElasticPolicy("ballonet"),
+    "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
+    "uncapped": ElasticPolicy("models stream more than hides", changes={"weights": {"capped": False}}),
+    "one-slot": ElasticPolicy("streamed layers share one slot: alpha + 1", changes={"weights": {"slots": (1,)}}),
+    "two-slots": ElasticPolicy("streamed layers share two slots: alpha + 2", changes={"weights": {"slots": (2,)}}),
+    "no-reversion": ElasticPolicy("layers that have left do not come back", changes={"pages": {"dwell": math.inf}}),
+    "weights-fixed": ElasticPolicy("weights give no pages", interval=None),
+    "no-inflation": ElasticPolicy(
         "nor do activations, and KV none to them", interval=None, changes={"serving": {"inflation": False}}
     ),
-    "no-buffer": Elastic("no KV of prompts goes to the host", changes={"serving": {"most": 0.0}}),
-    "fixed-buffer": Elastic(
+    "no-buffer": ElasticPolicy("no KV of prompts goes to the host", changes={"serving": {"most": 0.0}}),
+    "fixed-buffer": ElasticPolicy(
         "the buffer on the host stays as large as it is (no Algorithm 2)",
         changes={"serving": {"violations": DEFAULT.serving.window + 1}},
     ),

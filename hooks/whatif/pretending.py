@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from .machine import Machine, Sizes, Tenant, smaller
+from .machine import Machine, MachineSizes, Tenant, smaller
 
 
 class Clock:
@@ -35,7 +35,7 @@ class Pretending(PreTrainedModel, GenerationMixin):
     def of(cls, tenant: Tenant, machine: Machine, weights: bool = True) -> Pretending:
         """With the layers and heads of the tenant's model, its weights all 0 or, where no `weights` are wanted, next to
         none, and without masks: pairs are in the costs. ManageError."""
-        sizes = Sizes.of(tenant.config) if weights else Sizes((), 0)
+        sizes = MachineSizes.of(tenant.config) if weights else MachineSizes((), 0)
         text = smaller(copy.deepcopy(tenant.config), machine.scale)
         text.vocab_size = 1
         text._attn_implementation = "eager"

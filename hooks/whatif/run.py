@@ -41,9 +41,9 @@ from ..managed import managed
 from ..profile import Grid
 from ..server.load import summary
 from .charges import Charges
-from .loops import Decision, Loop
-from .machine import Machine, Sizes, Tenant, checked
-from .policies import Elastic, Peer, named
+from .loops import Decision, VirtualLoop
+from .machine import Machine, MachineSizes, Tenant, checked
+from .policies import ElasticPolicy, Peer, named
 from .pretending import Clock, Pretending
 
 SLOs = tuple[float | None, float | None]
@@ -99,7 +99,7 @@ def _quiet() -> Iterator[None]:
 class _Clients:
     """The loops, and what happens to them between two steps."""
 
-    def __init__(self, loops: Sequence[Loop]) -> None:
+    def __init__(self, loops: Sequence[VirtualLoop]) -> None:
         self.loops = loops
 
     def take_in(self) -> None:
@@ -140,7 +140,7 @@ class _Run:
                 ahead = [each for each in moments if each is not None and each > self._clock.now]
                 self._clock.now = min(ahead, default=self._clock.now + DEFAULT.serving.look)
 
-    def _stepped(self, loop: Loop) -> bool:
+    def _stepped(self, loop: VirtualLoop) -> bool:
         if not loop.busy or loop.ready_at > self._clock.now:
             return False
         self._clients.wait_returned()
@@ -157,7 +157,7 @@ class _Run:
 class _Swapping(_Clients):
     """One model is there at a time. See Note [Peers]."""
 
-    def __init__(self, loops: Sequence[Loop], clock: Clock, seconds: Sequence[float], patience: float) -> None:
+    def __init__(self, loops: Sequence[VirtualLoop], clock: Clock, seconds: Sequence[float], patience: float) -> None:
         """`seconds`: that the weights of each take; `patience`: times that, until others' requests matter."""
         super().__init__(loops)
         self._clock = clock
@@ -189,7 +189,7 @@ class _Swapping(_Clients):
 class _Governed(_Clients):
     """Models that ballonet manages."""
 
-    def __init__(self, loops: Sequence[Loop], charges: Charges) -> None:
+    def __init__(self, loops: Sequence[VirtualLoop], charges: Charges) -> None:
         super().__init__(loops)
         self._charges = charges
         self._most = 0
@@ -210,7 +210,7 @@ class _Governed(_Clients):
 def _elastic(
     tenants: Sequence[Tenant],
     machine: Machine,
-    policy: Elastic,
+    policy: ElasticPolicy,
     clock: Clock,
     batching: dict[str, Any],
     asks: RequestSLO,
@@ -232,7 +232,7 @@ def _elastic(
             model = Pretending.of(tenant, machine)
             handle = managed(model, policy.options, record=tenant.record(here, grid))
             undo.callback(handle.release)
-            loop = Loop(tenant, model, clock, batching, asks)
+            loop = VirtualLoop(tenant, model, clock, batching, asks)
             undo.callback(loop.close)
             model.step = partial(charges.step, loop, handle)
             loops.append(loop)
@@ -247,14 +247,14 @@ def _stock(
     tenants: Sequence[Tenant], machine: Machine, policy: Peer, clock: Clock, batching: dict[str, Any]
 ) -> Iterator[_Clients]:
     budget = machine.budget // (len(tenants) if policy.shared else 1)
-    weights = [Sizes.of(tenant.config).total for tenant in tenants]
-    loops: list[Loop] = []
+    weights = [MachineSizes.of(tenant.config).total for tenant in tenants]
+    loops: list[VirtualLoop] = []
     try:
         for tenant, nbytes in zip(tenants, weights, strict=True):
             model = Pretending.of(tenant, machine, weights=False)
             try:
                 with _told(budget // machine.scale, nbytes // machine.scale):
-                    loop = Loop(tenant, model, clock, batching)
+                    loop = VirtualLoop(tenant, model, clock, batching)
             except (MemoryError, ValueError) as error:
                 raise ManageError(
                     f"{tenant.name} has no room for a cache beside weights of {format_size(nbytes)} in "
@@ -272,7 +272,7 @@ def _stock(
             loop.close()
 
 
-def _compute(loop: Loop, clock: Clock) -> None:
+def _compute(loop: VirtualLoop, clock: Clock) -> None:
     clock.now += loop.seconds
 
 

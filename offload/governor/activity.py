@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Marks(Protocol):
+class StreamMarks(Protocol):
     """Moments in the work of this thread's current stream."""
 
     def capturing(self) -> bool:
@@ -37,13 +37,13 @@ class Marks(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Mark:
+class StreamMark:
     """A mark, and when it was recorded, in seconds of the host's clock. `passed`: when it did, None while it has
     not, as far as known; `since`: for the end of a forward, a mark that passed as it was recorded."""
 
     moment: Any
     recorded: float
-    since: Mark | None = None
+    since: StreamMark | None = None
     passed: float | None = None
 
 
@@ -51,13 +51,13 @@ class Progress:
     """The progress of a device, on the host's clock. `marks`: None where an operator is complete when it returns.
     `end` may be called on any thread, at any moment; whoever calls the others holds the governor's lock."""
 
-    def __init__(self, marks: Marks | None, clock: Callable[[], float]) -> None:
+    def __init__(self, marks: StreamMarks | None, clock: Callable[[], float]) -> None:
         """`clock`: seconds."""
         self.ahead = marks is not None  # does the host go on while the device does what it was given?
         self._marks = marks
         self._clock = clock
-        self._idle: Mark | None = None  # recorded when the device had nothing to do
-        self._pending: list[Mark] = []
+        self._idle: StreamMark | None = None  # recorded when the device had nothing to do
+        self._pending: list[StreamMark] = []
 
     def begin(self) -> None:
         """Notes that this thread is about to launch a forward."""
@@ -66,16 +66,16 @@ class Progress:
             return
         self.look()
         if not self._pending:
-            before, self._idle = self._idle, Mark(marks.mark(), self._clock())
+            before, self._idle = self._idle, StreamMark(marks.mark(), self._clock())
             if before is not None:
                 marks.release((before.moment,))
 
-    def end(self) -> Mark | None:
+    def end(self) -> StreamMark | None:
         """The end of what this thread has launched; None where that is done already, or is being captured."""
         marks = self._marks
         if marks is None or self._idle is None or marks.capturing():
             return None
-        found = Mark(marks.mark(), self._clock(), self._idle)
+        found = StreamMark(marks.mark(), self._clock(), self._idle)
         self._pending.append(found)
         return found
 
@@ -100,13 +100,13 @@ class Activity:
         """`progress`: of the device; None for a client that never runs."""
         self._progress = progress
         self.at = -math.inf  # by its iterations, as far as known
-        self._ends: list[Mark] = []  # that have not passed, as far as known
+        self._ends: list[StreamMark] = []  # that have not passed, as far as known
 
     def began(self, now: float) -> None:
         """An iteration begins."""
         self.at = max(self.at, now)
 
-    def ended(self, now: float, end: Mark | None) -> None:
+    def ended(self, now: float, end: StreamMark | None) -> None:
         """An iteration has been launched, up to `end`."""
         self.at = max(self.at, now)
         if end is not None:

@@ -12,7 +12,6 @@ Note [Collected at any moment]
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -25,11 +24,12 @@ from .client import ModelClient, PageClient
 from .client_state import ClientState, ModelState, PageState
 from .idleness import Idleness
 from .lend import Use
+from .running import Running
 
 
 class Clients:
     """`pause`: see Idleness; `progress`: of the device; `plans`: for the states of models. Not thread-safe, but for
-    `left`, `client_left` and `ended`: whoever calls holds the governor's lock."""
+    `left` and `client_left`: whoever calls holds the governor's lock."""
 
     def __init__(self, pause: float, progress: Progress, plans: WeightPlans) -> None:
         self._plans = plans
@@ -38,8 +38,7 @@ class Clients:
         self.by_model: dict[int, ModelState] = {}  # by id of the model, in the order in which they came
         self._paged: dict[int, PageState] = {}  # by number
         self.gone: deque[tuple[bool, int]] = deque()  # (True, id of a model) or (False, number): collected
-        self._on: dict[int, ModelState] = {}  # whose forward runs, by thread
-        self._read: dict[int, set[PageState]] = {}  # the page clients that it has used so far, by thread
+        self.running = Running(progress)
         self.idleness = Idleness(self, pause)
 
     # -- who is there
@@ -57,11 +56,6 @@ class Clients:
     def of_model(self, model: ModelClient) -> ModelState:
         """KeyError where there is no such model any more."""
         return self.by_model[id(model)]
-
-    @property
-    def running(self) -> tuple[ModelState, ...]:
-        """The models whose forward runs, or was interrupted."""
-        return tuple(self._on.values())
 
     @property
     def several(self) -> bool:
@@ -89,7 +83,7 @@ class Clients:
     def add_paged(self, client: PageClient) -> int:
         """Adds a page client and returns its number. See Note [Whose pages]."""
         self._numbers += 1
-        on = self._on.get(threading.get_ident())
+        on = self.running.here
         whose, model = (client.whose, 0) if on is None else (on.name, on.number)
         name = f"{client.name} of {whose}" if whose else client.name
         state = PageState(self._numbers, name, Activity(self._progress), paged=weakref.ref(client), model=model)
@@ -121,44 +115,13 @@ class Clients:
             self.idleness.changed()
         return True in dropped, False in dropped
 
-    # -- what they do
-
-    def began(self, state: ModelState, now: float) -> None:
-        """An iteration of it begins on this thread."""
-        state.used = now
-        if self._progress.ahead:
-            self._progress.begin()
-        state.activity.at = max(state.activity.at, now)
-        self._on[threading.get_ident()] = state
-
-    def client_began(self, state: PageState, now: float) -> None:
-        """An iteration of it begins on this thread, within one of its model's where there is such."""
-        state.activity.at = max(state.activity.at, now)
-        thread = threading.get_ident()
-        if thread in self._on:
-            self._read.setdefault(thread, set()).add(state)
-
-    def ended(self, model: ModelClient, now: float) -> None:
-        """Notes that its iteration on this thread has been launched, if it began. May be called in the middle of
-        anything."""
-        state, thread = self.by_model.get(id(model)), threading.get_ident()
-        read = self._read.pop(thread, set())
-        if state is None:
-            return
-        end = self._progress.end() if self._progress.ahead else None
-        state.activity.ended(now, end)
-        for each in read:
-            each.activity.ended(now, end)
-        if self._on.get(thread) is state:
-            del self._on[thread]
+    # -- what they have
 
     def took(self, number: int, index: int) -> None:
         """The core took a layer of a model, or an offer of a page client."""
         for state in (*self.by_model.values(), *self._paged.values()):
             if state.number == number:
                 state.taken.add(index)
-
-    # -- what they have
 
     def held(self, now: float) -> list[Held]:
         """The page clients, at this moment."""
@@ -191,7 +154,7 @@ class Clients:
 
     def whose(self, number: int) -> ModelState | None:
         """The model of a page client that is used on this thread; None of nobody."""
-        state, on = self._paged.get(number), self._on.get(threading.get_ident())
+        state, on = self._paged.get(number), self.running.here
         if on is not None:
             self.claim(number, on)
         return next((each for each in self.models if state is not None and each.number == state.model), None)
@@ -221,7 +184,5 @@ class Clients:
         """Nothing refers to the model of that id any more."""
         self.idleness.changed()
         state = self.by_model.pop(key, None)
-        for thread, on in list(self._on.items()):
-            if on is state:  # its iteration ends without it, or has been interrupted
-                self._on.pop(thread, None)
+        self.running.forget(state)
         return state

@@ -37,7 +37,7 @@ from .situation import Situation
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StreamDecision:
     """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: that the
     iteration takes by the record, None where nobody measured; `refusal`: why the SLO is missed, where it is; `notice`:
     to be shown, said once."""
@@ -50,7 +50,7 @@ class Decision:
     notice: str | None = None
 
 
-def decide(now: Situation, state: ModelState, point: Point) -> Decision:
+def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """See Note [Two reasons to stream]."""
     if not state.auto:
         return _told(now, state, point)
@@ -103,13 +103,13 @@ def fastest(
     return best if seconds(best) < (1 - margin) * seconds(standing) else standing
 
 
-def _told(now: Situation, state: ModelState, point: Point) -> Decision:
+def _told(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Somebody said how."""
     interval = state.model.interval if isinstance(state.model.interval, int) else None
     return _made(now, state, point, state.model.plan, "as was asked for", interval)
 
 
-def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
+def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     standing = now.standing(state)
     if state.model.others_wait:
         return _as_asked(now, state, point, standing)
@@ -141,7 +141,7 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
     return replace(made, notice=f"{state.name}: {made.why}")
 
 
-def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -> Decision:
+def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
     """What memory demands, as long as that keeps the SLO, of the model or of the batch's requests; else as little as
     there are pages for."""
     costs, measured = now.costs(state, point)
@@ -152,7 +152,7 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
     return _made(now, state, point, plan, "requests ask for more: as few layers stream as the free pages allow")
 
 
-def _woken(now: Situation, state: ModelState, point: Point) -> Decision:
+def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """The first decode step after it was idle: no more layers stream than its cap. Should the cap fall later, `revert`
     gives layers back in time; to do so at once would flap with the batch."""
     standing = now.standing(state)
@@ -187,9 +187,9 @@ def _made(
     why: str,
     interval: int | None = None,
     refusal: Refusal | None = None,
-) -> Decision:
+) -> StreamDecision:
     costs, measured = now.costs(state, point)
     if not measured and (plan.streamed or refusal):
         ratio = state.tuning.assumed_ratio
         why += f" (not measured: assumed that a layer takes {ratio} times as long to copy as to compute)"
-    return Decision(plan, why, interval, costs.of(plan) if measured else None, refusal)
+    return StreamDecision(plan, why, interval, costs.of(plan) if measured else None, refusal)

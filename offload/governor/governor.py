@@ -20,7 +20,7 @@ Note [The same answer]
                             client takes back
         free pages          their number, the budget and the request are those of the last look, and time alone ends
                             neither a dwell nor a shortage yet (`Pages.unchanged`); while pages are short, never
-        reserves            are not due (`Lending.due_at`)
+        reserves            are not due (`Lendable.due_at`)
         the reclaim list    is not out of date
         a faster plan       passes are counted on, and the one that is due is looked at
     What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes
@@ -39,16 +39,15 @@ from ...allocator._native import Range
 from ...allocator.config import Config
 from ...allocator.events import Events
 from ...allocator.interrupts import Guarded, if_free
-from ..policy.ladder import Rung
 from ..policy.ledger import Refusal
-from ..policy.plan import Plan, fewest
-from ..policy.remap import cap
+from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
-from .activity import Marks
+from .activity import StreamMarks
+from .change import ModelChange
 from .client import ModelClient, PageClient
 from .client_state import ModelState
-from .decision import Decision, decide, faster
+from .decision import StreamDecision, decide, faster
 from .exchange import Exchange
 from .kv_read_plan import Streamed
 from .ladder_pulls import LadderPulls
@@ -57,7 +56,7 @@ from .published import Pool
 from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
-from .situation import Lending
+from .situation import Lendable
 
 
 class Standing(NamedTuple):
@@ -67,25 +66,6 @@ class Standing(NamedTuple):
     idle: int
     away: int
     active: bool
-
-
-class _Change:
-    """What happens within `changing`: `state`, None until it is found, keeps it meanwhile."""
-
-    def __init__(self, governor: Governor, model: ModelClient) -> None:
-        self.model = model
-        self.state: ModelState | None = None
-        self.before = model.plan
-        self.promised: Plan | None = None
-        self.taken: frozenset[int] = frozenset()
-        self.began = governor.clock()
-        self._governor = governor
-
-    def begin(self) -> frozenset[int]:
-        return self._governor._begin(self)
-
-    def end(self, failed: bool) -> None:
-        self._governor._end(self, not failed)
 
 
 class Governor:
@@ -103,7 +83,7 @@ class Governor:
         window: float = Config().reserve,
         spill: bool = False,
         events: Events | None = None,
-        marks: Marks | None = None,
+        marks: StreamMarks | None = None,
     ) -> None:
         """`bandwidth`, `received`: see Link. `clock`: seconds, by which all is decided that depends on time. `waits`:
         the same, by which one thread waits no longer for another. `window`: seconds that a model's reserve outlasts its
@@ -146,7 +126,7 @@ class Governor:
             self._known.clients.add(model)
             self._known.moved()
         self.reclaim.publish()
-        self._watch()
+        self._known.watch()
 
     def remove(self, model: ModelClient) -> None:
         """Removes a client: nothing of it is or will be taken once this returns. Idempotent."""
@@ -158,7 +138,7 @@ class Governor:
             self._known.list.void()
         self._known.device.withdraw(state.keys())
         self.reclaim.publish()
-        self._watch()
+        self._known.watch()
 
     def collected(self, model: ModelClient) -> None:
         """As `remove`, for a finalizer, which may run in the middle of anything, even here: whoever holds the lock may
@@ -167,16 +147,16 @@ class Governor:
         self._known.clients.left(model)
         if if_free(self._known.lock, self._known.drop_dead):
             self.reclaim.publish()
-            self._watch()
+            self._known.watch()
 
-    def before(self, model: ModelClient, point: Point) -> Decision:
+    def before(self, model: ModelClient, point: Point) -> StreamDecision:
         """Called by whoever has the turn of the model, before an iteration. What differs from `model.plan` is to be
         arranged within `changing`. KeyError."""
         with self._known.lock:
             again = self._known.repeated(model, point, self.clock())
         return self._decide(model, point.corner) if again is None else again
 
-    def _decide(self, model: ModelClient, point: Point) -> Decision:
+    def _decide(self, model: ModelClient, point: Point) -> StreamDecision:
         with self._known.lock:
             state = self._known.clients.of_model(model)
             now = self.clock()
@@ -191,7 +171,7 @@ class Governor:
             resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
         if stale:
             self.reclaim.publish()
-            self._watch()
+            self._known.watch()
             kept = decision.refusal is None and state.slo(point.phase) < math.inf
             if kept and self._known.list.pages is not offered:
                 with self._known.lock:  # it was promised what others do not offer any more
@@ -208,59 +188,23 @@ class Governor:
 
     def after(self, model: ModelClient) -> None:
         """The iteration has been launched, or failed: the model is in use until the device has done it."""
-        self._known.clients.ended(model, self.clock())
+        self._known.clients.running.ended(self._known.clients.get(model), self.clock())
 
     def changing(self, model: ModelClient) -> Guarded[frozenset[int]]:
         """Within it nothing of the model is taken, and it may change: its plan, its ranges. Hands over the layers that
         were taken since its plan was arranged; where no exception leaves it, `model.plan` has them. KeyError."""
-        return Guarded(_Change(self, model))
+        return Guarded(ModelChange(self._known, self.reclaim, model))
 
-    def _begin(self, change: _Change) -> frozenset[int]:
-        with self._known.lock:
-            state = change.state = self._known.clients.of_model(change.model)
-            change.before, change.promised = change.model.plan, state.faster
-            state.held.add(change)
-            self._known.models_changed()
-            self._known.list.void()
-        self._known.device.withdraw(state.keys())
-        with self._known.lock:
-            self._known.hear()
-            change.taken = frozenset(state.taken)
-        return change.taken
-
-    def _end(self, change: _Change, arranged: bool) -> None:
-        state, before = change.state, change.before
-        if state is None:
-            return
-        with self._known.lock:
-            try:
-                if arranged and change in state.held:
-                    state.taken -= change.taken
-                    state.waking &= state.point is None or state.point.phase != "decode"
-                    state.arranged(before, change.promised)
-                    taken = sum(map(before.pages.__getitem__, change.taken))
-                    same = before.pages == state.model.plan.pages
-                    self._say(state, before.device_pages - taken if same else None, change.began)
-            finally:
-                state.held.discard(change)
-                state.grant = state.faster = None
-                state.passes.clear()
-                self._known.moved(state)
-                self._known.list.void()
-        if arranged:
-            self.reclaim.publish()
-            self._watch()
-
-    def lending(self, model: ModelClient, pages: int) -> Lending:
+    def lending(self, model: ModelClient, pages: int) -> Lendable:
         """What the layers of the model could give, and what their copies would be if they gave so many pages."""
         with self._known.lock:
             state = self._known.clients.get(model)
             if state is None:
-                return Lending(0, 0, 0)
+                return Lendable(0, 0, 0)
             plan = model.plan
             costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
             then = fewest(plan.pages, plan.device_pages - pages, costs.ratio, slots=state.tuning.slots)
-            return Lending(
+            return Lendable(
                 self._known.list.pages.get(state.number, 0),
                 plan.copied_pages,
                 sum(plan.pages) if then is None else then.copied_pages,
@@ -330,7 +274,7 @@ class Governor:
                 return frozenset()
             now = self.clock()
             state.waking = self._known.clients.idleness.woke(state, now)
-            self._known.clients.client_began(state, now)
+            self._known.clients.running.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken
 
@@ -378,7 +322,7 @@ class Governor:
 
     # -- what happened; the caller holds the lock
 
-    def _decided(self, state: ModelState, point: Point, now: float, free: int) -> Decision:
+    def _decided(self, state: ModelState, point: Point, now: float, free: int) -> StreamDecision:
         """Looks the decision up, or decides."""
         decision = self._known.answers.get((state.number, point))
         if decision is None:
@@ -394,27 +338,10 @@ class Governor:
         if self._known.clients.idleness.woke(state, now):
             state.waking = True
             self._known.moved()
-        self._known.clients.began(state, now)
+        self._known.clients.running.began(state, now)
         if state.point != point:
             state.point = state.last[point.phase] = point
             self._known.moved()
-
-    def _say(self, state: ModelState, before: int | None, began: float) -> None:
-        """An event where the device pages of its layers are others than they were. `before`: None where the layers that
-        it counts are others, so that nothing of it was pulled or given back."""
-        plan = state.model.plan
-        if before is None:
-            return
-        more = plan.device_pages - before
-        if more:
-            costs, measured = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
-            rung = Rung.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Rung.STALLING_WEIGHTS
-            predicted = max(0, more) * costs.page_seconds if measured else None
-            took = self.clock() - began
-            verb = "revert" if more > 0 else "pull"
-            if more > 0:
-                self.pages.went_back()
-            self.events.decided(rung.label, verb, abs(more), what=state.name, predicted=predicted, measured=took)
 
     def _compare(self, state: ModelState, point: Point, now: float, free: int) -> None:
         """Now and then, of a model that streams: is there a faster plan?"""
@@ -428,9 +355,3 @@ class Governor:
             state.due = min(2 * state.due, self.tuning.weights.longest)
             if state.faster != before:
                 self._known.moved()
-
-    def _watch(self) -> None:
-        """Others' traffic matters while anything streams."""
-        with self._known.lock:
-            streams = any(state.model.plan.streamed or state.taken for state in self._known.clients.models)
-            self.link.watch(streams)

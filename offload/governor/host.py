@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...allocator.events import Events
 from ..policy.tuning import Tuning
-from .activity import Marks
+from .activity import StreamMarks
 from .duplicates import Duplicates
 from .exchange import Exchange
-from .link import Link
+from .link import HostLink
 from .pages import DevicePages
 from .reclaim_list import ReclaimList
 
@@ -32,9 +32,9 @@ class Host(Protocol):
     @property
     def events(self) -> Events: ...
     @property
-    def marks(self) -> Marks | None: ...
+    def marks(self) -> StreamMarks | None: ...
     @property
-    def link(self) -> Link: ...
+    def link(self) -> HostLink: ...
     @property
     def pages(self) -> DevicePages: ...
     @property

@@ -57,7 +57,7 @@ class Idleness:
         idle = [(state, client) for state, client in self._clients.paged if self.idle(state, client, now)]
         if not idle:
             return []
-        running, next_used = {state.number for state in self._clients.running}, dict[int, PageState]()
+        running, next_used = {state.number for state in self._clients.running.models}, dict[int, PageState]()
         for state, _ in self._clients.paged:
             if state.model in running and state.used >= next_used.get(state.model, state).used:
                 next_used[state.model] = state

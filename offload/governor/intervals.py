@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from .activity import Marks
+from .activity import StreamMarks
 
 Tag = TypeVar("Tag")
 
@@ -19,7 +19,7 @@ Tag = TypeVar("Tag")
 class Intervals(Generic[Tag]):
     """The intervals of one thread's iterations, each with what its caller said of it."""
 
-    def __init__(self, marks: Marks | None, clock: Callable[[], float], pending: int) -> None:
+    def __init__(self, marks: StreamMarks | None, clock: Callable[[], float], pending: int) -> None:
         """`marks`: None where an operator is complete when it returns; then `clock`, in seconds, tells. `pending`:
         beginnings that have not passed and are remembered."""
         self._marks = marks

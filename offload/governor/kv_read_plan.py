@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Final
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
-from ..policy.layer_stream import Choice, Layer, Way, choose
+from ..policy.layer_stream import Choice, LayerReads, Way, choose
 from ..policy.tuning import KVReads
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_slots import KVSlots, Slice
-from .activity import Marks
+from .activity import StreamMarks
 from .intervals import Intervals
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class KVReadPlan:
         device: Device,
         group: Group,
         transfer: Transfer,
-        marks: Marks | None,
+        marks: StreamMarks | None,
         clock: Callable[[], float],
         tuning: KVReads,
     ) -> None:
@@ -201,7 +201,7 @@ class KVReadPlan:
         # What nobody knows counts as long as the copies take. It is all before the next layer enters, who says that the
         # attention of the last one has been launched.
         seconds = sum(held) * page / link if self._computes is None else self._computes
-        layers = [Layer(pages, 0.0, seconds / len(extents)) for pages in held]
+        layers = [LayerReads(pages, 0.0, seconds / len(extents)) for pages in held]
         return choose(layers, page=page, link=link, free=max(0, free), rows=rows, tuning=self._tuning)
 
     def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:

@@ -106,7 +106,7 @@ class Listed(Lever):
         return [candidate for candidate in self._governor.reclaim.candidates() if candidate.rung is self.rung]
 
 
-class Drop(Lever):
+class DropLever(Lever):
     """Layers that other replicas hold as well. A pull posts a wish and frees nothing: see duplicates.py. What running
     as a stage of a pipeline costs is for the controller of the replicas to weigh."""
 
@@ -188,7 +188,7 @@ def levers(governor: Governor, device: Pool, *, spill: bool) -> Sequence[Lever]:
         Free(governor),
         Inflate(device),
         *(Listed(governor, rung) for rung in LISTED),
-        Drop(governor),
+        DropLever(governor),
         Wait(governor, device),
         Spill(governor, device, spill),
     ]

@@ -11,7 +11,7 @@ from .published import Pool
 from .traffic import Traffic, sent
 
 
-class Link:
+class HostLink:
     """Thread-safe. Bandwidths are in bytes per second, and None where nobody has measured them."""
 
     def __init__(

@@ -18,15 +18,15 @@ from ..policy.ladder import Candidate, Rung
 from ..policy.ledger import RunningShares
 from ..policy.tuning import Tuning
 from ..record.record import Point
-from .activity import Marks, Progress
+from .activity import Progress, StreamMarks
 from .candidates import Held, listed, of_models
 from .client import LAYERS, ModelClient
 from .client_state import ModelState
 from .clients import Clients
-from .decision import Decision
+from .decision import StreamDecision
 from .duplicates import Duplicates
 from .lend import Lending
-from .link import Link
+from .link import HostLink
 from .pages import DevicePages
 from .published import Pool, Published
 from .restore import Back, plan_restore
@@ -43,7 +43,7 @@ class Overview:
         tuning: Tuning,
         window: float,
         events: Events | None,
-        marks: Marks | None,
+        marks: StreamMarks | None,
         bandwidth: float | None,
         received: Callable[[], int | None] | None,
         waits: Callable[[], float],
@@ -55,9 +55,9 @@ class Overview:
         self.lock: Final = threading.Lock()
         self.clients: Final = Clients(tuning.pages.idle, Progress(marks, clock), tuning.weights)
         self.lending: Final = Lending(window, tuning.loans)
-        self.link: Final = Link(device, self.lock, self._link_changed, bandwidth, received, clock, tuning.traffic)
+        self.link: Final = HostLink(device, self.lock, self._link_changed, bandwidth, received, clock, tuning.traffic)
         # what is looked up while nothing happens
-        self.answers: dict[tuple[int, Point], Decision] = {}
+        self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
         self.wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
         # pages
@@ -115,7 +115,7 @@ class Overview:
             model.grant = None
         self.moved()
 
-    def repeated(self, model: ModelClient, point: Point, now: float) -> Decision | None:
+    def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
         """An iteration of the model begins. Its last decision, where all that made it is as it was, and all that an
         answer does beside that would be done in vain; else None, and nothing has been noted. See governor.py, Note [The
         same answer]. KeyError."""
@@ -139,7 +139,7 @@ class Overview:
         decision = self.answers.get((state.number, last))
         if decision is None or (state.streams and not state.passed(phase)):
             return None
-        self.clients.began(state, now)
+        self.clients.running.began(state, now)
         return decision
 
     def rest(self, now: float) -> None:
@@ -191,6 +191,11 @@ class Overview:
         if len(self.clients.models) < 2:
             return {}
         return self.lending.due(self.clients.uses(now), self.pages.unused, self.pages.total)
+
+    def watch(self) -> None:
+        """Others' traffic matters while anything streams. The caller does not hold the lock."""
+        with self.lock:
+            self.link.watch(any(state.model.plan.streamed or state.taken for state in self.clients.models))
 
     def situation(self, now: float, free: int) -> Situation:
         return Situation(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..policy.remap import Calm, observe
+from ..policy.remap import CalmClock, observe
 from ..policy.tuning import FreePages
 from .published import Pool
 
@@ -26,7 +26,7 @@ class DevicePages:
         self._device = device
         self._tuning = tuning
         self._waits = waits
-        self._calm: Calm | None = None
+        self._calm: CalmClock | None = None
         self._given = threading.Condition()
 
     @property

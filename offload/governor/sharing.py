@@ -44,7 +44,8 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
         costs, measured = now.costs(new, point)
         if new.slo(phase) == math.inf or not measured:
             continue
-        client = LinkClient(new.name, costs, now.page_size, new.slo(phase), available, only=only)
+        slo, parts = new.slo(phase), new.tuning.link_parts
+        client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts)
         wide = [now.client(each, each.last["decode"], _all(each)) for each in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..policy.interval import Costs, fitting, meeting
-from ..policy.ledger import FIXED, LinkClient, Option, RunningShares
+from ..policy.ledger import FIXED, LinkClient, LinkOption, RunningShares
 from ..policy.plan import Plan
 from ..policy.remap import Model
 from ..record.record import Phase, Point
@@ -21,7 +21,7 @@ from .client_state import ModelState
 
 
 @dataclass(frozen=True, slots=True)
-class Lending:
+class Lendable:
     """What memory the layers of a model could give: `offered` pages of the device, as published; and pages of them that
     are copied in each iteration, `copied` as it is, and `then` with so many pages less as was asked."""
 
@@ -104,7 +104,7 @@ class Situation:
             capped=state.tuning.capped,
         )
 
-    def planned(self, state: ModelState, point: Point, option: Option) -> Plan:
+    def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
         """What an option of `client` means."""
         return self.standing(state) if option.interval == FIXED else self.costs(state, point)[0].plan(option.interval)
 
@@ -117,7 +117,17 @@ class Situation:
         free = state.auto and slo < math.inf and fitting(costs, available) is not None
         fixed = None if free else plan
         least = 0 if fixed else _kept(costs, state.model.floor, available)
-        return LinkClient(state.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
+        return LinkClient(
+            state.name,
+            costs,
+            self.page_size,
+            slo,
+            available,
+            idle,
+            fixed=fixed,
+            least=least,
+            parts=state.tuning.link_parts,
+        )
 
     def _least(self, state: ModelState, phase: Phase) -> int:
         """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""

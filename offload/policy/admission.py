@@ -85,7 +85,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admission:
     """`where`: the requests that take part, in the order in which they were looked at, and where the KV of each goes.
     `passed`: those that did not fit while others behind them did. `kv`, `activations`: bytes of the device that they
     take in all."""
@@ -96,7 +96,7 @@ class Admitted:
     activations: int
 
 
-def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving) -> Admitted:
+def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving) -> Admission:
     """Algorithm 1: `demands` in the order in which they came. See the notes above."""
     where: dict[str, Where] = {}
     blocked: list[str] = []
@@ -120,7 +120,7 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
                 break
             continue
         passed.update(blocked)
-    return Admitted(where, frozenset(passed), kv, activations)
+    return Admission(where, frozenset(passed), kv, activations)
 
 
 def can_ever_run(needed: int, staging: int, most: Memory) -> bool:

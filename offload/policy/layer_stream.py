@@ -66,7 +66,7 @@ def split(layers: int, block: int, master: int, workers: Sequence[int], slots: i
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerReads:
     """`pages`: device pages of its KV that are away. Seconds that it computes: in its `attention`, and the `rest`."""
 
     pages: int
@@ -97,7 +97,7 @@ class Choice:
 
 
 def choose(
-    layers: Sequence[Layer],
+    layers: Sequence[LayerReads],
     *,
     page: int,
     link: float,
@@ -151,7 +151,7 @@ def needed(away: Sequence[int], streamed: int, slots: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerReads, ...]
     seconds_of_page: float
     seconds_of_copy: float
     slower: float  # in place than a copy

@@ -27,7 +27,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BlockPlacement:
     """A block at `offset` bytes into its range."""
 
     block: Block
@@ -43,7 +43,7 @@ class RangeLayout:
     """One range: what lies in it, in order of address. `layer` is None for the resident range."""
 
     layer: int | None
-    placements: tuple[Placement, ...]
+    placements: tuple[BlockPlacement, ...]
     page_size: int
 
     @property
@@ -56,11 +56,11 @@ class RangeLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LayoutStep:
     """What is moved before sources are given up: one layer, or one block of no layer. (Index of the range, placement)
     each."""
 
-    moves: tuple[tuple[int, Placement], ...]
+    moves: tuple[tuple[int, BlockPlacement], ...]
     pages: int  # how many pages it maps
 
 
@@ -100,7 +100,7 @@ class Layout:
         moving = max((step.pages for step in self.steps()), default=0) + 1 if sources else 0
         return max(moving, working)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[LayoutStep]:
         """The order in which the model is moved, so that sources and ranges overlap by one step and no more.
 
         Each range is filled from its start, so a step maps the pages up to its last block that no step before it
@@ -111,10 +111,10 @@ class Layout:
             before = sum(mapped)
             for index, placement in moves:
                 mapped[index] = max(mapped[index], -(-placement.end // self.page_size))
-            yield Step(moves, sum(mapped) - before)
+            yield LayoutStep(moves, sum(mapped) - before)
 
-    def _moves(self) -> Iterator[tuple[tuple[int, Placement], ...]]:
-        layers: dict[int, list[tuple[int, Placement]]] = {}
+    def _moves(self) -> Iterator[tuple[tuple[int, BlockPlacement], ...]]:
+        layers: dict[int, list[tuple[int, BlockPlacement]]] = {}
         for index, each in enumerate(self.ranges):
             for placement in each.placements:
                 if placement.block.layer is None:
@@ -156,8 +156,8 @@ def place(blocks: Iterable[Block], page_size: int, large: int = DEFAULT.weights.
 
 
 def _pack(layer: int | None, blocks: Iterable[Block], page_size: int) -> RangeLayout:
-    placements: list[Placement] = []
+    placements: list[BlockPlacement] = []
     for block in blocks:
         end = placements[-1].end if placements else 0
-        placements.append(Placement(block, -(-end // ALIGNMENT) * ALIGNMENT))
+        placements.append(BlockPlacement(block, -(-end // ALIGNMENT) * ALIGNMENT))
     return RangeLayout(layer, tuple(placements), page_size)

@@ -38,7 +38,6 @@ from .plan import Plan
 from .tuning import DEFAULT
 
 FIXED: Final = 0  # in the place of an interval
-_PARTS: Final = DEFAULT.weights.link_parts  # of the link: how finely needs are told apart
 
 Reason = Literal["memory", "slo", "link"]
 
@@ -48,7 +47,7 @@ class LinkClient:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
     infinite where nobody said; `available`: device pages for its layers and slots, of which it keeps `least`; `only`:
     the interval that somebody asked for; `fixed`: what it streams whatever anyone wants, which is no interval
-    (FIXED)."""
+    (FIXED); `parts`: of the link, how finely needs are told apart."""
 
     name: str
     costs: Costs
@@ -59,6 +58,7 @@ class LinkClient:
     only: int | None = None
     fixed: Plan | None = None
     least: int = 0
+    parts: int = DEFAULT.weights.link_parts
 
     def plan(self, interval: int) -> Plan:
         """ValueError for an interval below 1, where it is not FIXED."""
@@ -66,7 +66,7 @@ class LinkClient:
 
     def bandwidth(self, part: int) -> int:
         """Bytes per second: so many parts of the link that `costs` was measured on."""
-        return math.ceil(self.page_bytes / self.costs.page_seconds * part / _PARTS)
+        return math.ceil(self.page_bytes / self.costs.page_seconds * part / self.parts)
 
     def time(self, interval: int, bandwidth: int) -> float:
         """Seconds of an iteration with so many bytes per second, and no more than were measured."""
@@ -77,7 +77,7 @@ class LinkClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LinkOption:
     """An interval; the bytes that it keeps on the host and copies in each iteration; bytes per second."""
 
     interval: int
@@ -90,7 +90,7 @@ class Option:
 class Shares:
     """What each model that is not idle streams, by name. `level`: the bytes per second that each gets if it asks."""
 
-    options: dict[str, Option]
+    options: dict[str, LinkOption]
     level: int
 
     @property
@@ -144,10 +144,12 @@ class RunningShares:
     missed: dict[str, Refusal]
 
 
-_Sum = tuple[int, int, tuple[int, ...], tuple[Option, ...]]  # -bytes on the host, bytes per second, intervals, of what
+_Sum = tuple[
+    int, int, tuple[int, ...], tuple[LinkOption, ...]
+]  # -bytes on the host, bytes per second, intervals, of what
 
 
-def options(client: LinkClient) -> tuple[Option, ...]:
+def options(client: LinkClient) -> tuple[LinkOption, ...]:
     """The intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one that
     streams least, as there is nothing to trade memory for."""
     found = _valid(client)
@@ -192,21 +194,21 @@ def _fitting(client: LinkClient) -> Iterator[int]:
     return (i for i in every if client.least <= client.plan(i).device_pages <= client.available)
 
 
-def _valid(client: LinkClient) -> tuple[Option, ...]:
+def _valid(client: LinkClient) -> tuple[LinkOption, ...]:
     anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
     return tuple(each for each in anywhere if client.plan(each.interval).device_pages <= client.available)
 
 
 @lru_cache(maxsize=256)
-def _valid_anywhere(client: LinkClient) -> tuple[Option, ...]:
+def _valid_anywhere(client: LinkClient) -> tuple[LinkOption, ...]:
     found = ((interval, _need(client, interval)) for interval in _fitting(client))
     return tuple(_option(client, interval, need) for interval, need in found if need is not None)
 
 
-def _option(client: LinkClient, interval: int, need: int) -> Option:
+def _option(client: LinkClient, interval: int, need: int) -> LinkOption:
     plan = client.plan(interval)
     host = plan.host_pages * client.page_bytes
-    return Option(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
+    return LinkOption(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
 
 
 def _need(client: LinkClient, interval: int) -> int | None:
@@ -215,32 +217,33 @@ def _need(client: LinkClient, interval: int) -> int | None:
     def enough(part: int) -> bool:
         return client.time(interval, client.bandwidth(part)) <= client.slo
 
-    if not enough(_PARTS):
+    if not enough(client.parts):
         return None
     if enough(0):
         return 0
     part, step = _least_part(client, interval), 1  # not enough, or just so: from there on in growing steps
-    while part + step < _PARTS and not enough(part + step):
+    while part + step < client.parts and not enough(part + step):
         part, step = part + step, 2 * step
-    parts = range(max(0, part - 1), min(part + step, _PARTS) + 1)
+    parts = range(max(0, part - 1), min(part + step, client.parts) + 1)
     return client.bandwidth(parts[bisect_left(parts, True, key=enough)])
 
 
 def _least_part(client: LinkClient, interval: int) -> int:
     """The largest part of the link over which the bytes of an iteration take at least as long as the SLO."""
     pages = client.plan(interval).host_pages
-    return min(_PARTS - 1, math.floor(pages * client.costs.page_seconds / client.slo * _PARTS)) if pages else 0
+    parts = client.parts
+    return min(parts - 1, math.floor(pages * client.costs.page_seconds / client.slo * parts)) if pages else 0
 
 
-def _levels(tables: Sequence[Sequence[Option]]) -> list[int]:
+def _levels(tables: Sequence[Sequence[LinkOption]]) -> list[int]:
     """What the largest need may be."""
     return sorted({0, *(option.need for table in tables for option in table)})
 
 
-def _best(tables: Sequence[Sequence[Option]], left: int) -> tuple[tuple[Option, ...], int] | None:
+def _best(tables: Sequence[Sequence[LinkOption]], left: int) -> tuple[tuple[LinkOption, ...], int] | None:
     """One option of each table, and the largest need. A knapsack for each largest need that is possible: of the sums so
     far those are kept that no other beats in both bytes on the host and bytes per second."""
-    best: tuple[tuple[Option, ...], int] | None = None
+    best: tuple[tuple[LinkOption, ...], int] | None = None
     most = -1
     for level in _levels(tables):
         sums: list[_Sum] = [(0, 0, (), ())]
@@ -266,12 +269,12 @@ def _undominated(sums: Iterable[_Sum]) -> list[_Sum]:
     return kept
 
 
-def _possible(tables: Sequence[Sequence[Option]], left: int) -> bool:
+def _possible(tables: Sequence[Sequence[LinkOption]], left: int) -> bool:
     needed = _needed(tables)
     return needed is not None and needed <= left
 
 
-def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
+def _needed(tables: Sequence[Sequence[LinkOption]]) -> int | None:
     """The least bytes per second with which one option of each table goes together."""
     sums = []
     for level in _levels(tables):
@@ -281,7 +284,7 @@ def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
     return min(sums, default=None)
 
 
-def _refusal(client: LinkClient, before: Sequence[Sequence[Option]], left: int) -> Refusal:
+def _refusal(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> Refusal:
     reason: Reason = "link" if options(client) else "slo" if next(_fitting(client), None) is not None else "memory"
     anywhere = _valid(replace(client, available=sum(client.costs.pages)))
     enough = [each.interval for each in anywhere if _possible([*before, (each,)], left)]
@@ -290,12 +293,12 @@ def _refusal(client: LinkClient, before: Sequence[Sequence[Option]], left: int) 
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
 
 
-def _nearest(client: LinkClient, before: Sequence[Sequence[Option]], left: int) -> float | None:
+def _nearest(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> float | None:
     """The smallest SLO that can be met beside the others: by the most of the link that each interval can count on."""
 
     times = []
     for interval in _fitting(client):
-        demands = [client.bandwidth(part) for part in range(_PARTS + 1)]
+        demands = [client.bandwidth(part) for part in range(client.parts + 1)]
         count = bisect_left(
             demands, True, key=partial(_beyond, client=client, interval=interval, before=before, left=left)
         )
@@ -304,5 +307,5 @@ def _nearest(client: LinkClient, before: Sequence[Sequence[Option]], left: int) 
     return min((time for time in times if time < math.inf), default=None)
 
 
-def _beyond(need: int, client: LinkClient, interval: int, before: Sequence[Sequence[Option]], left: int) -> bool:
+def _beyond(need: int, client: LinkClient, interval: int, before: Sequence[Sequence[LinkOption]], left: int) -> bool:
     return not _possible([*before, (_option(client, interval, need),)], left)

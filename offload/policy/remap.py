@@ -119,7 +119,7 @@ def victims(models: Iterable[Model]) -> list[Model]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RemapStep:
     """A model's next plan, and the device pages that it frees beyond those of the plan before it."""
 
     model: str
@@ -127,7 +127,7 @@ class Step:
     freed: int
 
 
-def reclaimable(models: Iterable[Model]) -> Iterator[Step]:
+def reclaimable(models: Iterable[Model]) -> Iterator[RemapStep]:
     """All that weights can give, in the order in which they do: the list to take from while pages are wanted."""
     giving = {each.name: each for each in victims(models)}
     while giving:
@@ -136,7 +136,7 @@ def reclaimable(models: Iterable[Model]) -> Iterator[Step]:
         if plan is None:
             del giving[giver.name]
             continue
-        yield Step(giver.name, plan, giver.plan.device_pages - plan.device_pages)
+        yield RemapStep(giver.name, plan, giver.plan.device_pages - plan.device_pages)
         giving[giver.name] = replace(giver, plan=plan)
 
 
@@ -189,7 +189,7 @@ def revert(models: Iterable[Model], spare: int) -> Remapping:
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
+class CalmClock:
     """Nobody waits for pages: since when, in seconds, the fewest that were free, and how many were at first."""
 
     since: float
@@ -198,14 +198,14 @@ class Calm:
 
 
 def observe(
-    calm: Calm | None, now: float, free: int, waiting: bool, mark: int, dwell: float
-) -> tuple[Calm | None, int]:
+    calm: CalmClock | None, now: float, free: int, waiting: bool, mark: int, dwell: float
+) -> tuple[CalmClock | None, int]:
     """Called between iterations, `now` in seconds: what to pass the next time, and how many pages may be given back.
     See Note [Calm]."""
     if waiting or free < mark:
         return None, 0
     if calm is None or free < calm.free:  # else it is as it was
-        calm = Calm(now, free, free) if calm is None else replace(calm, free=free)
+        calm = CalmClock(now, free, free) if calm is None else replace(calm, free=free)
     if now - calm.since < dwell:
         return calm, 0
     return None, max(0, calm.free - mark - max(0, calm.first - free))

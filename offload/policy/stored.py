@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A run of blocks of a chain. `keys`: of the blocks, in order; `after`: of the block before them, empty where they
     begin the prompt; `salt`: what the keys are for (model, dtype, adapter, ...)."""
 
@@ -29,7 +29,7 @@ class Stored:
     inode: int
     nbytes: int
     used: int
-    part: Part | None
+    part: StoredPart | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def reading(nbytes: int, tokens: int, *, disk: float | None, link: float | None,
     )
 
 
-def before(files: Iterable[Stored], part: Part) -> list[Stored]:
+def before(files: Iterable[Stored], part: StoredPart) -> list[Stored]:
     """Iterates over the files that a run continues, as far as they are there: the one just before it, the one before
     that, ..."""
     return _before(_by_key(files), part)
@@ -86,7 +86,7 @@ def _by_key(files: Iterable[Stored]) -> dict[tuple[bytes, bytes], Stored]:
     return {(each.part.salt, key): each for each in files if each.part is not None for key in each.part.keys}
 
 
-def _before(holders: Mapping[tuple[bytes, bytes], Stored], part: Part) -> list[Stored]:
+def _before(holders: Mapping[tuple[bytes, bytes], Stored], part: StoredPart) -> list[Stored]:
     found: list[Stored] = []
     reached = holders.get((part.salt, part.after))
     while reached is not None and reached.part is not None and reached not in found:

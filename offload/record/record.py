@@ -193,11 +193,11 @@ class Unusable(Exception):
     """A file that holds no record for what is wanted, and why: it is measured anew."""
 
 
-class Missing(Unusable):
+class RecordMissing(Unusable):
     """There is no file."""
 
 
-class Damaged(Unusable):
+class RecordDamaged(Unusable):
     """The file is not what was written."""
 
 
@@ -232,17 +232,17 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise Missing(f"there is none yet in {path}") from None
+        raise RecordMissing(f"there is none yet in {path}") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise RecordDamaged(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise Damaged(f"{path} is damaged: it holds no object of JSON")
+        raise RecordDamaged(f"{path} is damaged: it holds no object of JSON")
     if found.get("format") != FORMAT:
         raise Unusable(f"{path} was written by another version of ballonet")
     content: dict[str, Any] = {name: found.get(name) for name in ("key", "bandwidth", "points")}
     content |= {name: found[name] for name in ("beside", "copying") if name in found}
     if found.get("checksum") != _checksum(content):
-        raise Damaged(f"{path} is damaged: its checksum is wrong")
+        raise RecordDamaged(f"{path} is damaged: its checksum is wrong")
     if content["key"] != dict(key):
         differ = sorted(name for name in {*key, *content["key"]} if content["key"].get(name) != key.get(name))
         raise Unusable(f"{path} was measured for another {', '.join(differ)}")
@@ -251,7 +251,7 @@ def load(path: Path, key: Mapping[str, str]) -> Record:
         beside, copying = content.get("beside", {}), content.get("copying", 0.0)
         return Record(content["key"], content["bandwidth"], points, beside=beside, copying=copying)
     except (TypeError, ValueError) as error:
-        raise Damaged(f"{path} is damaged: {error}") from error
+        raise RecordDamaged(f"{path} is damaged: {error}") from error
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from .mover import Mover
 from .pieces import Pieces, runs_of
 from .saving import Runs
 from .slots import Copies
-from .states import Event, State
+from .states import PieceEvent, PieceState
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
@@ -82,7 +82,7 @@ class KVExtent:
     @property
     def dirty(self) -> int:
         """Full pieces of which only the device has the bytes, as far as known."""
-        return max(0, self.held - self.mover.states[State.CLEAN].count - self.mover.away)
+        return max(0, self.held - self.mover.states[PieceState.CLEAN].count - self.mover.away)
 
     @property
     def away(self) -> int:
@@ -91,14 +91,14 @@ class KVExtent:
 
     def touches(self, full: int) -> bool:
         """Is any piece from `full` on away, or on its way?"""
-        states = (State.OFFLOADED, State.IN_SLOT, State.ARRIVING)
+        states = (PieceState.OFFLOADED, PieceState.IN_SLOT, PieceState.ARRIVING)
         return bool(self.mover.states.within(full, sys.maxsize, *states)) or self.mover.arriving
 
     def host_mapped(self) -> list[int]:
         """The full pieces whose addresses lead to their backings."""
         return [
             piece
-            for first, end in self.mover.states.within(0, min(self.full, self.end), State.OFFLOADED)
+            for first, end in self.mover.states.within(0, min(self.full, self.end), PieceState.OFFLOADED)
             for at, count, backing in self.range.runs(first, end - first)
             if backing == "alias"
             for there, pieces, place in self.backing.pages.runs(at, count)
@@ -130,7 +130,7 @@ class KVExtent:
 
     def away_runs(self) -> Runs:
         """The pieces that are away, as (first, end)."""
-        return self.mover.states.within(0, sys.maxsize, State.OFFLOADED, State.IN_SLOT)
+        return self.mover.states.within(0, sys.maxsize, PieceState.OFFLOADED, PieceState.IN_SLOT)
 
     # -- what the cache says of its pages
 
@@ -157,7 +157,7 @@ class KVExtent:
             self.first = first
             self.mover.saving.stay(0, first, stream)
             self.mover.saving.dirty(0, first, stream)
-            self.mover.states.move_run(Event.RECALL, 0, first)
+            self.mover.states.move_run(PieceEvent.RECALL, 0, first)
 
     def prefix_mapped(self, first: int) -> None:
         """The pieces before that one have pages again, of the device, or where it had none of the peer or the host.
@@ -167,7 +167,7 @@ class KVExtent:
     def drop(self, first: int, end: int) -> None:
         """The pieces [first, end) lead nowhere now, or to new pages: what their backings have is of no use, but for
         those that a tensor still shows."""
-        self.mover.states.move_run(Event.DROP, first, end)
+        self.mover.states.move_run(PieceEvent.DROP, first, end)
         self.backing.release(first, end)
 
     def extended(self, first: int, end: int) -> None:
@@ -200,11 +200,7 @@ class KVExtent:
         """As `Mover.fetch`."""
         self.mover.fetch(transfer, stream, self.full)
 
-    def unbind(self, pieces: Iterable[int]) -> bool:
-        """As `Mover.unbind`."""
-        return self.mover.unbind(pieces, self.end)
-
     def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
         """As `Backing.demote`: those that are full yet. The caller holds the lock."""
-        saving = self.mover.states[State.SAVING]
+        saving = self.mover.states[PieceState.SAVING]
         return self.backing.demote(piece for piece in pieces if piece < self.full and piece not in saving)

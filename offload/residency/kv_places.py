@@ -7,7 +7,7 @@ from itertools import groupby
 
 from .kv_extent import KVExtent
 from .saving import Runs
-from .states import State
+from .states import PieceState
 
 
 def on_peer(extent: KVExtent) -> int:
@@ -24,7 +24,7 @@ def coldest(extent: KVExtent) -> list[int]:
     if extent.device.peer is None:
         return []
     away, leaving = extent.away_runs(), extent.backing.leaving
-    clean = extent.mover.states.within(0, extent.full, State.CLEAN)
+    clean = extent.mover.states.within(0, extent.full, PieceState.CLEAN)
     of_away = [piece for first, end in away for piece in range(first, min(end, extent.full))]
     found = [*(piece for run in clean for piece in range(*run)), *of_away]
     return [piece for piece in found if piece not in leaving and extent.backing.pages.backing(piece) == "peer"]

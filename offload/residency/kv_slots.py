@@ -33,7 +33,7 @@ from ...allocator.errors import BallonetError, PoolExhausted
 from .kv_extent import KVExtent
 from .kv_places import by_place
 from .slots import Copies, Filler, Slot, open_pages
-from .states import Event
+from .states import PieceEvent
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
@@ -158,7 +158,7 @@ class KVSlots:
         if each is not None:
             if each.slot.holds is each:
                 each.slot.holds = None
-            if not extent.unbind(each.there):
+            if not extent.mover.unbind(each.there, extent.end):
                 raise BallonetError(_IN_USE)
             self.changes += bool(each.pieces)
             each.lead([])
@@ -193,7 +193,7 @@ class KVSlots:
         if pieces == each.pieces:
             return
         if (extent := each.extent()) is not None:
-            extent.mover.states.move(Event.UNBIND, {*each.pieces} - {*pieces})
+            extent.mover.states.move(PieceEvent.UNBIND, {*each.pieces} - {*pieces})
         each.lead(pieces)
         self.changes += 1
         if not pieces and each.slot.holds is each:

@@ -12,7 +12,7 @@ from .slots import Copies
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Pieces of one range of a layer: all, or as many as are left; what moves them, and where in the slot they
     lie, in pages."""
 
@@ -33,7 +33,7 @@ class StreamedLayer:
 
     layer: int
     slot: int
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
     pages: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +83,6 @@ def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
     return [(run[0], len(run)) for run in runs]
 
 
-def spans(part: Part) -> list[tuple[int, int]]:
+def spans(part: LayerPart) -> list[tuple[int, int]]:
     """The spans of the part; none where its range is gone."""
     return [] if part.range.closed else live(part.range, part.first, part.count)

@@ -26,7 +26,7 @@ from ...allocator.errors import PoolExhausted
 from .backing import FAR, Backing, Spans
 from .pieces import Pieces, runs_of
 from .saving import Runs, Saving
-from .states import Event, State, States
+from .states import PieceEvent, PieceState, PieceStates
 
 
 class Mover:
@@ -38,10 +38,10 @@ class Mover:
         """`lock`: held while pieces are saved in the background, or get dirty again."""
         self.range = range_
         self.backing = backing
-        self.states = States()
-        self._offloaded = self.states[State.OFFLOADED]
-        self._in_slot = self.states[State.IN_SLOT]
-        self._coming = self.states[State.ARRIVING]
+        self.states = PieceStates()
+        self._offloaded = self.states[PieceState.OFFLOADED]
+        self._in_slot = self.states[PieceState.IN_SLOT]
+        self._coming = self.states[PieceState.ARRIVING]
         self._device = device
         self._page = device.page_size
         self._lock = lock
@@ -87,21 +87,25 @@ class Mover:
         """Finds out which pieces of [first, end) were taken."""
         for at, count, backing in self.range.runs(first, end - first) if end > first else ():
             if backing == "alias":
-                self.states.move_run(Event.TAKEN, at, at + count)
+                self.states.move_run(PieceEvent.TAKEN, at, at + count)
 
     def look_for_host_pages(self, first: int, end: int) -> None:
         """Finds out which pieces of [first, end) got a page of the host or the peer instead of one of the device."""
         for at, count, backing in self.range.runs(first, end - first):
             if backing in FAR:
-                self.states.move_run(Event.TAKEN, at, at + count)
+                self.states.move_run(PieceEvent.TAKEN, at, at + count)
 
     def takable(self, first: int, end: int) -> tuple[Runs, Runs]:
         """The pieces of [first, end) that have a page of the device and may be taken: those that are clean, and those
         whose bytes only the device has. On any thread."""
         passed = self.saving.passed()
-        clean = Pieces(self.states.within(first, end, State.CLEAN))
+        clean = Pieces(self.states.within(first, end, PieceState.CLEAN))
         clean.update(passed)
-        others = Pieces(self.states.within(first, end, State.SAVING, State.OFFLOADED, State.IN_SLOT, State.ARRIVING))
+        others = Pieces(
+            self.states.within(
+                first, end, PieceState.SAVING, PieceState.OFFLOADED, PieceState.IN_SLOT, PieceState.ARRIVING
+            )
+        )
         others.difference_update(passed)
         ready: Runs = []
         dirty: Runs = []
@@ -134,9 +138,9 @@ class Mover:
             return self._lead(chosen)
         finally:
             for piece in dirty:
-                if self.states.of(piece) is State.SAVING:
+                if self.states.of(piece) is PieceState.SAVING:
                     self.backing.pages.retire(piece, 1)
-                    self.states.move_run(Event.DIRTY, piece, piece + 1)
+                    self.states.move_run(PieceEvent.DIRTY, piece, piece + 1)
                 self.saving.forget(piece)
 
     def lead(self, pieces: Sequence[int]) -> int:
@@ -150,7 +154,7 @@ class Mover:
         for first, end in runs_of(pieces):
             if not self.backing.lead(first, end - first):
                 break
-            self.states.move_run(Event.TAKEN, first, end)
+            self.states.move_run(PieceEvent.TAKEN, first, end)
             led += end - first
         return led
 
@@ -161,8 +165,8 @@ class Mover:
                 continue
             if piece in self.saving and not self.saving.finish(piece):
                 continue
-            if piece not in self.states[State.CLEAN] or not self.backing.has(piece):
-                self.states.move_run(Event.DIRTY, piece, piece + 1)
+            if piece not in self.states[PieceState.CLEAN] or not self.backing.has(piece):
+                self.states.move_run(PieceEvent.DIRTY, piece, piece + 1)
                 self.saving.mark((piece,))
                 try:
                     self.backing.pages.retire(piece, 1)
@@ -180,13 +184,13 @@ class Mover:
     def bind(self, pieces: Sequence[int], to: Range, at: int) -> int:
         """Leads these pieces, ascending and host-mapped, to the pages of `to`, from `at` on. Returns how many: not all
         where addresses cannot be exchanged now. DriverError."""
-        self.states.move(Event.BIND, pieces)
+        self.states.move(PieceEvent.BIND, pieces)
         led = 0
         for first, end in runs_of(pieces):
             if not self.range.alias(first, to, at + led, end - first):
                 break
             led += end - first
-        self.states.move(Event.UNBIND, pieces[led:])
+        self.states.move(PieceEvent.UNBIND, pieces[led:])
         return led
 
     def unbind(self, pieces: Iterable[int], end: int) -> bool:
@@ -197,7 +201,7 @@ class Mover:
                 if kind == "alias":
                     if not self.range.alias(at, self.backing.pages, at, count):
                         return False
-                    self.states.move_run(Event.UNBIND, at, at + count)
+                    self.states.move_run(PieceEvent.UNBIND, at, at + count)
         return True
 
     # -- to the device
@@ -208,7 +212,7 @@ class Mover:
         (`fetch`). Takes nothing from anyone. Returns how many. The caller holds a lease. DriverError."""
         self._device.reap()  # what was given back and has passed is free
         limit = min(limit, self._device.available)
-        away = self.states.within(0, end, State.OFFLOADED, State.IN_SLOT)
+        away = self.states.within(0, end, PieceState.OFFLOADED, PieceState.IN_SLOT)
         found = [piece for first, last in reversed(away) for piece in range(last - 1, first - 1, -1)]
         if chosen is not None:
             wanted = frozenset(chosen)
@@ -221,20 +225,20 @@ class Mover:
                 if backing in FAR:
                     for piece in range(at, at + count):
                         if self.range.move(piece, "device"):
-                            self.states.move_run(Event.MOVED, piece, piece + 1)
+                            self.states.move_run(PieceEvent.MOVED, piece, piece + 1)
                             back += 1
                 elif backing == "alias":
                     back += self._own(at, count)
         return back
 
     def _own(self, first: int, count: int) -> int:
-        self.states.move_run(Event.FETCH, first, first + count)
+        self.states.move_run(PieceEvent.FETCH, first, first + count)
         try:
             owned = self.range.own(first, count)
         except PoolExhausted:
             owned = False
         if not owned:
-            self.states.move_run(Event.RECALL, first, first + count)
+            self.states.move_run(PieceEvent.RECALL, first, first + count)
         return count if owned else 0
 
     def fetch(self, transfer: Transfer, stream: int, full: int) -> None:
@@ -250,10 +254,10 @@ class Mover:
             self._arriving = transfer.copy(copies, after=stream, owner=self.range.owner, to="device")
             with self._lock:
                 for first, count in runs:
-                    self.states.move_run(Event.ARRIVED, first, min(first + count, full))
+                    self.states.move_run(PieceEvent.ARRIVED, first, min(first + count, full))
                     if first + count > full:
                         first, last = max(first, full), first + count
-                        self.states.move_run(Event.MOVED, first, last)
+                        self.states.move_run(PieceEvent.MOVED, first, last)
                         self.backing.pages.retire(first, last - first)
         self._give_up()  # what is left was interrupted before it had pages
 
@@ -268,7 +272,7 @@ class Mover:
         """Whatever is arriving yet is where its addresses lead."""
         for first, end in self._coming.runs:
             for at, count, backing in self.range.runs(first, end - first):
-                self.states.move_run(Event.RECALL if backing == "alias" else Event.MOVED, at, at + count)
+                self.states.move_run(PieceEvent.RECALL if backing == "alias" else PieceEvent.MOVED, at, at + count)
 
     def _lacking(self) -> Spans:
         """(first, count) of the pieces that have pages of their own again, whose bytes are with their backings, by

@@ -25,8 +25,8 @@ from typing import Final
 import numpy as np
 
 from ...allocator.errors import WeightsFileError
-from ..policy.stored import Part
-from .safetensors import METADATA, Entry, read_header, read_metadata
+from ..policy.stored import StoredPart
+from .safetensors import METADATA, TensorEntry, read_header, read_metadata
 
 FORMAT: Final = "ballonet prefix 1"
 IDS, CHECKSUM = "ids", "checksum"  # the first tensor and the last; no other is called so
@@ -35,7 +35,7 @@ _DIGEST: Final = 32  # bytes
 _THREADS: Final = min(8, len(os.sched_getaffinity(0)))
 
 
-class Damaged(Exception):
+class PrefixDamaged(Exception):
     """A file that is not what was written."""
 
 
@@ -60,12 +60,12 @@ Room = Callable[[str, str, tuple[int, ...], int], memoryview | None]
 class Saved:
     """What a file holds. `ids`: the tokens of its blocks: keys are hashes, so compare them with the prompt's."""
 
-    part: Part
+    part: StoredPart
     ids: Sequence[int]
     tensors: Mapping[str, Array]
 
 
-def packed(part: Part, ids: Sequence[int], tensors: Mapping[str, Array]) -> list[memoryview]:
+def packed(part: StoredPart, ids: Sequence[int], tensors: Mapping[str, Array]) -> list[memoryview]:
     """All bytes of the file but for its checksum. ValueError where there are no keys, or a name or a size is wrong."""
     if not part.keys or not tensors.keys().isdisjoint({IDS, CHECKSUM, METADATA}):
         raise ValueError(f"there have to be keys, and no tensor may be called {IDS}, {CHECKSUM} or {METADATA}")
@@ -106,7 +106,7 @@ def write(fd: int, packing: Sequence[memoryview]) -> None:
     one(size_of(packing) - _DIGEST, memoryview(digest))
 
 
-def read_part(path: str, fd: int) -> Part:
+def read_part(path: str, fd: int) -> StoredPart:
     """What the file says it holds, its checksum not looked at. Damaged, OtherFormat, OSError."""
     return _part(path, os.fstat(fd).st_size, _reader(fd))
 
@@ -121,10 +121,10 @@ def read(path: str, fd: int, room: Room | None = None) -> Saved:
     try:
         entries = read_header(path, size, reader)
     except WeightsFileError as error:
-        raise Damaged(error.reason) from None
+        raise PrefixDamaged(error.reason) from None
     ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].end))
     if len(ordered) < 2 or ordered[0][0] != IDS or ordered[-1][0] != CHECKSUM or ordered[-1][1].end != size:
-        raise Damaged("it has no ids or no checksum")
+        raise PrefixDamaged("it has no ids or no checksum")
     ids = array("q", bytes(_length(entries[IDS]) // 8 * 8))
     tensors = {
         name: Array(entry.dtype, entry.shape, _room(room, name, entry)) for name, entry in ordered if name != CHECKSUM
@@ -133,24 +133,24 @@ def read(path: str, fd: int, room: Room | None = None) -> Saved:
     begin = memoryview(bytearray(entries[IDS].start))
     digest = _digest([begin, *(each.data for each in tensors.values())], _filler(fd))
     if digest != reader(size - _DIGEST, _DIGEST):
-        raise Damaged("its checksum is wrong")
+        raise PrefixDamaged("its checksum is wrong")
     del tensors[IDS]
     return Saved(part, ids, tensors)
 
 
-def _part(path: str, size: int, reader: Callable[[int, int], bytes]) -> Part:
+def _part(path: str, size: int, reader: Callable[[int, int], bytes]) -> StoredPart:
     try:
         text = read_metadata(path, size, reader)
         if not text.get("format", "").startswith(FORMAT.rpartition(" ")[0]):
-            raise Damaged("it is not what ballonet wrote")
+            raise PrefixDamaged("it is not what ballonet wrote")
         if text["format"] != FORMAT:
             raise OtherFormat(text["format"])
         keys = tuple(map(bytes.fromhex, text["keys"].split()))
-        return Part(bytes.fromhex(text["salt"]), bytes.fromhex(text["after"]), keys)
+        return StoredPart(bytes.fromhex(text["salt"]), bytes.fromhex(text["after"]), keys)
     except WeightsFileError as error:
-        raise Damaged(error.reason) from None
+        raise PrefixDamaged(error.reason) from None
     except (KeyError, ValueError) as error:
-        raise Damaged(f"its metadata cannot be understood: {error}") from None
+        raise PrefixDamaged(f"its metadata cannot be understood: {error}") from None
 
 
 def _reader(fd: int) -> Callable[[int, int], bytes]:
@@ -162,22 +162,22 @@ def _filler(fd: int) -> Callable[[int, memoryview], None]:
         while piece.nbytes:
             done = os.preadv(fd, [piece], offset)
             if not done:
-                raise Damaged("it became shorter")
+                raise PrefixDamaged("it became shorter")
             offset, piece = offset + done, piece[done:]
 
     return one
 
 
-def _length(entry: Entry) -> int:
+def _length(entry: TensorEntry) -> int:
     return entry.end - entry.start
 
 
-def _room(room: Room | None, name: str, entry: Entry) -> memoryview:
+def _room(room: Room | None, name: str, entry: TensorEntry) -> memoryview:
     if room is None or name == IDS:
         return np.empty(_length(entry), np.uint8).data
     found = room(name, entry.dtype, entry.shape, _length(entry))
     if found is None or found.nbytes != _length(entry):
-        raise Damaged(f"it has {name}, {entry.dtype} {entry.shape}, which is not what is kept of this model")
+        raise PrefixDamaged(f"it has {name}, {entry.dtype} {entry.shape}, which is not what is kept of this model")
     return found
 
 

@@ -32,9 +32,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ..policy.stored import Part, Stored, before, leaving
+from ..policy.stored import Stored, StoredPart, before, leaving
 from . import prefix_file
-from .prefix_file import Array, Damaged, OtherFormat, Room, Saved
+from .prefix_file import Array, OtherFormat, PrefixDamaged, Room, Saved
 from .weights_file import TICK
 
 _NAME: Final = re.compile(r"prefix-[0-9a-f]{32}\.safetensors")
@@ -92,7 +92,7 @@ class PrefixFiles:
     def save(self, keys: Sequence[bytes], ids: Sequence[int], tensors: Mapping[str, Array], after: bytes = b"") -> bool:
         """Writes a run of blocks; whether it is in the folder now. `keys`, `ids`: of its blocks and their tokens;
         `after`: the key of the block before the run. ValueError where a tensor's name or size is wrong."""
-        part = Part(self._salt, after, tuple(keys))
+        part = StoredPart(self._salt, after, tuple(keys))
         packing = prefix_file.packed(part, ids, tensors)
         size, name = prefix_file.size_of(packing), _name(part)
         with self._lock:
@@ -130,11 +130,11 @@ class PrefixFiles:
             with _opened(path) as fd:
                 found = prefix_file.read(str(path), fd, room)
             if found.part.salt != self._salt or key not in found.part.keys:
-                raise Damaged("it does not hold what it seemed to hold")
+                raise PrefixDamaged("it does not hold what it seemed to hold")
             with suppress(OSError):  # the folder may only be read
                 self._use(file.name)
             return found
-        except Damaged as damage:
+        except PrefixDamaged as damage:
             with self._lock:
                 self._discard(file.name, file.inode, file.used, str(damage))
         except (OtherFormat, FileNotFoundError):
@@ -184,13 +184,13 @@ class PrefixFiles:
             known = self._files.get(name)
             part = known.part if known is not None and known.inode == status.st_ino else self._part(name)
             return Stored(name, status.st_ino, status.st_size, status.st_mtime_ns, part)
-        except Damaged as damage:
+        except PrefixDamaged as damage:
             self._discard(name, status.st_ino, status.st_mtime_ns, str(damage))
         except OSError:  # gone meanwhile, or not for us
             pass
         return None
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> StoredPart | None:
         with _opened(self.directory / name) as fd, suppress(OtherFormat):
             return prefix_file.read_part(name, fd)
         return None
@@ -295,7 +295,7 @@ class PrefixFiles:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def _name(part: Part) -> str:
+def _name(part: StoredPart) -> str:
     text = repr((prefix_file.FORMAT, part.salt, part.after, part.keys)).encode()
     return f"prefix-{hashlib.blake2b(text, digest_size=16).hexdigest()}.safetensors"
 

@@ -32,7 +32,8 @@ from ...allocator.errors import DriverError
 from .backing import not_now
 from .layer_parts import StreamedLayer, spans
 from .own_slots import OwnSlots, is_taken
-from .slots import Copies, Filler, Slot, open_pages
+from .shared_slots import SharedSlots
+from .slots import Copies, Filler, Slot
 
 
 class Ring:
@@ -52,7 +53,7 @@ class Ring:
         self._filler = Filler[int](self._transfer, "weights", waiting)
         # Called before a layer is copied to its slot: is it the first one there, whose copy may be for the next pass?
         self.loading: Callable[[int, bool], None] = lambda layer, first: None
-        self._slots: list[Slot[int]] = []
+        self.shared = SharedSlots(device, group)
         self._layers: dict[int, StreamedLayer] = {}  # those that stream
         self.own = OwnSlots()  # of those that have come back
         self._runs: Callable[[int], bool] = lambda layer: True
@@ -60,22 +61,17 @@ class Ring:
     @property
     def pages(self) -> int:
         """Device pages of all slots."""
-        return sum(slot.range.pieces for slot in self._slots) + self.own.pages
+        return self.shared.pages + self.own.pages
 
     @property
     def ranges(self) -> list[Range]:
         """The ranges of all slots. On any thread."""
-        return [slot.range for slot in (*self._slots, *(slot for _, slot in self.own.members))]
+        return [slot.range for slot in (*self.shared.slots, *(slot for _, slot in self.own.members))]
 
     @property
     def copied(self) -> int:
         """Bytes that came to slots so far."""
         return self._filler.copied
-
-    @property
-    def slots(self) -> int:
-        """How many there are."""
-        return len(self._slots)
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -93,20 +89,10 @@ class Ring:
         if each is None:
             own = self.own.get(layer)
             return own and own[1]
-        if each.slot < len(self._slots) and each.pages <= (slot := self._slots[each.slot]).range.backed:
+        slots = self.shared.slots
+        if each.slot < len(slots) and each.pages <= (slot := slots[each.slot]).range.backed:
             return slot
         return None
-
-    def make(self, slot_pages: Sequence[int]) -> None:
-        """As many shared slots, and each as large, as wanted. PoolExhausted, DriverError: there may be fewer then."""
-        for index, pages in enumerate(slot_pages):
-            if index == len(self._slots):
-                self._slots.append(Slot(self._open(pages)))
-            elif self._slots[index].range.pieces < pages:
-                slot = self._slots[index]
-                made = self._open(pages)
-                slot.range.close()
-                slot.range, slot.holds = made, None
 
     def arrange(
         self, slot_pages: Sequence[int], layers: Sequence[StreamedLayer], others: Iterable[StreamedLayer] = ()
@@ -124,13 +110,12 @@ class Ring:
                     self._layers[layer] = each  # as soon as some of it does not show what it is
                 each.leave(self._transfer)  # a failure may have left some of it resident
                 self._layers[layer] = each
-            self.make(slot_pages)
+            self.shared.make(slot_pages)
             for layer in self._layers.keys() - wanted.keys() - coming.keys():
                 del self._layers[layer]  # nothing is left of it
-            while len(self._slots) > len(slot_pages):  # whose pages are those of layers that come back
-                self._slots.pop().range.close()
+            self.shared.shrink(len(slot_pages))  # whose pages are those of layers that come back
             for layer in sorted(coming):
-                self.own.add(self._layers[layer], self._open(self._layers[layer].pages))
+                self.own.add(self._layers[layer], self.shared.open(self._layers[layer].pages))
                 del self._layers[layer]
         finally:
             self._share()
@@ -144,7 +129,7 @@ class Ring:
     def begin(self, stream: int, unchanged: Callable[[int], bool] = lambda layer: False) -> None:
         """A pass begins on `stream`: the copies of the first layers are on their way. `unchanged`: is a layer what it
         was when its copy began, before this pass? DriverError."""
-        for slot in (*self._slots, *(slot for _, slot in self.own.members)):
+        for slot in (*self.shared.slots, *(slot for _, slot in self.own.members)):
             first = slot.turns[0] if slot.turns else None
             if slot.holds != first or first is None or not unchanged(first):
                 slot.holds = None
@@ -247,8 +232,7 @@ class Ring:
         """Gives the slots back. No layer streams any more; those on the host stay there."""
         self._close_own()
         self._layers.clear()
-        while self._slots:
-            self._slots.pop().range.close()
+        self.shared.shrink(0)
 
     def release_layers(self) -> None:
         """No layer streams, and those on the host may have other numbers from now on. The shared slots stay."""
@@ -261,12 +245,9 @@ class Ring:
         for each in self.own.remove(layers):
             self._layers[each.layer] = each
 
-    def _open(self, pages: int) -> Range:
-        return open_pages(self._device, self._group, "weights", pages)
-
     def _share(self) -> None:
         """Whose turn it is in which slot, after layers have come and gone."""
-        for index, slot in enumerate(self._slots):
+        for index, slot in enumerate(self.shared.slots):
             turns = [layer for layer, each in sorted(self._layers.items()) if each.slot == index]
             slot.turns = [layer for layer in turns if self.slot(layer) is not None and self._runs(layer)]
             slot.holds = None

@@ -26,7 +26,7 @@ BITS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor: its dtype in the format's words, its shape, and its bytes [start, end) in the file."""
 
     dtype: str
@@ -35,7 +35,7 @@ class Entry:
     end: int
 
 
-def read_header(path: str, size: int, read: Read) -> dict[str, Entry]:
+def read_header(path: str, size: int, read: Read) -> dict[str, TensorEntry]:
     """The tensors of a file of `size` bytes, by name. WeightsFileError where it is not whole, or not of this format."""
     header, first = _header(path, size, read)
     header.pop(METADATA, None)
@@ -81,7 +81,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: str, name: str, row: Any, first: int) -> Entry:
+def _entry(path: str, name: str, row: Any, first: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
         bits = BITS[dtype] * math.prod(shape)
@@ -90,4 +90,4 @@ def _entry(path: str, name: str, row: Any, first: int) -> Entry:
         raise WeightsFileError(path, f"its header says of {name} what cannot be understood: {row!r:.200}") from error
     if not good or end - start != -(-bits // 8):
         raise WeightsFileError(path, f"its header gives {name}, {dtype} {shape!r:.100}, the bytes {start!r} to {end!r}")
-    return Entry(dtype, tuple(shape), first + start, first + end)
+    return TensorEntry(dtype, tuple(shape), first + start, first + end)

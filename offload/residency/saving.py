@@ -9,7 +9,7 @@ from ...allocator.errors import PoolExhausted
 from .backing import Backing
 from .pieces import Pieces
 from .slots import Copies
-from .states import Event, State, States
+from .states import PieceEvent, PieceState, PieceStates
 
 Runs = list[tuple[int, int]]  # [first, end) each, ascending
 
@@ -17,7 +17,7 @@ Runs = list[tuple[int, int]]  # [first, end) each, ascending
 class Saving:
     """The pieces of `range_` that are being copied, or are about to be. See mover.py for who may call what."""
 
-    def __init__(self, range_: Range, backing: Backing, states: States) -> None:
+    def __init__(self, range_: Range, backing: Backing, states: PieceStates) -> None:
         self._range = range_
         self._backing = backing
         self._states = states
@@ -35,20 +35,20 @@ class Saving:
         """The pieces whose copies have passed. On any thread."""
         copies = tuple(self._copies.items())
         found = [piece for piece, done in copies if done is not None and done.passed()]
-        return [piece for piece in found if piece in self._states[State.SAVING]]
+        return [piece for piece in found if piece in self._states[PieceState.SAVING]]
 
     def finish(self, piece: int) -> bool:
         """Waits for the copy of this piece, which is clean then. False where it is only marked. DriverError."""
         if (done := self._copies[piece]) is None:
             return False
         done.wait()
-        self._states.move_run(Event.SAVED, piece, piece + 1)
+        self._states.move_run(PieceEvent.SAVED, piece, piece + 1)
         del self._copies[piece]
         return True
 
     def give_up(self, piece: int) -> None:
         """The piece that was marked is not saved: it is what it was."""
-        self._states.move_run(Event.DIRTY, piece, piece + 1)
+        self._states.move_run(PieceEvent.DIRTY, piece, piece + 1)
         del self._copies[piece]
 
     def forget(self, piece: int) -> None:
@@ -59,7 +59,7 @@ class Saving:
         """Marks these as about to be saved, and not takable from now on. The caller holds the lock."""
         for piece in pieces:
             self._copies[piece] = None
-            self._states.move_run(Event.SAVE, piece, piece + 1)
+            self._states.move_run(PieceEvent.SAVE, piece, piece + 1)
 
     def save(self, pieces: Iterable[int], end: int) -> tuple[list[int], Copies]:
         """Gives backings of those that are still marked, and lie before `end`, pages, as many as there are: which, and
@@ -96,11 +96,11 @@ class Saving:
             if done is None:
                 if self._range.backing(piece) != "alias":
                     self._backing.pages.retire(piece, 1)
-                self._states.move_run(Event.DIRTY, piece, piece + 1)
+                self._states.move_run(PieceEvent.DIRTY, piece, piece + 1)
                 del self._copies[piece]
             elif done.passed():
                 passed.append(piece)
-        self._states.move(Event.SAVED, passed)  # first: they are offered once they are nowhere else
+        self._states.move(PieceEvent.SAVED, passed)  # first: they are offered once they are nowhere else
         for piece in passed:
             del self._copies[piece]
         return len(self._copies) != before
@@ -109,13 +109,13 @@ class Saving:
         """What the backing has of [first, end), where the device has it too, is not known any more: what `stream` is
         given from now on may write there, and waits for the copies. The caller holds a lease, and the lock. Returns the
         pieces, whose backings keep their pages yet."""
-        found = Pieces(self._states.within(first, end, State.CLEAN))
+        found = Pieces(self._states.within(first, end, PieceState.CLEAN))
         for piece in [piece for piece in self._copies if first <= piece < end]:
             done = self._copies.pop(piece)
             if done is not None:
                 done.before(stream)
             found.add(piece)
-        self._states.move_run(Event.DIRTY, first, end)
+        self._states.move_run(PieceEvent.DIRTY, first, end)
         return list(found.runs)
 
     def stay(self, first: int, end: int, stream: int) -> None:

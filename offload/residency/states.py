@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from .pieces import Pieces, runs_of
 
 
-class State(Enum):
+class PieceState(Enum):
     RESIDENT = auto()
     SAVING = auto()
     CLEAN = auto()
@@ -38,7 +38,7 @@ class State(Enum):
     ARRIVING = auto()
 
 
-class Event(Enum):
+class PieceEvent(Enum):
     SAVE = auto()  # a copy to the backing is about to begin
     SAVED = auto()  # it has passed
     DIRTY = auto()  # the device's bytes may change, or the copy was given up
@@ -56,62 +56,80 @@ class Transition(NamedTuple):
     """`before`: states in which the event may come; `guard`: what has to be true then; `undo`: the event that goes back
     where what was begun cannot be ended."""
 
-    before: frozenset[State]
-    after: State
+    before: frozenset[PieceState]
+    after: PieceState
     guard: str
-    undo: Event | None = None
+    undo: PieceEvent | None = None
 
 
-def _from(*states: State) -> frozenset[State]:
+def _from(*states: PieceState) -> frozenset[PieceState]:
     return frozenset(states)
 
 
-TABLE: Final[dict[Event, Transition]] = {
-    Event.SAVE: Transition(_from(State.RESIDENT), State.SAVING, "nobody writes to it", Event.DIRTY),
-    Event.SAVED: Transition(_from(State.SAVING), State.CLEAN, "the copy has passed"),
-    Event.DIRTY: Transition(
-        _from(State.SAVING, State.CLEAN), State.RESIDENT, "a lease; who writes waits for the copy; the backing is freed"
+TABLE: Final[dict[PieceEvent, Transition]] = {
+    PieceEvent.SAVE: Transition(_from(PieceState.RESIDENT), PieceState.SAVING, "nobody writes to it", PieceEvent.DIRTY),
+    PieceEvent.SAVED: Transition(_from(PieceState.SAVING), PieceState.CLEAN, "the copy has passed"),
+    PieceEvent.DIRTY: Transition(
+        _from(PieceState.SAVING, PieceState.CLEAN),
+        PieceState.RESIDENT,
+        "a lease; who writes waits for the copy; the backing is freed",
     ),
-    Event.TAKEN: Transition(
-        _from(State.RESIDENT, State.SAVING, State.CLEAN),
-        State.OFFLOADED,
+    PieceEvent.TAKEN: Transition(
+        _from(PieceState.RESIDENT, PieceState.SAVING, PieceState.CLEAN),
+        PieceState.OFFLOADED,
         "a lease, or the core's own rules; every stream that used its page has passed",
     ),
-    Event.BIND: Transition(
-        _from(State.OFFLOADED), State.IN_SLOT, "a lease; nobody holds a tensor over the range", Event.UNBIND
+    PieceEvent.BIND: Transition(
+        _from(PieceState.OFFLOADED),
+        PieceState.IN_SLOT,
+        "a lease; nobody holds a tensor over the range",
+        PieceEvent.UNBIND,
     ),
-    Event.UNBIND: Transition(_from(State.IN_SLOT), State.OFFLOADED, "a lease; or the slot's page was taken"),
-    Event.FETCH: Transition(
-        _from(State.OFFLOADED, State.IN_SLOT), State.ARRIVING, "a lease; the backing has a page", Event.RECALL
+    PieceEvent.UNBIND: Transition(
+        _from(PieceState.IN_SLOT), PieceState.OFFLOADED, "a lease; or the slot's page was taken"
     ),
-    Event.RECALL: Transition(_from(State.ARRIVING), State.OFFLOADED, "a lease; the backing still has the bytes"),
-    Event.ARRIVED: Transition(_from(State.ARRIVING), State.CLEAN, "who reads waits for the copy; nobody writes to it"),
-    Event.MOVED: Transition(
-        _from(State.ARRIVING, State.OFFLOADED), State.RESIDENT, "who reads waits for the copy; the backing is freed"
+    PieceEvent.FETCH: Transition(
+        _from(PieceState.OFFLOADED, PieceState.IN_SLOT),
+        PieceState.ARRIVING,
+        "a lease; the backing has a page",
+        PieceEvent.RECALL,
     ),
-    Event.DROP: Transition(frozenset(State), State.RESIDENT, "a lease; nobody reads it any more"),
+    PieceEvent.RECALL: Transition(
+        _from(PieceState.ARRIVING), PieceState.OFFLOADED, "a lease; the backing still has the bytes"
+    ),
+    PieceEvent.ARRIVED: Transition(
+        _from(PieceState.ARRIVING), PieceState.CLEAN, "who reads waits for the copy; nobody writes to it"
+    ),
+    PieceEvent.MOVED: Transition(
+        _from(PieceState.ARRIVING, PieceState.OFFLOADED),
+        PieceState.RESIDENT,
+        "who reads waits for the copy; the backing is freed",
+    ),
+    PieceEvent.DROP: Transition(frozenset(PieceState), PieceState.RESIDENT, "a lease; nobody reads it any more"),
 }
 
 
-class States:
+class PieceStates:
     """The states of the pieces of one range, at first all RESIDENT. What goes by runs takes as many steps as there are
     runs, however many pieces."""
 
     __slots__ = ("_of",)
 
     def __init__(self) -> None:
-        self._of: dict[State, Pieces] = {state: Pieces() for state in State if state is not State.RESIDENT}
+        self._of: dict[PieceState, Pieces] = {
+            state: Pieces() for state in PieceState if state is not PieceState.RESIDENT
+        }
 
-    def __getitem__(self, state: State) -> Pieces:
+    def __getitem__(self, state: PieceState) -> Pieces:
         """The pieces in this state, which is not RESIDENT: always the same object. Who asks may read it, and not change
         it."""
         return self._of[state]
 
-    def of(self, piece: int) -> State:
+    def of(self, piece: int) -> PieceState:
         """Returns the state of a piece."""
-        return next((state for state, pieces in self._of.items() if piece in pieces), State.RESIDENT)
+        return next((state for state, pieces in self._of.items() if piece in pieces), PieceState.RESIDENT)
 
-    def within(self, first: int, end: int, *states: State) -> list[tuple[int, int]]:
+    def within(self, first: int, end: int, *states: PieceState) -> list[tuple[int, int]]:
         """The runs of pieces of [first, end) that are in one of these states, ascending."""
         if len(states) == 1:
             return self._of[states[0]].within(first, end)
@@ -121,22 +139,22 @@ class States:
                 found.add_run(*run)
         return list(found.runs)
 
-    def move(self, event: Event, pieces: Iterable[int]) -> None:
+    def move(self, event: PieceEvent, pieces: Iterable[int]) -> None:
         """Notes that this happens to these pieces. Those for which it cannot are passed over: they are what they
         were."""
         for run in runs_of(pieces):
             self.move_run(event, *run)
 
-    def move_run(self, event: Event, first: int, end: int) -> None:
+    def move_run(self, event: PieceEvent, first: int, end: int) -> None:
         """The same of all pieces of [first, end)."""
         before, after, _, _ = TABLE[event]
-        if State.RESIDENT in before and after is not State.RESIDENT:
+        if PieceState.RESIDENT in before and after is not PieceState.RESIDENT:
             for gap in self._resident(first, end):
                 self._of[after].add_run(*gap)
         for state, members in self._of.items():
             if state in before and state is not after:
                 for run in members.within(first, end):
-                    if after is not State.RESIDENT:
+                    if after is not PieceState.RESIDENT:
                         self._of[after].add_run(*run)
                     members.discard_run(*run)
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Final
 
 from ...allocator.errors import WeightsFileChanged, WeightsFileError
-from .safetensors import Entry, read_header
+from .safetensors import TensorEntry, read_header
 
 TICK: Final = 20_000_000  # ns, more than between two times that a kernel gives to files
 
@@ -30,7 +30,7 @@ class WeightsFile:
     """A safetensors file, open for as long as this is. Two of them are equal that were the same file in the same state
     when they were opened. Raises WeightsFileError where it is none, or not whole."""
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)

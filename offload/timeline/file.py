@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...allocator.errors import ConfigError
-from .series import OWNERS, Recording
+from .series import OWNERS, SeriesRecording
 
 _TIMES: Final = ("came", "began", "first", "ended")  # of a request
 PAGE: Final = Path(__file__).with_name("page.html")
 
 
-def facts(recording: Recording) -> dict[str, Any]:
+def facts(recording: SeriesRecording) -> dict[str, Any]:
     """The recording in plain dicts and numbers. Times are seconds from its start; `rows` hold the time, then pages of
     each of `owners`; `levels` the time, bytes of the budget, host pages; `batches` of each loop the time, requests, new
     tokens."""
@@ -58,12 +58,12 @@ def facts(recording: Recording) -> dict[str, Any]:
     }
 
 
-def as_json(recording: Recording) -> str:
+def as_json(recording: SeriesRecording) -> str:
     """One JSON object, see `facts`."""
     return json.dumps(_finite(facts(recording)))
 
 
-def as_trace(recording: Recording) -> str:
+def as_trace(recording: SeriesRecording) -> str:
     """Trace events: counters of bytes by owner, of the budget, of host pages, of batches; an instant for each decision;
     a bar for each request, of which its first token is a part."""
     told = facts(recording)
@@ -100,7 +100,7 @@ def as_trace(recording: Recording) -> str:
     return json.dumps(_finite({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def as_page(recording: Recording) -> str:
+def as_page(recording: SeriesRecording) -> str:
     """An HTML page that needs nothing else. See Note [What comes from outside]."""
     data = as_json(recording)
     for character in "<>&":
@@ -109,7 +109,7 @@ def as_page(recording: Recording) -> str:
     return before + data + after
 
 
-FORMATS: Final[dict[str, Callable[[Recording], str]]] = {  # by suffix, the longer of two that fit first
+FORMATS: Final[dict[str, Callable[[SeriesRecording], str]]] = {  # by suffix, the longer of two that fit first
     ".trace.json": as_trace,
     ".perfetto": as_trace,
     ".json": as_json,
@@ -125,7 +125,7 @@ def check(path: str) -> None:
         raise ConfigError(f"the timeline cannot be written to {path}: name a file in a folder that you may write to")
 
 
-def write(recording: Recording, path: str) -> None:
+def write(recording: SeriesRecording, path: str) -> None:
     """As the suffix says, all at once: whoever reads the file meanwhile sees the old one or the new one. OSError."""
     put(_format(path)(recording), path)
 
@@ -140,7 +140,7 @@ def put(text: str, path: str) -> None:
         Path(part).unlink(missing_ok=True)
 
 
-def _format(path: str) -> Callable[[Recording], str]:
+def _format(path: str) -> Callable[[SeriesRecording], str]:
     for suffix, form in FORMATS.items():
         if path.lower().endswith(suffix):
             return form

@@ -30,7 +30,7 @@ class Bar(NamedTuple):
     end: float
 
 
-class Mark(NamedTuple):
+class FleetMark(NamedTuple):
     """Something that happened in the server at a moment."""
 
     name: str
@@ -44,7 +44,7 @@ class FleetRecording:
     start: float
     stop: float
     bars: tuple[Bar, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[FleetMark, ...]
     missing: int = 0
 
     def lanes(self) -> dict[int, dict[str, list[Bar]]]:

@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ...allocator import runtime
-from ...allocator.events import Counts, Event, Events, more
+from ...allocator.events import Counts, Events, LoggedEvent, more
 from ..policy.tuning import DEFAULT, Timelines
 from .file import check as check
 from .file import write
-from .series import Level, Recording, Row, fewer, thinned
+from .series import Level, Row, SeriesRecording, fewer, thinned
 from .served import Served
 
 
@@ -53,7 +53,7 @@ class Recorder:
         self._tuning = tuning
         self._rows: list[Row] = []
         self._levels: list[Level] = []
-        self._events: list[Event] = []
+        self._events: list[LoggedEvent] = []
         self._missing = 0
         self._marks: list[tuple[int, str]] = []
         self._served = Served(tuning.requests, tuning.batches)
@@ -81,7 +81,7 @@ class Recorder:
         """What has been collected so far, in order of time."""
         return tuple(self._rows)
 
-    def stop(self) -> Recording:
+    def stop(self) -> SeriesRecording:
         """Collects what is left and ends. Raises what the device raised meanwhile. Again: the same recording."""
         self._done.set()
         self._thread.join()
@@ -89,12 +89,12 @@ class Recorder:
             raise self._error
         return self.recording()
 
-    def recording(self) -> Recording:
+    def recording(self) -> SeriesRecording:
         """All up to now, or up to the end."""
         with _collecting:
             if self._stop is None:
                 _collect(self._source)
-            return Recording(
+            return SeriesRecording(
                 self._start,
                 time.monotonic_ns() if self._stop is None else self._stop,
                 self._began,

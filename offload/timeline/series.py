@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, TypeVar
 
-from ...allocator.events import Counts, Event
+from ...allocator.events import Counts, LoggedEvent
 
 OWNERS = ("free", "weights", "activations", "kv", "retiring")
 
@@ -19,7 +19,7 @@ End = Literal["", "finished", "failed", "cancelled", "refused"]
 
 
 @dataclass(slots=True)
-class Request:
+class RequestSeries:
     """One request. Times are 0 where there was none: `began`, when it was in a batch first; `first`, when its first
     token was known. `tokens`: it has got; `again`: how often it had to begin anew, or to wait after it had begun."""
 
@@ -49,7 +49,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class SeriesRecording:
     """What was recorded. Times are ns of CLOCK_MONOTONIC."""
 
     start: int
@@ -58,10 +58,10 @@ class Recording:
     page_size: int  # bytes
     rows: tuple[Row, ...]  # in order of time, the first at `start`
     levels: tuple[Level, ...]  # one per change, the first at `start`
-    events: tuple[Event, ...]  # in order of time
+    events: tuple[LoggedEvent, ...]  # in order of time
     counts: Counts  # of all events, by lever and verb, also of those that were not kept
     missing: int  # events that came and were not kept
-    requests: tuple[Request, ...] = ()  # of generation loops, in the order in which they came
+    requests: tuple[RequestSeries, ...] = ()  # of generation loops, in the order in which they came
     missing_requests: int = 0  # those that came and were not kept
     batches: Mapping[str, tuple[Level, ...]] = field(default_factory=dict)  # by loop: time, requests, new tokens
     marks: tuple[tuple[int, str], ...] = ()  # time in ns and name of what began: "manage()", "generate()"
@@ -127,7 +127,7 @@ def thinned(rows: Sequence[R], limit: int) -> list[R]:
     return [rows[index] for index in sorted(kept)]
 
 
-def fewer(events: Sequence[Event], limit: int) -> list[Event]:
+def fewer(events: Sequence[LoggedEvent], limit: int) -> list[LoggedEvent]:
     """No more than half of `limit` of the events, in their order; all where there are no more than `limit`.
 
     Each lever and verb keeps as many, or all that it has; of those that are too many the ones with the most pages.

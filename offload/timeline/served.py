@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .series import End, Level, Request, thinned
+from .series import End, Level, RequestSeries, thinned
 
 
 @dataclass(slots=True)
@@ -17,10 +17,10 @@ class Served:
 
     most_requests: int
     most_batches: int
-    requests: list[Request] = field(default_factory=list)
+    requests: list[RequestSeries] = field(default_factory=list)
     batches: dict[str, list[Level]] = field(default_factory=dict)  # by loop: time, requests, new tokens
     missing: int = 0  # requests that came and are not kept
-    _known: dict[tuple[str, str], Request] = field(default_factory=dict)  # the last one of each loop and name
+    _known: dict[tuple[str, str], RequestSeries] = field(default_factory=dict)  # the last one of each loop and name
 
     def came(self, loop: str, name: str, when: int, prompt: int) -> None:
         """A request waits that is new."""
@@ -28,7 +28,7 @@ class Served:
         if len(self.requests) >= self.most_requests:
             self.missing += 1
             return
-        self.requests.append(Request(loop, name, when, prompt))
+        self.requests.append(RequestSeries(loop, name, when, prompt))
         self._known[loop, name] = self.requests[-1]
 
     def again(self, loop: str, name: str) -> None:

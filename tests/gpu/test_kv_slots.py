@@ -39,9 +39,9 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         if twin is not None and twin.held and drawn.random() < 0.1:
             piece = drawn.randrange(twin.held)
             if drawn.random() < 0.6:
-                kv_range.pages.displace(piece)
+                kv_range.pages.movable.displace(piece)
             else:
-                kv_range.pages.bring_back(piece)
+                kv_range.pages.movable.bring_back(piece)
         return append(kv_range, at, *args)
 
     def copied(slots: Any, *args: Any) -> Any:

@@ -139,14 +139,14 @@ def in_files(place: Place, folder: str, again: bool) -> None:
     prefixes = ballonet.manage(model, prefix_cache=True, prefix_dir=folder).prefixes
     assert prefixes is not None
 
-    class Noted(saving.FileRun):
+    class Noted(saving.SavedRun):
         def __init__(self, saved: Saved, *rest: Any) -> None:
             pinned.extend(torch.frombuffer(each.data, dtype=torch.uint8).is_pinned() for each in saved.tensors.values())
             super().__init__(saved, *rest)
 
     talk, ones = Talk(model, place, 0), torch.ones(64, device=place.kind)
     found: list[Ids] = []
-    with patch.object(saving, "FileRun", Noted):
+    with patch.object(saving, "SavedRun", Noted):
         for count in words(place):
             found.append(talk.turn(count))
             deadline, written = time.monotonic() + 600, False

@@ -27,7 +27,7 @@ from ballonet.offload.governor.client import LAYERS as KEYS
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
-from ballonet.offload.residency.states import State
+from ballonet.offload.residency.states import PieceState
 
 from ..core import arm, pending
 from ..lines import interrupted
@@ -436,7 +436,7 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: 
 def _copied(layers: Layers) -> list[int]:
     """Pages of which the host has the bytes, or had them."""
     twins = [kv_range.pages._extent for kv_range in layers.kv_ranges]
-    states = (State.OFFLOADED, State.IN_SLOT, State.CLEAN, State.SAVING)
+    states = (PieceState.OFFLOADED, PieceState.IN_SLOT, PieceState.CLEAN, PieceState.SAVING)
     return [piece for twin in twins for state in states for piece in twin.mover.states[state]]
 
 

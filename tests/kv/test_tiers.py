@@ -26,7 +26,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.residency.states import Event
+from ballonet.offload.residency.states import PieceEvent
 
 from .. import pool
 from ..core import arm, disarm
@@ -245,7 +245,7 @@ def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     device.synchronize()
     pair.tier.client.write_behind(0)
     assert sum(clean for _, clean in pair.offers()) == 3
-    assert not pair.kv_range.pages.displace(9)
+    assert not pair.kv_range.pages.movable.displace(9)
     assert press(device, 4) == 0
     assert press(device, 3) == 3
     pair.check()
@@ -470,7 +470,7 @@ class Copies(TorchDispatchMode):
 def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> None:
     pair = Pair(100)
     for piece in (0, 1, 3):
-        assert pair.kv_range.pages.displace(piece)
+        assert pair.kv_range.pages.movable.displace(piece)
     with Copies() as copies:
         pair.update(ROWS + 1)
     kv_range = pair.kv_range.range
@@ -509,7 +509,7 @@ def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device)
     assert long.kv_range is short.kv_range
     long.update(59)
     kv_range = long.kv_range
-    assert all(kv_range.pages.displace(piece) for piece in range(1, 5))
+    assert all(kv_range.pages.movable.displace(piece) for piece in range(1, 5))
     view, expected = long.elastic.keys, long.stock.keys.clone()
     long.both(lambda layer: layer.crop(-58))
     assert kv_range.range.backing(4) == "alias"  # shown by the view
@@ -526,7 +526,7 @@ def test_a_restore_that_was_interrupted_is_finished_before_anything_is_read(devi
     pair = Pair(60)
     assert press(device, 2) == 2
     pair.kv_range.pages._extent.look()
-    pair.kv_range.pages._extent.mover.states.move(Event.FETCH, (0, 1))
+    pair.kv_range.pages._extent.mover.states.move(PieceEvent.FETCH, (0, 1))
     pair.kv_range.range.own(0, 2)  # new pages, and there Ctrl-C came
     pair.update(1)
     pair.check()
@@ -569,7 +569,7 @@ INTERRUPTED: dict[str, Callable[[Pair], object]] = {
     "crop": lambda pair: pair.elastic.crop(-70),
     "reorder": lambda pair: pair.elastic.reorder_cache(torch.tensor([1, 0])),
     "copy behind": lambda pair: pair.tier.client.write_behind(4),
-    "take": lambda pair: pair.kv_range.pages.displace(1) and pair.kv_range.pages.displace(4),
+    "take": lambda pair: pair.kv_range.pages.movable.displace(1) and pair.kv_range.pages.movable.displace(4),
     "bring back": lambda pair: pair.tier.restore(9, 0),
     "iterate": lambda pair: pair.tier.iteration(0),
 }
@@ -619,9 +619,9 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
         steps: list[Callable[[], object]] = [
             lambda pair=pair: press(device, 2),
             lambda pair=pair: pair.tier.client.write_behind(2),
-            lambda pair=pair: pair.kv_range.pages.displace(3),
+            lambda pair=pair: pair.kv_range.pages.movable.displace(3),
             lambda pair=pair: pair.tier.restore(9, 0),
-            lambda pair=pair: pair.kv_range.pages.displace(0),
+            lambda pair=pair: pair.kv_range.pages.movable.displace(0),
         ]
         arm(call, nth)
         for step in steps:

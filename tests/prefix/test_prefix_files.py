@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from ballonet.offload.policy.stored import Part, Stored, before, leaving
+from ballonet.offload.policy.stored import Stored, StoredPart, before, leaving
 from ballonet.offload.residency import prefix_file, prefix_files
-from ballonet.offload.residency.prefix_file import Array, Damaged, OtherFormat
+from ballonet.offload.residency.prefix_file import Array, OtherFormat, PrefixDamaged
 from ballonet.offload.residency.prefix_files import PrefixFiles
 
 pytestmark = pytest.mark.chaos
@@ -194,7 +194,7 @@ def test_what_cannot_be_right_is_refused(
 
 def whole(nbytes: int = 24) -> bytes:
     """A file as it is written."""
-    part = Part(SALT, b"", (key(0), key(1)))
+    part = StoredPart(SALT, b"", (key(0), key(1)))
     fd = os.memfd_create("prefix")
     try:
         prefix_file.write(fd, prefix_file.packed(part, range(2 * BLOCK), run(0, nbytes=nbytes)[2]))
@@ -210,7 +210,7 @@ def content(data: bytes) -> tuple[object, ...] | None:
         os.pwrite(fd, data, 0)
         found = prefix_file.read("", fd)
         return found.part, list(found.ids), arrays(found)
-    except (Damaged, OtherFormat):
+    except (PrefixDamaged, OtherFormat):
         return None
     finally:
         os.close(fd)
@@ -282,7 +282,7 @@ def test_a_damaged_file_that_cannot_be_removed_is_said_once(
 def test_a_file_that_says_it_holds_something_else_is_refused(files: PrefixFiles) -> None:
     assert files.save(*run(0))
     assert files.save(*run(1))
-    first, second = (files.directory / prefix_files._name(Part(SALT, b"", (key(n),))) for n in range(2))
+    first, second = (files.directory / prefix_files._name(StoredPart(SALT, b"", (key(n),))) for n in range(2))
     first.write_bytes(second.read_bytes())
     with pytest.warns(RuntimeWarning, match="does not hold what it seemed to hold"):
         assert files.load(key(0)) is None
@@ -578,7 +578,7 @@ def stored(tree: list[tuple[int, int, int]]) -> Iterator[Stored]:
     """Files of one block each; each continues an earlier one, or none. (which, bytes, last use)."""
     for number, (which, nbytes, used) in enumerate(tree):
         after = key(which % number) if number and which % 3 else b""
-        yield Stored(f"{number}", number, nbytes, used, Part(SALT, after, (key(number),)))
+        yield Stored(f"{number}", number, nbytes, used, StoredPart(SALT, after, (key(number),)))
 
 
 @given(
@@ -590,7 +590,7 @@ def test_what_leaves_is_enough_oldest_and_never_continued(
     tree: list[tuple[int, int, int]], excess: int, coming: int
 ) -> None:
     files = list(stored(tree))
-    kept = {each.name for each in before(files, Part(SALT, key(coming), (key(100),)))}
+    kept = {each.name for each in before(files, StoredPart(SALT, key(coming), (key(100),)))}
     gone = leaving(files, excess, kept)
     if gone is None:
         assert sum(each.nbytes for each in files if each.name not in kept) < excess
@@ -613,7 +613,7 @@ def test_what_leaves_is_enough_oldest_and_never_continued(
 
 
 def test_files_that_continue_each_other_in_a_circle_end() -> None:
-    parts = [Part(SALT, key(1), (key(0),)), Part(SALT, key(0), (key(1),))]
+    parts = [StoredPart(SALT, key(1), (key(0),)), StoredPart(SALT, key(0), (key(1),))]
     files = [Stored(f"{n}", n, 1, n, part) for n, part in enumerate(parts)]
     gone = leaving(files, 2)
     assert gone is not None

@@ -78,14 +78,14 @@ def by_hand(model: Any, ids: list[int], held: int = 0) -> list[int]:
 def from_files(monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
     """What requests took from files."""
     taken = []
-    real = saving.FileRun.part
+    real = saving.SavedRun.part
 
-    def part(run: saving.FileRun, layer: int, start: int, end: int) -> Any:
+    def part(run: saving.SavedRun, layer: int, start: int, end: int) -> Any:
         pair = real(run, layer, start, end)
         taken.append((layer, start, end, [bits(each) for each in pair]))
         return pair
 
-    monkeypatch.setattr(saving.FileRun, "part", part)
+    monkeypatch.setattr(saving.SavedRun, "part", part)
     return taken
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.dropping import Drop
 from ballonet.hooks.whatif.replicas.failing import play_faults
-from ballonet.hooks.whatif.replicas.faults import Fault
-from ballonet.hooks.whatif.replicas.fleet import Fleet
+from ballonet.hooks.whatif.replicas.faults import PlayedFault
+from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Action
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -59,9 +59,9 @@ class Outcome:
 
 
 def outcome(
-    faults: Sequence[Fault] = (),
-    arrivals: list[Arrival] = BURST,
-    at: Fleet | None = None,
+    faults: Sequence[PlayedFault] = (),
+    arrivals: list[RecordedArrival] = BURST,
+    at: VirtualFleet | None = None,
     cost: ChunkCost = SLOW,
 ) -> Outcome:
     """Plays faults, to the end of the last request and of all that is under way then, and checks what has to hold."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from random import Random
 
-from ballonet.hooks.server.arrivals import Arrival
-from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
+from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
-from ballonet.hooks.whatif.replicas.keepers import Recompute
+from ballonet.hooks.whatif.replicas.keepers import RecomputePolicy
 from ballonet.hooks.whatif.replicas.run import POLICIES
 from ballonet.offload.policy.replicas.actions import Action, Dispatch
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -23,29 +23,29 @@ COST = ChunkCost(1e-9, 2e-5, 1e-3, decode=ChunkCost(0.0, 2e-5, 1e-3, prefix=1e-8
 SLOW = ChunkCost(1e-9, 2e-5, 2e-2, decode=ChunkCost(0.0, 2e-5, 2e-2, prefix=1e-8))  # weights are what takes time
 
 
-def fleet(replicas: int, tokens: int, shape: Shape = SHAPE, host: int = 2**30, network: float = 1e9) -> Fleet:
+def fleet(replicas: int, tokens: int, shape: Shape = SHAPE, host: int = 2**30, network: float = 1e9) -> VirtualFleet:
     """Replicas that have room for about so many tokens of KV beside all layers."""
     weights = sum(shape.layers) + shape.rest
-    return Fleet(shape, replicas, weights + tokens * shape.kv, PAGE, host, 1e9, network, batch=256)
+    return VirtualFleet(shape, replicas, weights + tokens * shape.kv, PAGE, host, 1e9, network, batch=256)
 
 
-def burst(count: int, every: float, prompt: int, new: int, seed: int = 0, begin: float = 0.0) -> list[Arrival]:
+def burst(count: int, every: float, prompt: int, new: int, seed: int = 0, begin: float = 0.0) -> list[RecordedArrival]:
     """Requests at random times, `every` seconds on average; lengths are up to twice as long as their mean."""
-    random, at, found = Random(seed), begin, list[Arrival]()
+    random, at, found = Random(seed), begin, list[RecordedArrival]()
     for _ in range(count):
         at += random.expovariate(1 / every)
-        found.append(Arrival(at, random.randrange(1, 2 * prompt), random.randrange(1, 2 * new)))
+        found.append(RecordedArrival(at, random.randrange(1, 2 * prompt), random.randrange(1, 2 * new)))
     return found
 
 
 def played(
     policy: str,
-    at: Fleet,
-    arrivals: list[Arrival],
+    at: VirtualFleet,
+    arrivals: list[RecordedArrival],
     cost: ChunkCost = COST,
     watch: Callable[[FleetRun], None] | None = None,
     log: Callable[[Entry], object] = lambda entry: None,
-) -> tuple[FleetRun, Recompute]:
+) -> tuple[FleetRun, RecomputePolicy]:
     """A run to its end. `watch`: is called whenever requests have ended."""
     run = FleetRun(at, cost, arrivals, log=log)
     keeper = POLICIES[policy](run)

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ballonet.hooks.server.arrivals import Arrival
-from ballonet.hooks.whatif.replicas.faults import Fault, Killed, NewReplica
+from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.whatif.replicas.faults import Killed, NewReplica, PlayedFault
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.actions import Action
 from ballonet.offload.policy.replicas.decisions import Decision, Entry
@@ -96,17 +96,17 @@ def _groups(groups: Iterable[Group]) -> list[tuple[object, ...]]:
     return sorted((sorted(group.members), group.spans) for group in groups)
 
 
-def script(log: Iterable[Entry]) -> tuple[list[Arrival], list[Fault]]:
+def script(log: Iterable[Entry]) -> tuple[list[RecordedArrival], list[PlayedFault]]:
     """What happened to a controller from outside, by its log, at seconds after the first event: requests that came, and
     replicas that joined and ended."""
     decisions = [each for each in log if isinstance(each, Decision)]
     first = decisions[0].event.at
-    arrivals, faults = list[Arrival](), list[Fault]()
+    arrivals, faults = list[RecordedArrival](), list[PlayedFault]()
     for each in decisions:
         event, at = each.event, each.event.at - first
         match event:
             case events.Arrived():
-                arrivals.append(Arrival(at, event.prompt, event.new))
+                arrivals.append(RecordedArrival(at, event.prompt, event.new))
             case events.Joined():
                 faults.append(NewReplica(at, event.member))
             case events.Lost():

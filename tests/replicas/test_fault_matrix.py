@@ -15,15 +15,15 @@ import pytest
 from ballonet.hooks.whatif.replicas.faults import (
     ClientLeft,
     DamagedKV,
-    Fault,
+    FaultRefused,
     FileChanged,
     Hung,
     Killed,
     LinkLost,
     NewReplica,
-    Refused,
+    PlayedFault,
     Shutdown,
-    SupervisorLost,
+    SupervisorFails,
 )
 from ballonet.offload.policy.replicas.actions import (
     Alone,
@@ -141,7 +141,7 @@ def test_what_a_replica_that_is_killed_was_to_send_comes_from_the_backing() -> N
 
 def test_requests_are_refused_once_they_were_lost_too_often() -> None:
     """A new replica joins in place of each that is killed; in time a request runs out of lives."""
-    faults: list[Fault] = []
+    faults: list[PlayedFault] = []
     for n in range(14):
         faults += [NewReplica(1.5 + n, 2 + n), Killed(1.6 + n, n)]
     found = outcome(faults, burst(20, 0.01, 200, 5000), fleet(2, 12000, network=SLOWLY))
@@ -222,9 +222,9 @@ def test_a_link_is_lost_and_both_ends_live(name: str) -> None:
 
 @pytest.mark.parametrize("name", PHASES)
 @pytest.mark.parametrize(
-    ("kind", "error"), [(SupervisorLost, "the supervisor has ended"), (Shutdown, "the server shuts down")]
+    ("kind", "error"), [(SupervisorFails, "the supervisor has ended"), (Shutdown, "the server shuts down")]
 )
-def test_the_supervisor_ends(name: str, kind: type[Fault], error: str) -> None:
+def test_the_supervisor_ends(name: str, kind: type[PlayedFault], error: str) -> None:
     found = outcome([kind(phase(name))])
     assert {*found.errors.values()} == {error}
     late = [job for job in found.run.jobs if job.arrival.at > phase(name)]
@@ -239,7 +239,7 @@ def test_the_supervisor_ends(name: str, kind: type[Fault], error: str) -> None:
 
 @pytest.mark.parametrize("why", [Reason.PAGES, Reason.HOST_MEMORY])
 def test_who_cannot_prepare_refuses_and_the_next_rung_is_asked(why: Reason) -> None:
-    found = outcome([Refused(1.0, 1, why)])
+    found = outcome([FaultRefused(1.0, 1, why)])
     assert found.errors == {}
     assert [each.reason for _, each in found.actions(Discard)] == [why]
     assert found.actions(Decline)[0][1] == Decline(why)
@@ -248,7 +248,7 @@ def test_who_cannot_prepare_refuses_and_the_next_rung_is_asked(why: Reason) -> N
 
 
 def test_a_restore_that_cannot_be_prepared_is_tried_again() -> None:
-    found = outcome([Refused(phase("pipeline"), 1)])
+    found = outcome([FaultRefused(phase("pipeline"), 1)])
     assert [each.epoch for _, each in found.actions(Discard)] == [4]
     assert [each.epoch for _, each in found.actions(Commit)] == [3, 5]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.faults import (
     ClientLeft,
     DamagedKV,
-    Fault,
+    FaultRefused,
     FileChanged,
     Hung,
     Killed,
     LinkLost,
     NewReplica,
-    Refused,
+    PlayedFault,
 )
 from ballonet.offload.policy.replicas.actions import Commit, Discard, Fence, Recompute, StartRestore
 from ballonet.offload.policy.replicas.events import Damaged, Exchanged, Reason
@@ -29,11 +29,11 @@ REQUESTS = 44
 ENDS = {"no replica is left", "its client is gone", Reason.LIVES.value}
 
 
-def played(replicas: int, seed: int, faults: list[Fault]) -> Outcome:
+def played(replicas: int, seed: int, faults: list[PlayedFault]) -> Outcome:
     """A burst that memory has no room for, and a few requests afterwards. A drop comes after 1 or 2 s, its exchange
     takes some tenths, and there is a restore after 15."""
-    requests: list[Arrival] = burst(REQUESTS, 0.06 / replicas, 60, 60, seed)
-    requests += [Arrival(8.0 + 6 * n, 10, 10) for n in range(4)]
+    requests: list[RecordedArrival] = burst(REQUESTS, 0.06 / replicas, 60, 60, seed)
+    requests += [RecordedArrival(8.0 + 6 * n, 10, 10) for n in range(4)]
     return outcome(faults, requests, fleet(replicas, 700, network=SLOWLY))
 
 
@@ -48,7 +48,7 @@ def test_replicas_are_killed_at_random_moments_and_every_request_is_answered_onc
     for seed in range(KILLS):
         draw = random.Random(seed)
         replicas = draw.randint(2, 4)
-        faults: list[Fault] = [
+        faults: list[PlayedFault] = [
             Killed(moment(draw), member) for member in draw.sample(range(replicas), draw.randint(1, replicas - 1))
         ]
         if draw.random() < 0.3:
@@ -78,14 +78,14 @@ def test_anything_goes_wrong_at_random_moments_and_every_request_ends_once() -> 
     assert seen["discarded"] > OTHERS / 20
 
 
-def any_fault(draw: random.Random, replicas: int) -> Fault:
+def any_fault(draw: random.Random, replicas: int) -> PlayedFault:
     """One of all kinds but those that end everything."""
     at, (member, other) = moment(draw), draw.sample(range(replicas), 2)
-    kinds: list[Fault] = [
+    kinds: list[PlayedFault] = [
         Killed(at, member),
         Hung(at, member, draw.choice([None, 0.3, 2.0, 15.0])),
         LinkLost(at, member, other),
-        Refused(at, member, draw.choice([Reason.PAGES, Reason.HOST_MEMORY])),
+        FaultRefused(at, member, draw.choice([Reason.PAGES, Reason.HOST_MEMORY])),
         FileChanged(at, member),
         DamagedKV(at / 4, member),
         ClientLeft(at, draw.randrange(REQUESTS)),

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.replicas.decision_file import read_decisions
-from ballonet.hooks.whatif.machine import Sizes
+from ballonet.hooks.whatif.machine import MachineSizes
 from ballonet.hooks.whatif.replicas.costs import of_parts, read_costs
 from ballonet.hooks.whatif.replicas.fleet import Shape
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -46,7 +46,7 @@ def files(tmp_path: Path) -> list[str]:
     lines = [f"2023-11-16 18:17:{n // 50:02d}.{n % 50 * 20000:06d},{20 + n % 40},{30 + n % 90}" for n in range(200)]
     (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
     (tmp_path / "costs.json").write_text(json.dumps(GIVEN))
-    weights = Sizes.of(config()).total
+    weights = MachineSizes.of(config()).total
     sizes = ["--budget", str(weights + 1500 * 1024), "--page-size", "4KiB"]
     return [str(tmp_path / "trace.csv"), "--model", str(tmp_path / "model"), *sizes]
 
@@ -93,7 +93,7 @@ def test_costs_of_steps_are_costs_of_chunks(tmp_path: Path) -> None:
 def test_the_shape_of_a_model_is_read_from_its_configuration() -> None:
     shape = Shape.of(config())
     assert (len(shape.layers), shape.kv, shape.hidden) == (4, 4 * 2 * 2 * 16 * 4, 64 * 4)
-    assert sum(shape.layers) + shape.rest == Sizes.of(config()).total
+    assert sum(shape.layers) + shape.rest == MachineSizes.of(config()).total
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.agenda import Agenda
 from ballonet.hooks.whatif.replicas.dropping import Drop
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.jobs import Job
-from ballonet.hooks.whatif.replicas.keepers import Migrate, Recompute, Swap
+from ballonet.hooks.whatif.replicas.keepers import Migrate, RecomputePolicy, Swap
 from ballonet.hooks.whatif.replicas.pipes import Pipe
 from ballonet.hooks.whatif.replicas.wires import Wire
 from ballonet.offload.policy.replicas.actions import Action, StartRestore
@@ -20,7 +20,7 @@ from ballonet.offload.policy.replicas.restore_plan import Pull
 
 from .fleets import COST, KV, SHAPE, SLOW, burst, fleet
 
-MANY = [Arrival(0.0, 100, 50)] * 6
+MANY = [RecordedArrival(0.0, 100, 50)] * 6
 
 
 def to_the_end(agenda: Agenda) -> None:
@@ -57,7 +57,7 @@ def test_time_does_not_go_back() -> None:
     assert seen == [1.0]
 
 
-def running(keeper: Recompute, number: int = 0) -> tuple[Pipe, list[Job]]:
+def running(keeper: RecomputePolicy, number: int = 0) -> tuple[Pipe, list[Job]]:
     """A group, and jobs that decode in it, 100 tokens of KV each."""
     pipe = [*keeper.run.pipes.values()][number]
     jobs = keeper.run.jobs
@@ -69,7 +69,7 @@ def running(keeper: Recompute, number: int = 0) -> tuple[Pipe, list[Job]]:
 
 
 def test_those_that_were_preempted_begin_before_others_and_in_order() -> None:
-    keeper = Recompute(FleetRun(fleet(1, 1600), COST, MANY))
+    keeper = RecomputePolicy(FleetRun(fleet(1, 1600), COST, MANY))
     pipe, jobs = running(keeper)
     new = Job(6, MANY[0])
     pipe.waiting.append(new)
@@ -113,7 +113,11 @@ def test_while_kv_is_exchanged_only_new_requests_begin() -> None:
 
 def test_a_request_that_ends_while_it_leaves_takes_no_room_with_it() -> None:
     """The network takes minutes for what a second of decoding takes."""
-    arrivals = [*[Arrival(0.0, 540, 100)] * 2, *[Arrival(0.0, 96, 60)] * 10, Arrival(0.3, 600, 5)]
+    arrivals = [
+        *[RecordedArrival(0.0, 540, 100)] * 2,
+        *[RecordedArrival(0.0, 96, 60)] * 10,
+        RecordedArrival(0.3, 600, 5),
+    ]
     run = FleetRun(fleet(2, 1650, network=1e3), SLOW, arrivals)
     keeper = Migrate(run)
     left: list[int] = []

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import pytest
 
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.agenda import Agenda
 from ballonet.hooks.whatif.replicas.dropping import Drop
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.jobs import Job
-from ballonet.hooks.whatif.replicas.keepers import Recompute
+from ballonet.hooks.whatif.replicas.keepers import RecomputePolicy
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -86,7 +86,7 @@ def test_two_runs_take_the_same_decisions(policy: str) -> None:
 
 
 def test_a_replica_that_has_room_takes_what_its_batches_take() -> None:
-    found, _ = played("recompute", fleet(1, 4000), [Arrival(1.0, 300, 3)])
+    found, _ = played("recompute", fleet(1, 4000), [RecordedArrival(1.0, 300, 3)])
     first = 1.0 + COST.seconds(0, 256) + COST.seconds(256, 44)
     second = first + COST.seconds(300, 1)
     assert found.jobs[0].answer.times == pytest.approx([first, second, second + COST.seconds(301, 1)])
@@ -115,14 +115,14 @@ def test_a_host_without_room_has_requests_computed_anew() -> None:
 
 def test_a_request_that_runs_leaves_a_replica_whose_queue_is_stuck() -> None:
     """One replica has two long requests, the other ten short ones and one that fits into neither."""
-    running = [Arrival(0.0, 540, 100)] * 2 + [Arrival(0.0, 96, 60)] * 10
-    arrivals = [*running, Arrival(0.3, 600, 5)]
+    running = [RecordedArrival(0.0, 540, 100)] * 2 + [RecordedArrival(0.0, 96, 60)] * 10
+    arrivals = [*running, RecordedArrival(0.3, 600, 5)]
     ttft = {}
     for policy in ("migrate", "recompute"):
         run = FleetRun(fleet(2, 1650), SLOW, arrivals)
         keeper = POLICIES[policy](run)
 
-        def arrive(job: Job, keeper: Recompute = keeper) -> None:
+        def arrive(job: Job, keeper: RecomputePolicy = keeper) -> None:
             members = (0 if job.number < 2 else 1,)
             keeper._dispatcher.take(members, job.most)
             keeper.run.pipes[members].add(job)
@@ -135,9 +135,9 @@ def test_a_request_that_runs_leaves_a_replica_whose_queue_is_stuck() -> None:
 
 
 def test_what_no_replica_can_ever_hold_is_refused() -> None:
-    long = Arrival(0.0, 1500, 2000)
+    long = RecordedArrival(0.0, 1500, 2000)
     for policy in ALL:
-        found = run(fleet(2, 1600), COST, [long, Arrival(0.1, 20, 5)], policy)
+        found = run(fleet(2, 1600), COST, [long, RecordedArrival(0.1, 20, 5)], policy)
         assert (found["requests"], found["failed"], found["refused"], found["tokens"]) == (2, 1, 1, 5)
 
 
@@ -157,9 +157,9 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
     """Prompts alone, all there at once: microbatches follow one another as in pipeline_time."""
     cost = noted()
     free = fleet(2, 10**6, shape=type(SHAPE)(SHAPE.layers, SHAPE.rest, SHAPE.kv, 0))
-    arrivals = [Arrival(0.0, 1000 + 37 * n, 1) for n in range(9)]
+    arrivals = [RecordedArrival(0.0, 1000 + 37 * n, 1) for n in range(9)]
     run = FleetRun(free, cost, arrivals)
-    keeper = Recompute(run)
+    keeper = RecomputePolicy(run)
     pipe = run.open((0, 1), (4, 4), free.tokens, keeper)
     keeper._dispatcher.add((0, 1), free.tokens)
 

@@ -18,7 +18,7 @@ from ballonet.hooks.replicas.decision_file import read_decisions
 from ballonet.hooks.replicas.fleet_state import State
 from ballonet.hooks.whatif.replicas.dropping import Drop
 from ballonet.hooks.whatif.replicas.failing import play_faults
-from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
+from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Commit, Prepare
 from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, replayed
@@ -92,7 +92,7 @@ def simulated(log: list[Entry]) -> list[Entry]:
     shape = Shape(tuple(pages * page for pages in setup.pages), 0, setup.kv.token, setup.kv.token // layers)
     memory = joined.pages * page
     link = setup.tuning.link
-    fleet = Fleet(shape, 0, memory, page, 2**26, link, link, batch=setup.tuning.chunk, block=16)
+    fleet = VirtualFleet(shape, 0, memory, page, 2**26, link, link, batch=setup.tuning.chunk, block=16)
     arrivals, faults = script(log)
     restored = [
         each for each in log if isinstance(each, Decision) and any(isinstance(it, Commit) for it in each.actions)

@@ -13,7 +13,7 @@ from ballonet.hooks.replicas.messages import Seen, decoded, encoded
 from ballonet.hooks.replicas.notes import Notes, machine
 from ballonet.hooks.replicas.recording import Recording
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.timeline.fleet import REQUESTS, Bar, FleetRecording, Mark, as_page, as_trace, packed, write
+from ballonet.offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording, as_page, as_trace, packed, write
 
 
 class Clock:
@@ -70,7 +70,7 @@ def test_requests_wait_and_answer_and_too_many_bars_are_counted() -> None:
         (REQUESTS, "b waits", 3.0, 10.0),
     ]
     assert [each.name for each in found.bars[3:]] == ["kept"]
-    assert (found.missing, found.marks) == (1, (Mark("epoch 2: drop", 10.0),))
+    assert (found.missing, found.marks) == (1, (FleetMark("epoch 2: drop", 10.0),))
 
 
 def test_what_is_seen_goes_over_as_text() -> None:
@@ -87,7 +87,7 @@ RECORDING = FleetRecording(
         Bar(-1, REQUESTS, "b", 12.0, 14.0),
         Bar(-1, REQUESTS, "c", 14.0, 16.0),
     ),
-    marks=(Mark("epoch 2: drop", 12.0),),
+    marks=(FleetMark("epoch 2: drop", 12.0),),
 )
 
 

@@ -12,19 +12,19 @@ import pytest
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import TraceError
-from ballonet.hooks.server.arrivals import Arrival, read
+from ballonet.hooks.server.arrivals import RecordedArrival, read
 from ballonet.hooks.server.load import Answered, prompt_of, quantile, replay, summary
 
 FILES = {
     "azure": (
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.9799600,34,8",
-        [Arrival(0.0, 4808, 10), Arrival(2.0, 34, 8)],
+        [RecordedArrival(0.0, 4808, 10), RecordedArrival(2.0, 34, 8)],
     ),
     "mooncake": (
         '{"timestamp": 500, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}\n'
         '{"timestamp": 0, "input_length": 20, "output_length": 6, "hash_ids": [7]}',
-        [Arrival(0.0, 20, 6), Arrival(0.5, 1100, 5, (7, 8))],
+        [RecordedArrival(0.0, 20, 6), RecordedArrival(0.5, 1100, 5, (7, 8))],
     ),
 }
 
@@ -65,7 +65,7 @@ def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_prompts_share_what_their_blocks_share() -> None:
-    one, other = Arrival(0.0, 1100, 5, (7, 8)), Arrival(0.0, 1200, 5, (7, 9))
+    one, other = RecordedArrival(0.0, 1100, 5, (7, 8)), RecordedArrival(0.0, 1200, 5, (7, 9))
     first, second = (prompt_of(each, n, 0.1).split() for n, each in enumerate((one, other)))
     assert (len(first), len(second)) == (110, 120)
     assert first[:51] == second[:51]
@@ -105,6 +105,6 @@ def test_an_answer_that_is_cut_off_has_failed(finish: str | None) -> None:
         return pieces()
 
     client = SimpleNamespace(completions=SimpleNamespace(create=create))
-    (found,) = asyncio.run(replay([Arrival(0.0, 3, 2)], client, "model", 1.0, lambda _: None))
+    (found,) = asyncio.run(replay([RecordedArrival(0.0, 3, 2)], client, "model", 1.0, lambda _: None))
     assert found.tokens == 2
     assert bool(found.error) == (finish is None)

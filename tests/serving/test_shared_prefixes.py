@@ -198,8 +198,8 @@ def test_a_file_of_another_shape_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
     first = batch(model, asked)
     with managing(model, prefix_dir=tmp_path):
         batch(model, asked)
-    part = saving.FileRun.part
-    monkeypatch.setattr(saving.FileRun, "part", lambda *args: tuple(each.transpose(1, 3) for each in part(*args)))
+    part = saving.SavedRun.part
+    monkeypatch.setattr(saving.SavedRun, "part", lambda *args: tuple(each.transpose(1, 3) for each in part(*args)))
     with managing(model, prefix_dir=tmp_path):
         assert batch(model, asked) == first
 

@@ -14,9 +14,9 @@ from ballonet.__main__ import main
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.device import governors
-from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.loops import Decision
-from ballonet.hooks.whatif.machine import Machine, Sizes, Tenant, dealt
+from ballonet.hooks.whatif.machine import Machine, MachineSizes, Tenant, dealt
 from ballonet.hooks.whatif.policies import POLICIES, default, named
 from ballonet.hooks.whatif.run import run
 from ballonet.offload.policy.interval import Costs
@@ -28,7 +28,7 @@ from .test_server import saved
 
 MIB = 2**20
 LINEAR, QUADRATIC = Parts(0.02, 1e-3, 0.0, 0.0), Parts(0.02, 1e-3, 1e-5, 1e-6)
-ARRIVALS = [Arrival(0.01 * n, 20 + 37 * n % 200, 24) for n in range(24)]
+ARRIVALS = [RecordedArrival(0.01 * n, 20 + 37 * n % 200, 24) for n in range(24)]
 BATCHING = {"page_size": 32, "max_batch_tokens": 256}
 ONE = default(1)
 SHARED = (*default(2), "lru", "uncapped", "no-inflation", "no-buffer")
@@ -53,7 +53,7 @@ def machine(mib: int, host: int = 64, scale: int = 1) -> Machine:
 def simulated(
     policy: str,
     at: Machine,
-    *arrivals: list[Arrival],
+    *arrivals: list[RecordedArrival],
     costs: Parts = LINEAR,
     log: list[Decision] | None = None,
     **more: Any,
@@ -64,7 +64,7 @@ def simulated(
 
 @pytest.mark.parametrize("policy", ONE)
 def test_a_request_alone_takes_what_its_steps_cost(policy: str) -> None:
-    found = simulated(policy, machine(128), [Arrival(0.0, 300, 4)], costs=QUADRATIC)
+    found = simulated(policy, machine(128), [RecordedArrival(0.0, 300, 4)], costs=QUADRATIC)
     prompts = QUADRATIC.seconds(Step(256, 256)) + QUADRATIC.seconds(Step(44, 300))
     tokens = [QUADRATIC.seconds(Step(1, 300 + n)) for n in (1, 2, 3)]
     assert found["ttft_p50"] == pytest.approx(prompts)
@@ -88,7 +88,7 @@ def test_two_runs_take_the_same_decisions(policy: str) -> None:
 
 def test_the_log_says_what_ran_in_each_step() -> None:
     log: list[Decision] = []
-    simulated("fast", machine(128), [Arrival(0.0, 300, 3)], log=log)
+    simulated("fast", machine(128), [RecordedArrival(0.0, 300, 3)], log=log)
     assert log == [
         (0.0, "a", (("a:0", 256),)),
         (pytest.approx(0.276), "a", (("a:0", 44),)),
@@ -103,19 +103,19 @@ def test_an_elastic_cache_takes_fewer_steps_in_little_memory() -> None:
 
 
 def test_the_fastest_batches_are_faster_where_attention_costs_much() -> None:
-    arrivals = [Arrival(0.1 * n, 100, 40) for n in range(80)]
+    arrivals = [RecordedArrival(0.1 * n, 100, 40) for n in range(80)]
     full, fast = (simulated(policy, machine(256), arrivals, costs=QUADRATIC) for policy in ("full", "fast"))
     assert fast["tokens_per_second"] > 1.1 * full["tokens_per_second"]
 
 
 def test_what_can_never_run_fails_alone() -> None:
-    found = simulated("fast", machine(48), [*ARRIVALS[:4], Arrival(0.0, 100_000, 4)])
+    found = simulated("fast", machine(48), [*ARRIVALS[:4], RecordedArrival(0.0, 100_000, 4)])
     assert (found["requests"], found["failed"]) == (5, 1)
 
 
 def test_weights_that_do_not_fit_stream_and_have_steps_wait_as_the_schedule_says() -> None:
     """One request, in a budget that lacks pages for the layers: each step waits what the plan's passes take longer."""
-    found = simulated("fast", replace(machine(36), link=400.0 * MIB), [Arrival(0.0, 16, 16)])
+    found = simulated("fast", replace(machine(36), link=400.0 * MIB), [RecordedArrival(0.0, 16, 16)])
     page, compute = 256 * 1024 / (400 * MIB), LINEAR.seconds(Step(1, 17))
     pages = (17,) * 8  # of 4 MiB and a norm
     stalls = {
@@ -138,10 +138,10 @@ def test_an_idle_model_lends_its_weights_to_one_that_is_asked() -> None:
 
 
 def test_swapping_copies_all_weights_at_each_change() -> None:
-    first, second = [Arrival(0.0, 32, 4)], [Arrival(0.0, 32, 4)]
+    first, second = [RecordedArrival(0.0, 32, 4)], [RecordedArrival(0.0, 32, 4)]
     found = simulated("swap", machine(64), first, second)
     alone = simulated("stock", machine(64), first)
-    weights = Sizes.of(config()).total / (1000 * MIB)
+    weights = MachineSizes.of(config()).total / (1000 * MIB)
     assert found["swaps"] == 1
     assert found["moved"] == pytest.approx(weights)
     assert found["seconds"] == pytest.approx(2 * alone["seconds"] + weights, abs=1e-5)
@@ -173,7 +173,7 @@ def test_a_machine_that_is_larger_is_simulated_in_fewer_bytes() -> None:
 
 def test_switches_change_what_is_decided() -> None:
     """A burst for both models: each of these parts of ballonet has a say in it."""
-    burst = dealt([Arrival(0.02 * n, 200, 24) for n in range(18)], 2)
+    burst = dealt([RecordedArrival(0.02 * n, 200, 24) for n in range(18)], 2)
     logs: dict[str, list[Decision]] = {}
     for policy in ("fast", "uncapped", "weights-fixed", "no-inflation", "no-buffer"):
         logs[policy] = []
@@ -246,7 +246,7 @@ def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(
     models = [saved(tmp_path / str(layers), layers) for layers in (2, 40)]
     command = ["whatif", str(trace), "--model", models[0], "--model", models[1], "--page-size", "64KiB", "--json"]
     command += ["--costs", str(costs), "--block-size", "16", "--batch-tokens", "64", "--budget"]
-    weights = Sizes.of(build("llama", num_hidden_layers=40).config).total
+    weights = MachineSizes.of(build("llama", num_hidden_layers=40).config).total
     budget = str(-(-int(1.9 * weights) // 65536) * 65536)
     assert main([*command, budget, "--policy", "split,swap"]) == 0
     split, swap = (json.loads(line) for line in capsys.readouterr().out.splitlines())
@@ -261,6 +261,6 @@ def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(
 
 def test_weights_are_those_of_the_model() -> None:
     model = build("llama")
-    found = Sizes.of(model.config)
+    found = MachineSizes.of(model.config)
     assert found.total == sum(each.nbytes for each in model.parameters())
     assert found.layers == tuple(sum(each.nbytes for each in it.parameters()) for it in model.model.layers)

@@ -28,7 +28,7 @@ from ....offload.policy.replicas.groups import Group, alone
 from .crew import Crew
 from .epochs import Epochs
 from .jobs import Job
-from .keepers import Recompute, Swap
+from .keepers import RecomputePolicy, Swap
 from .pipes import Pipe
 from .presence import Presence
 from .pulling import Pulls
@@ -109,7 +109,7 @@ class Drop(Swap):
     def admit(self, pipe: Pipe) -> None:
         """As `Swap`, but while KV is exchanged only new requests begin."""
         if pipe in self.changes.exchanging:
-            Recompute.admit(self, pipe)
+            RecomputePolicy.admit(self, pipe)
         else:
             super().admit(pipe)
 

@@ -8,20 +8,20 @@ from .dropping import Drop
 from .faults import (
     ClientLeft,
     DamagedKV,
-    Fault,
+    FaultRefused,
     FileChanged,
     Hung,
     Killed,
     LinkLost,
     NewReplica,
-    Refused,
+    PlayedFault,
     Shutdown,
-    SupervisorLost,
+    SupervisorFails,
     check_faults,
 )
 
 
-def play_faults(keeper: Drop, faults: Iterable[Fault]) -> None:
+def play_faults(keeper: Drop, faults: Iterable[PlayedFault]) -> None:
     """Has each happen at its time, in a run that has not begun. ManageError where one cannot happen."""
     given = [*faults]
     check_faults(given, keeper.run.fleet.replicas, len(keeper.run.jobs))
@@ -29,7 +29,7 @@ def play_faults(keeper: Drop, faults: Iterable[Fault]) -> None:
         keeper.run.agenda.at(fault.at, lambda fault=fault: _happens(keeper, fault))  # type: ignore[misc]
 
 
-def _happens(keeper: Drop, fault: Fault) -> None:
+def _happens(keeper: Drop, fault: PlayedFault) -> None:
     match fault:
         case Killed():
             keeper.replicas.kill(fault.member)
@@ -37,7 +37,7 @@ def _happens(keeper: Drop, fault: Fault) -> None:
             keeper.replicas.stop(fault.member, fault.seconds)
         case LinkLost():
             keeper.changes.lose_link(fault.member, fault.other)
-        case Refused():
+        case FaultRefused():
             keeper.changes.prepared.refusing[fault.member] = fault.why
         case FileChanged():
             keeper.pulls.changed.add(fault.member)
@@ -47,7 +47,7 @@ def _happens(keeper: Drop, fault: Fault) -> None:
             keeper.leave(keeper.run.jobs[fault.request], "its client is gone")
         case NewReplica():
             keeper.replicas.join(fault.member)
-        case SupervisorLost():
+        case SupervisorFails():
             keeper.replicas.shut("the supervisor has ended")
         case Shutdown():
             keeper.replicas.shut("the server shuts down")

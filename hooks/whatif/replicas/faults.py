@@ -30,21 +30,21 @@ from ....offload.policy.replicas.events import Reason
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlayedFault:
     """Base of all. `at`: seconds after the first request."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
-class Killed(Fault):
+class Killed(PlayedFault):
     """The process of a replica ends without a word."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
-class Hung(Fault):
+class Hung(PlayedFault):
     """A replica stands still for so many `seconds`, out of reach, so that it cannot be ended; None: for good, and its
     process is ended when that is noticed."""
 
@@ -53,7 +53,7 @@ class Hung(Fault):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLost(Fault):
+class LinkLost(PlayedFault):
     """The links between two replicas are lost, and both live. Nothing happens where they have none."""
 
     member: int
@@ -61,7 +61,7 @@ class LinkLost(Fault):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused(Fault):
+class FaultRefused(PlayedFault):
     """A replica cannot prepare the next epoch that it is to be in: no pages, or no host memory."""
 
     member: int
@@ -69,59 +69,59 @@ class Refused(Fault):
 
 
 @dataclass(frozen=True, slots=True)
-class FileChanged(Fault):
+class FileChanged(PlayedFault):
     """The file of a replica's weights is another one from now on: no layer can be read from it."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
-class DamagedKV(Fault):
+class DamagedKV(PlayedFault):
     """KV of a request arrives at a replica with a wrong checksum, in the next exchange that it is part of."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
-class ClientLeft(Fault):
+class ClientLeft(PlayedFault):
     """The client of a `request`, by its place in the trace from 0 on, goes away. Nothing where it is not there."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class NewReplica(Fault):
+class NewReplica(PlayedFault):
     """A replica with a number that was never used joins."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisorLost(Fault):
+class SupervisorFails(PlayedFault):
     """The supervisor ends, and with it all replicas and requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shutdown(Fault):
+class Shutdown(PlayedFault):
     """Ctrl-C: requests are told, and everything ends."""
 
 
-KINDS: Final[Mapping[str, type[Fault]]] = {
+KINDS: Final[Mapping[str, type[PlayedFault]]] = {
     "killed": Killed,
     "hung": Hung,
     "link": LinkLost,
-    "refused": Refused,
+    "refused": FaultRefused,
     "file": FileChanged,
     "damaged": DamagedKV,
     "left": ClientLeft,
     "joined": NewReplica,
-    "supervisor": SupervisorLost,
+    "supervisor": SupervisorFails,
     "shutdown": Shutdown,
 }
 _REASONS: Final = {each.name: each for each in (Reason.PAGES, Reason.HOST_MEMORY)}
 
 
-def read_faults(path: Path) -> list[Fault]:
+def read_faults(path: Path) -> list[PlayedFault]:
     """Returns the faults of a file. TraceError where a line is none; OSError."""
     found = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -134,7 +134,7 @@ def read_faults(path: Path) -> list[Fault]:
     return found
 
 
-def check_faults(faults: Iterable[Fault], replicas: int, requests: int) -> None:
+def check_faults(faults: Iterable[PlayedFault], replicas: int, requests: int) -> None:
     """ManageError where one is of a replica or a request that there is not at that time, or of one that is there
     already."""
     known = {*range(replicas)}
@@ -153,7 +153,7 @@ def check_faults(faults: Iterable[Fault], replicas: int, requests: int) -> None:
             raise ManageError(f"{fault}: there are {requests} requests, from 0 on")
 
 
-def _made(given: dict[str, Any]) -> Fault:
+def _made(given: dict[str, Any]) -> PlayedFault:
     """The fault of an object. ValueError, TypeError, AttributeError."""
     kind = KINDS.get(given.pop("fault", None))
     if kind is None:

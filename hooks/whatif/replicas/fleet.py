@@ -9,7 +9,7 @@ from ....allocator.errors import ManageError
 from ....allocator.units import format_size
 from ....offload.policy.replicas.chunk_cost import ChunkCost
 from ....offload.policy.replicas.exchange import part_bytes
-from ..machine import Sizes
+from ..machine import MachineSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Shape:
     def of(cls, config: Any) -> Shape:
         """Returns the shape of a configuration whose layers all keep keys and values of all tokens, in its own type.
         ManageError where they do not."""
-        sizes, text = Sizes.of(config), config.get_text_config()
+        sizes, text = MachineSizes.of(config), config.get_text_config()
         itemsize = getattr(config.dtype, "itemsize", 4)
         heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
         if heads is None or getattr(text, "kv_lora_rank", None):
@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class VirtualFleet:
     """`replicas` that are alike: bytes of a device, of a page and of the host for each; bytes per second of its link to
     the host, and of what it sends to others (`network`), in each direction. `batch`: new tokens of a batch or a
     microbatch at most; `block`: tokens of KV that a request takes at once. ManageError where the model does not fit."""

@@ -16,10 +16,10 @@ from ....offload.policy.replicas.chunk_cost import ChunkCost
 from ....offload.policy.replicas.decisions import Note
 from ....offload.policy.replicas.dispatch import Members
 from ....offload.policy.tuning import DEFAULT, Replicas
-from ...server.arrivals import Arrival
+from ...server.arrivals import RecordedArrival
 from ...server.load import Answered
 from .agenda import Agenda
-from .fleet import Fleet
+from .fleet import VirtualFleet
 from .jobs import Job
 from .pipes import Keeper, Pipe
 from .wires import Wire
@@ -31,9 +31,9 @@ class FleetRun:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: VirtualFleet,
         cost: ChunkCost,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[RecordedArrival],
         tuning: Replicas = DEFAULT.replicas,
         log: Note = lambda entry: None,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...server.arrivals import Arrival
+from ...server.arrivals import RecordedArrival
 from ...server.load import Answered
 
 
@@ -16,7 +16,7 @@ class Job:
     nowhere, as its client is gone; `over`: its client has all tokens, was told an error, or is gone."""
 
     number: int
-    arrival: Arrival
+    arrival: RecordedArrival
     answer: Answered = field(init=False)
     made: int = 0
     kv: int = 0

@@ -1,11 +1,12 @@
 """What replicas do when their KV memory is full, without dropping: wait, recompute, swap to the host, migrate.
 
 Note [Peers]
-    All of them get requests from the same dispatcher, and begin them in order. `Queue` begins a request when all the KV
-    fits that it will ever have. The others begin it when its prompt fits; when a token finds no room, the request that
-    came last makes some (vLLM): `Recompute` frees its KV and computes it anew; `Swap` copies it to the host, and back
-    before any new request begins; `Migrate` (Llumnix) has requests leave a replica whose queue is stuck, for the one
-    with most room: those that wait at once, those that run while they go on decoding; where all are full it recomputes.
+    All of them get requests from the same dispatcher, and begin them in order. `QueuePolicy` begins a request when all
+    the KV fits that it will ever have. The others begin it when its prompt fits; when a token finds no room, the
+    request that came last makes some (vLLM): `RecomputePolicy` frees its KV and computes it anew; `Swap` copies it to
+    the host, and back before any new request begins; `Migrate` (Llumnix) has requests leave a replica whose queue is
+    stuck, for the one with most room: those that wait at once, those that run while they go on decoding; where all are
+    full it recomputes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .fleet_run import FleetRun
 
 
-class Recompute:
+class RecomputePolicy:
     """See Note [Peers]."""
 
     def __init__(self, run: FleetRun) -> None:
@@ -91,7 +92,7 @@ class Recompute:
         raise AssertionError(f"request {job.number} leaves group {pipe.members}, and goes nowhere")
 
 
-class Queue(Recompute):
+class QueuePolicy(RecomputePolicy):
     """See Note [Peers]."""
 
     def wanted(self, job: Job) -> int:
@@ -109,7 +110,7 @@ class _Host:
     copies: list[Job] = field(default_factory=list)
 
 
-class Swap(Recompute):
+class Swap(RecomputePolicy):
     """See Note [Peers]. A member of a group copies the KV of its own layers."""
 
     def __init__(self, run: FleetRun) -> None:
@@ -187,7 +188,7 @@ class Swap(Recompute):
         pipe.pump()
 
 
-class Migrate(Recompute):
+class Migrate(RecomputePolicy):
     """See Note [Peers]."""
 
     def __init__(self, run: FleetRun) -> None:
@@ -197,7 +198,7 @@ class Migrate(Recompute):
         run.every(DEFAULT.replicas.period, self._look)
 
     def preempt(self, pipe: Pipe, job: Job) -> None:
-        """As `Recompute`, and cancels its move."""
+        """As `RecomputePolicy`, and cancels its move."""
         self._cancel(job)
         super().preempt(pipe, job)
 

@@ -4,8 +4,8 @@ Note [A group computes]
     A group of n stages has n places for microbatches under way. A decoding request belongs to one place: its next token
     needs its last one. When the first stage is free and a place has come back from the last one, a microbatch is formed
     for it: the tokens of its decoding requests, and a part of the prompts that wait. One replica alone is a group of
-    one stage: its batch is filled up to `Fleet.batch` tokens, as servers do. A pipeline looks ahead: the prompts that
-    wait, up to a batch for each stage, are shared out so that all places take equally long (microbatches.py), what
+    one stage: its batch is filled up to `VirtualFleet.batch` tokens, as servers do. A pipeline looks ahead: the prompts
+    that wait, up to a batch for each stage, are shared out so that all places take equally long (microbatches.py), what
     their decoding requests take included.
 
     A stage takes the part of the cost that its span is of all layers. States go to the next stage over the sender's
@@ -23,9 +23,9 @@ from ....offload.policy.replicas.chunk_cost import ChunkCost
 from ....offload.policy.replicas.microbatches import Chunk, fill
 from ....offload.policy.tuning import DEFAULT
 from .agenda import Agenda
-from .fleet import Fleet
+from .fleet import VirtualFleet
 from .jobs import Job
-from .stages import Microbatch, Stages
+from .stages import Stages, VirtualMicrobatch
 from .wires import Wire
 
 
@@ -53,7 +53,7 @@ class Pipe:
     def __init__(
         self,
         agenda: Agenda,
-        fleet: Fleet,
+        fleet: VirtualFleet,
         cost: ChunkCost,
         keeper: Keeper,
         members: tuple[int, ...],
@@ -81,7 +81,7 @@ class Pipe:
         self._least = DEFAULT.replicas.least
         self._free = deque(range(len(members)))  # places that are not under way
         self._opened = 0.0
-        self._under_way: list[Microbatch] = []
+        self._under_way: list[VirtualMicrobatch] = []
         self._paused: Callable[[], None] | None = None
 
     # --- memory
@@ -174,7 +174,7 @@ class Pipe:
             self._under_way.append(made)
             self.stages.begin(made)
 
-    def _form(self, place: int) -> Microbatch | None:
+    def _form(self, place: int) -> VirtualMicrobatch | None:
         decodes: list[Job] = []
         for job in [*self.places[place]]:
             if not job.held or job.stalled or job.leaving:  # it made room for one before it, or goes
@@ -198,7 +198,7 @@ class Pipe:
             if job.kv == job.known:
                 self.prompts.remove(job)
         tokens = len(decodes) + sum(chunk.new for _, chunk in chunks)
-        return Microbatch(place, decodes, parts, seconds, tokens)
+        return VirtualMicrobatch(place, decodes, parts, seconds, tokens)
 
     def _chunks(self, place: int, decodes: Sequence[tuple[int, int]]) -> list[tuple[Job, Chunk]]:
         """Parts of prompts for the microbatch of a place. See Note [A group computes]."""
@@ -225,7 +225,7 @@ class Pipe:
         made = fill([chunk for _, chunk in ahead], share, cost)
         return [(job, chunk) for (job, _), chunk in zip(ahead, made, strict=False)]
 
-    def _finish(self, done: Microbatch) -> None:
+    def _finish(self, done: VirtualMicrobatch) -> None:
         now = self._agenda.now
         for job in done.decodes:
             self._computed(job, done.place, decodes=True, token=True)

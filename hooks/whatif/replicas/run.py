@@ -9,18 +9,18 @@ from ....allocator.errors import ManageError
 from ....offload.policy.replicas.chunk_cost import ChunkCost
 from ....offload.policy.replicas.decisions import Note
 from ....offload.policy.tuning import DEFAULT, Replicas
-from ...server.arrivals import Arrival
+from ...server.arrivals import RecordedArrival
 from ...server.load import summary
 from .dropping import Drop
 from .failing import play_faults
-from .faults import Fault
-from .fleet import Fleet
+from .faults import PlayedFault
+from .fleet import VirtualFleet
 from .fleet_run import FleetRun
-from .keepers import Migrate, Queue, Recompute, Swap
+from .keepers import Migrate, QueuePolicy, RecomputePolicy, Swap
 
-POLICIES: Final[Mapping[str, type[Recompute]]] = {
-    "queue": Queue,
-    "recompute": Recompute,
+POLICIES: Final[Mapping[str, type[RecomputePolicy]]] = {
+    "queue": QueuePolicy,
+    "recompute": RecomputePolicy,
     "swap": Swap,
     "migrate": Migrate,
     "drop": Drop,
@@ -35,14 +35,14 @@ def checked(policies: Sequence[str]) -> None:
 
 
 def run(
-    fleet: Fleet,
+    fleet: VirtualFleet,
     cost: ChunkCost,
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[RecordedArrival],
     policy: str,
     slos: tuple[float | None, float | None] = (None, None),
     note: Callable[[int], None] = lambda done: None,
     log: Note = lambda entry: None,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[PlayedFault] = (),
     tuning: Replicas = DEFAULT.replicas,
 ) -> dict[str, Any]:
     """Returns the figures of `load`, and `policy`, `replicas`; `drops`, `restores`: epochs that were committed;

@@ -7,13 +7,13 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from .agenda import Agenda
-from .fleet import Fleet
+from .fleet import VirtualFleet
 from .jobs import Job
 from .wires import Wire
 
 
 @dataclass(eq=False, slots=True)
-class Microbatch:
+class VirtualMicrobatch:
     """`place`: see pipes.py; `decodes`: requests that get a token; `chunks`: others, and the tokens of each that it has
     computed after it; `seconds` that all layers take; `tokens` whose states travel."""
 
@@ -28,7 +28,7 @@ class Microbatch:
 class _Stage:
     part: float  # of all layers
     wire: Wire
-    queue: deque[Microbatch] = field(default_factory=deque)
+    queue: deque[VirtualMicrobatch] = field(default_factory=deque)
     running: bool = False
     late: bool = False  # it would have ended its microbatch, and stands still
 
@@ -40,12 +40,12 @@ class Stages:
     def __init__(
         self,
         agenda: Agenda,
-        fleet: Fleet,
+        fleet: VirtualFleet,
         members: tuple[int, ...],
         spans: Sequence[int],
         wires: Sequence[Wire],
         silent: Container[int],
-        finished: Callable[[Microbatch], object],
+        finished: Callable[[VirtualMicrobatch], object],
         freed: Callable[[], object],
     ) -> None:
         """`spans`, `wires`: layers that each member has, and what it sends by; `silent`: members that compute nothing,
@@ -68,7 +68,7 @@ class Stages:
         first = self._stages[0]
         return not (first.running or first.queue) and self._computes(0)
 
-    def begin(self, microbatch: Microbatch) -> None:
+    def begin(self, microbatch: VirtualMicrobatch) -> None:
         """The first stage computes it."""
         self._stages[0].queue.append(microbatch)
         self._run(0)
@@ -118,6 +118,6 @@ class Stages:
         if stage == 0:
             self._freed()
 
-    def _arrived(self, stage: int, microbatch: Microbatch) -> None:
+    def _arrived(self, stage: int, microbatch: VirtualMicrobatch) -> None:
         self._stages[stage].queue.append(microbatch)
         self._run(stage)

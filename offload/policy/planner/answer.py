@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..interval import Costs
-from ..layer_stream import Layer, Way, choose
+from ..layer_stream import LayerReads, Way, choose
 from ..plan import Plan
 from ..tuning import DEFAULT, Tuning
-from .memory import Budget, Placed, everything, least, placed
+from .memory import Placed, PlanBudget, everything, least, placed
 from .needs import Moment, Needs
 
 Limit = Literal["memory", "host", "link", "compute"]
@@ -41,7 +41,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanAnswer:
     """`models`: in the order of the question; `least`: pages of the smallest budget that fits; `all`: pages with which
     nothing streams; `limit`: see Note [What binds], None where nobody knows how long anything takes."""
 
@@ -59,7 +59,7 @@ class Answer:
         return max(self.models, key=lambda each: each.tpot or 0.0)
 
 
-def answered(models: Sequence[Needs], budget: Budget, tokens: int = 0, tuning: Tuning = DEFAULT) -> Answer:
+def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tuning: Tuning = DEFAULT) -> PlanAnswer:
     """What becomes of these models under the budget, when they have generated so many `tokens`."""
     found = placed(models, budget, tuning)
     fewest, whole = least(models, budget, tuning), everything(models)
@@ -67,7 +67,7 @@ def answered(models: Sequence[Needs], budget: Budget, tokens: int = 0, tuning: T
         lacking = [Forecast(each, None, each.weights, sum(each.last.kv), each.last.activations) for each in models]
         short = budget.host is not None and placed(models, replace(budget, host=None), tuning) is not None
         met = None if budget.slo is None else False
-        return Answer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
+        return PlanAnswer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
     forecasts = _forecasts(models, found, budget, tuning)
     if tokens * max((each.tpot or 0.0 for each in forecasts), default=0.0) > tuning.pages.dwell:
         rested = placed(models, budget, tuning, rested=True)
@@ -78,10 +78,10 @@ def answered(models: Sequence[Needs], budget: Budget, tokens: int = 0, tuning: T
         waits = slowest.waits > (tuning.records.hidden - 1) * (slowest.tpot - slowest.waits)
         limit = "link" if waits else "compute"
     met = None if budget.slo is None or slowest.tpot is None else slowest.tpot <= budget.slo
-    return Answer(True, forecasts, fewest, whole, limit, budget.slo, met)
+    return PlanAnswer(True, forecasts, fewest, whole, limit, budget.slo, met)
 
 
-def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: Budget, tuning: Tuning) -> list[Forecast]:
+def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: PlanBudget, tuning: Tuning) -> list[Forecast]:
     """`budget.page_seconds`: with the link to itself."""
     streaming = sum(bool(each.plan.copied) for each in found)
     shared = None if budget.page_seconds is None else budget.page_seconds * max(1, streaming)
@@ -97,7 +97,7 @@ def _with_idle(forecast: Forecast, idle: int) -> Forecast:
     return replace(forecast, activations=forecast.activations + min(more, idle))
 
 
-def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forecast:
+def _forecast(needs: Needs, at: Placed, budget: PlanBudget, tuning: Tuning) -> Forecast:
     """`budget.page_seconds`: beside the other models that copy."""
     host, slots, waits = _read(needs.last, at.away, needs.decode, budget, tuning)
     ttft, tpot = (_seconds(needs, at.plan, seconds, budget) for seconds in (needs.prefill, needs.decode))
@@ -120,7 +120,7 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
     )
 
 
-def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: Budget) -> float | None:
+def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: PlanBudget) -> float | None:
     if seconds is None or (plan.copied and budget.page_seconds is None):
         return None
     found = Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
@@ -131,7 +131,7 @@ def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: Budget) ->
 
 
 def _read(
-    moment: Moment, away: int, seconds: float | None, budget: Budget, tuning: Tuning, rows: int = 1
+    moment: Moment, away: int, seconds: float | None, budget: PlanBudget, tuning: Tuning, rows: int = 1
 ) -> tuple[int, int, float]:
     """How KV of which so many pages are away is read by `rows` of each sequence: (pages on the host, pages of slots,
     seconds that an iteration waits for it)."""
@@ -141,7 +141,7 @@ def _read(
     total = sum(moment.kv)
     computes = total * budget.page_size / link if seconds is None else seconds
     left = max(0, total - away - budget.pages // tuning.kv_reads.left)
-    layers = [Layer(pages, 0.0, computes / len(moment.kv)) for pages in moment.kv]
+    layers = [LayerReads(pages, 0.0, computes / len(moment.kv)) for pages in moment.kv]
     found = choose(layers, page=budget.page_size, link=link, free=left, rows=rows, tuning=tuning.kv_reads)
     if found.way is not Way.STREAMED:
         return away, 0, found.exposed

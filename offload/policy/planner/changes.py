@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..tuning import DEFAULT, Planning
-from .answer import Answer
+from .answer import PlanAnswer
 
 What = Literal["budget", "host", "context", "batch", "weights", "slo"]
 
@@ -35,19 +35,19 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """`what` to change and the value to change it `to`: pages, tokens, sequences, bits, seconds; `factor`: see
     Note [Nearest]; and the answer then."""
 
     what: What
     to: float
     factor: float
-    answer: Answer
+    answer: PlanAnswer
 
 
 def nearest(
-    asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning = DEFAULT.planning
-) -> list[Change]:
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = DEFAULT.planning
+) -> list[PlanChange]:
     """The nearest changes, the nearest first, at most `tuning.changes`."""
     found = [*_budget(asked, answer, ask, tuning), *_shorter(asked, answer, ask, tuning)]
     found += [
@@ -59,7 +59,7 @@ def nearest(
     return sorted(found, key=lambda each: (each.factor, each.what))[: tuning.changes]
 
 
-def lifts(before: Answer, after: Answer, tuning: Planning = DEFAULT.planning) -> bool:
+def lifts(before: PlanAnswer, after: PlanAnswer, tuning: Planning = DEFAULT.planning) -> bool:
     """Does the limit no longer bind?"""
     if not after.fits:
         return False
@@ -73,73 +73,79 @@ def lifts(before: Answer, after: Answer, tuning: Planning = DEFAULT.planning) ->
     return old is not None and new is not None and new <= old * (1 - tuning.saved)
 
 
-def _budget(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:
+def _budget(
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
+) -> Iterator[PlanChange]:
     """A larger budget: no more than holds everything."""
 
-    def at(pages: int) -> Answer:
+    def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, pages=pages))
 
     high = max(answer.all, answer.least)
     if high > asked.pages and lifts(answer, at(high), tuning):
         pages = _first(asked.pages, high, lambda pages: lifts(answer, at(pages), tuning))
-        yield Change("budget", pages, pages / max(1, asked.pages), at(pages))
+        yield PlanChange("budget", pages, pages / max(1, asked.pages), at(pages))
 
 
 def _more_host(
-    asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning
-) -> Iterator[Change]:
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
+) -> Iterator[PlanChange]:
     """More pages of the host, where those bind."""
 
-    def at(pages: int) -> Answer:
+    def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, host=pages))
 
     if asked.host is not None and answer.limit == "host" and lifts(answer, at(answer.all), tuning):
         pages = _first(asked.host, answer.all, lambda pages: lifts(answer, at(pages), tuning))
-        yield Change("host", pages, pages / max(1, asked.host), at(pages))
+        yield PlanChange("host", pages, pages / max(1, asked.host), at(pages))
 
 
-def _shorter(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:
+def _shorter(
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
+) -> Iterator[PlanChange]:
     """A shorter context, a multiple of `tuning.rounded` tokens."""
     unit = min(tuning.rounded, max(1, asked.context // 2))
 
-    def at(units: int) -> Answer:
+    def at(units: int) -> PlanAnswer:
         context = units * unit
         return ask(replace(asked, context=context, prompt=min(asked.prompt, context)))
 
     units = _last((asked.context - 1) // unit, lambda units: lifts(answer, at(units), tuning))
     if units:
-        yield Change("context", units * unit, asked.context / (units * unit), at(units))
+        yield PlanChange("context", units * unit, asked.context / (units * unit), at(units))
 
 
-def _smaller(asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning) -> Iterator[Change]:
+def _smaller(
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
+) -> Iterator[PlanChange]:
     """A smaller batch."""
 
-    def at(batch: int) -> Answer:
+    def at(batch: int) -> PlanAnswer:
         return ask(replace(asked, batch=batch))
 
     batch = _last(asked.batch - 1, lambda batch: lifts(answer, at(batch), tuning))
     if batch:
-        yield Change("batch", batch, asked.batch / batch, at(batch))
+        yield PlanChange("batch", batch, asked.batch / batch, at(batch))
 
 
 def _quantized(
-    asked: Question, answer: Answer, ask: Callable[[Question], Answer], tuning: Planning
-) -> Iterator[Change]:
+    asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
+) -> Iterator[PlanChange]:
     """Weights of fewer bits: they are loaded on the device, where all of them have to fit."""
     for bits in tuning.bits:
         if asked.bits is None or bits < asked.bits:
             after = ask(replace(asked, bits=bits))
             resident = not any(each.plan is None or each.plan.streamed for each in after.models)
             if resident and lifts(answer, after, tuning):
-                yield Change("weights", bits, 16 / bits, after)
+                yield PlanChange("weights", bits, 16 / bits, after)
                 return
 
 
-def _looser(asked: Question, answer: Answer) -> Iterator[Change]:
+def _looser(asked: Question, answer: PlanAnswer) -> Iterator[PlanChange]:
     """The SLO that is kept as it is."""
     tpot = answer.slowest.tpot
     if asked.slo is not None and answer.met is False and tpot is not None:
-        yield Change("slo", tpot, tpot / asked.slo, replace(answer, slo=tpot, met=True))
+        yield PlanChange("slo", tpot, tpot / asked.slo, replace(answer, slo=tpot, met=True))
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:

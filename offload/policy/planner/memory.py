@@ -50,7 +50,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class PlanBudget:
     """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where nobody knows; `slo`:
     seconds that a decode step may take; `host`: pages that the host has for what leaves, None where nobody knows;
     `copying`: seconds of compute that are lost to each second of copies beside it."""
@@ -64,7 +64,7 @@ class Budget:
 
 
 def placed(
-    models: Sequence[Needs], budget: Budget, tuning: Tuning = DEFAULT, *, rested: bool = False
+    models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT, *, rested: bool = False
 ) -> list[Placed] | None:
     """Where all models are at the last token; None where they do not fit, whatever streams, or the host lacks room.
     `rested`: what had to leave for the prompt has had the time to come back. See Note [A run, foreseen]."""
@@ -90,7 +90,7 @@ def placed(
 def _followed(
     models: Sequence[Needs],
     managed: Sequence[Plan],
-    budget: Budget,
+    budget: PlanBudget,
     tuning: Tuning,
     rested: bool,
     *,
@@ -103,7 +103,7 @@ def _followed(
         _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
     ]
     if budget.slo is not None:
-        begun = _by_slo(models, begun, budget)
+        begun = _by_slo(models, begun, budget, tuning.weights.link_parts)
     running = [_Running(needs, model, tuning.weights, slower) for needs, model in zip(models, begun, strict=True)]
     run = _Run(running, budget, tuning, least)
     if not run.prompt():
@@ -142,7 +142,7 @@ class _Running:
         plan = self.model.plan
         return self.needs.beside + plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
 
-    def stands(self, phase: Phase, budget: Budget) -> Model:
+    def stands(self, phase: Phase, budget: PlanBudget) -> Model:
         """As it would be arranged now, for an iteration of that phase. Until there was a decode step the least one that
         was measured counts, or what is assumed."""
         judging, model = self.needs.judging, self.model
@@ -153,7 +153,7 @@ class _Running:
         plan = standing(model.plan, self.taken, now, model.base, model.slots, model.capped)
         return replace(model, plan=plan, decode=decode)
 
-    def _costs(self, seconds: float | None, budget: Budget, slower: float = 1.0) -> Costs:
+    def _costs(self, seconds: float | None, budget: PlanBudget, slower: float = 1.0) -> Costs:
         found = costs_of(self.needs, seconds, budget.page_seconds, self.tuning)
         if slower in (0.0, math.inf):  # nothing hides, or everything does
             return replace(found, seconds=1e-6 if not slower else 1e6, page_seconds=1.0 if not slower else 1e-6)
@@ -163,7 +163,7 @@ class _Running:
 class _Run:
     """Models that run under a budget. `least`: operators have as few pages as they may."""
 
-    def __init__(self, models: Sequence[_Running], budget: Budget, tuning: Tuning, least: bool) -> None:
+    def __init__(self, models: Sequence[_Running], budget: PlanBudget, tuning: Tuning, least: bool) -> None:
         self._models = models
         self._budget = budget
         self._tuning = tuning
@@ -258,7 +258,7 @@ class _Run:
                 each.taken = set()
 
 
-def least(models: Sequence[Needs], budget: Budget, tuning: Tuning = DEFAULT) -> int:
+def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> int:
     """The fewest pages that fit all of them."""
 
     def fits(pages: int) -> bool:
@@ -291,7 +291,7 @@ def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tu
     return Costs(needs.layers, seconds, page_seconds)
 
 
-def _managed(models: Sequence[Needs], budget: Budget, tuning: WeightPlans) -> list[Plan] | None:
+def _managed(models: Sequence[Needs], budget: PlanBudget, tuning: WeightPlans) -> list[Plan] | None:
     """The plans with which `manage()` is done with all of them."""
     rule, plans, used = Fewest(slots=tuning.slots), list[Plan](), 0
     for number, needs in enumerate(models):
@@ -312,7 +312,7 @@ def _managed(models: Sequence[Needs], budget: Budget, tuning: WeightPlans) -> li
     return plans
 
 
-def _model(needs: Needs, plan: Plan, budget: Budget, tuning: WeightPlans, *, active: bool) -> Model:
+def _model(needs: Needs, plan: Plan, budget: PlanBudget, tuning: WeightPlans, *, active: bool) -> Model:
     decode, prefill = (
         costs_of(needs, seconds, budget.page_seconds, tuning)
         for seconds in (needs.judging.decode, needs.judging.prefill)
@@ -323,7 +323,7 @@ def _model(needs: Needs, plan: Plan, budget: Budget, tuning: WeightPlans, *, act
     )
 
 
-def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -> list[Model]:
+def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudget, parts: int) -> list[Model]:
     """As many layers stream as the SLO allows, where it can be kept and it is known what iterations take: no more may
     then."""
     if budget.slo is None or budget.page_seconds is None or any(each.decode is None for each in models):
@@ -332,7 +332,9 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: Budget) -
         needs.beside + model.plan.device_pages + needs.last.pages for needs, model in zip(models, running, strict=True)
     )
     clients = [
-        LinkClient(each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free))
+        LinkClient(
+            each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free), parts=parts
+        )
         for each in running
     ]
     found = share(clients, budget.page_size / budget.page_seconds)

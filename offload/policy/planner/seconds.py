@@ -76,7 +76,7 @@ def _parts(batch: int, length: int) -> tuple[int, int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ForwardWork:
     """What a forward does. `flops`: floating point operations; `read`: bytes of weights and KV that it reads; `calls`:
     operators that it submits; `itemsize`: bytes of an element."""
 
@@ -85,12 +85,12 @@ class Work:
     calls: int
     itemsize: int
 
-    def reading(self, less: int) -> Work:
+    def reading(self, less: int) -> ForwardWork:
         """The same with so many bytes less to read, as far as they are read."""
         return replace(self, read=max(0.0, self.read - less))
 
 
-def by_device(work: Work, device: Hardware, tuning: Planning = DEFAULT.planning) -> float:
+def by_device(work: ForwardWork, device: Hardware, tuning: Planning = DEFAULT.planning) -> float:
     """Seconds of a forward on a device that nobody has measured: the longest of computing, reading its memory and
     submitting operators one by one (the roofline of Williams et al., 2009, with a floor)."""
     return max(

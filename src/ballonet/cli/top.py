@@ -15,7 +15,7 @@ from . import arguments
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..hooks.watch.processes import Processes
+    from ..hooks.watch.processes import WatchedProcesses
 
 
 def add(commands: Any) -> None:
@@ -37,11 +37,11 @@ def _top(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..hooks.watch import terminal
-    from ..hooks.watch.processes import Processes
+    from ..hooks.watch.processes import WatchedProcesses
 
     tuning = DEFAULT.watching
     period = args.every or tuning.period
-    processes = Processes(args.pid)
+    processes = WatchedProcesses(args.pid)
     processes.look()
     console = Console(highlight=False, markup=False)
     try:
@@ -63,7 +63,7 @@ def _top(args: argparse.Namespace) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _show(processes: Processes, console: Console, *, as_json: bool, plain: bool = False) -> None:
+def _show(processes: WatchedProcesses, console: Console, *, as_json: bool, plain: bool = False) -> None:
     """Prints one look: as a line of JSON, as plain lines, or as a terminal shows it."""
     from ..hooks.watch.lines import lines_of
     from ..hooks.watch.rates import plain_look

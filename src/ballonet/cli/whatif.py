@@ -96,7 +96,7 @@ def _replicas(args: argparse.Namespace) -> None:
     """Several replicas of one model, by policy."""
     from ..hooks.replicas.decision_file import DecisionFile
     from ..hooks.whatif.replicas.faults import check_faults, read_faults
-    from ..hooks.whatif.replicas.fleet import Fleet, Shape
+    from ..hooks.whatif.replicas.fleet import Shape, VirtualFleet
     from ..hooks.whatif.replicas.run import POLICIES, checked, run
 
     if len(args.model) > 1 or len(args.trace) > 1 or args.ask or args.turns is not None or args.shrink > 1:
@@ -111,7 +111,7 @@ def _replicas(args: argparse.Namespace) -> None:
     (arrivals,) = _arrivals(args, 1)
     check_faults(faults, args.replicas, len(arrivals))
     given = {"block": args.block_size, "batch": args.batch_tokens}
-    fleet = Fleet(
+    fleet = VirtualFleet(
         Shape.of(_config(args.model[0])),
         args.replicas,
         parse_size(args.budget, "budget"),

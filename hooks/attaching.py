@@ -1,0 +1,109 @@
+"""What `manage()` attaches to a model that generates: the elastic cache, continuous batching, cached sequences."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..allocator._native import Device
+from ..offload.governor.situation import Lendable
+from ..offload.policy.request_slo import RequestSLO
+from ..offload.policy.step_costs import StepCosts
+from .device import governors
+from .forward.lease import ForwardLease
+from .options import ManageOptions
+from .streaming.elastic import Elastic
+
+if TYPE_CHECKING:
+    from .prefix.store import PrefixStore
+
+
+def generators(model: nn.Module) -> list[nn.Module]:
+    """The parts of `model` that generate text the way transformers does: as a rule it alone. Some have such a model
+    inside and call only that."""
+    transformers = sys.modules.get("transformers.generation.utils")
+    if transformers is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, transformers.GenerationMixin)]
+
+
+def nothing() -> None:
+    """What is to be undone of a cache that was not attached."""
+
+
+def attach_prefixes(
+    model: nn.Module, device: Device, options: ManageOptions, elastic: Elastic
+) -> tuple[PrefixStore, Callable[[], object]]:
+    """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
+    from .batching import seams
+    from .prefix import sessions
+    from .prefix.store import PrefixStore
+
+    size = options.kept_prefixes
+    store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
+    elastic.keeper = weakref.ref(store.pressure)
+    if (folder := options.prefix_dir) is not None:
+        from .prefix.saving import Saver
+
+        record, governor, limit = (lambda: elastic.timings.record), governors.of(device), options.prefix_dir_limit
+        store.contents.saver = Saver(
+            model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
+        )
+    if (batched := seams.batched(model)) is not None and batched.living is not None:
+        batched.living.share(store)
+    detach = sessions.attach(model, store)
+
+    def undo() -> None:
+        detach()
+        store.close()
+
+    return store, undo
+
+
+def attach_caches(
+    model: nn.Module, device: Device, options: ManageOptions, elastic: Callable[[], Elastic | None]
+) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
+    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, until when requests
+    need it, and what undoes all. `device`: theirs; `elastic`: of the model, None once it is
+    gone. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
+    from .batching import seams
+    from .batching.batched import Batched
+    from .batching.living import Living
+    from .compat import position_table
+    from .device.references import label
+    from .kv import generation
+
+    def require(tpot: float | None, ttft: float | None, others: bool) -> None:
+        if (it := elastic()) is not None:
+            it.require(tpot, ttft, others)
+
+    def lends(pages: int) -> Lendable:
+        it = elastic()
+        return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
+
+    size, living = options.kept_prefixes, None
+    if size:
+        living = Living(None if size is True else size)
+    detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
+    slo = RequestSLO(options.ttft_slo, options.tpot_slo)
+    governor = governors.of(device)
+
+    def assumed() -> float:
+        exposed = 0.0 if governor.marks is not None else governor.tuning.serving.exposed
+        return exposed * (governor.link.page_seconds or 0.0)
+
+    costs = StepCosts(governor.tuning.serving, assumed)
+    fast, positions = options.batches == "fast", position_table(model)
+    batched = Batched(label(model), device, costs, fast, require, lends, living, slo, positions)
+    detach_batches = seams.attach(model, batched)
+
+    def detach() -> None:
+        detach_caches()
+        detach_batches()
+
+    return partial(generation.ModelLease, weakref.ref(model)), lambda: batched.wanted, detach

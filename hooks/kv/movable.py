@@ -1,0 +1,55 @@
+"""The pages of a KV range as chaos moves them (offload/governor/chaos.py), under a lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...allocator._native import Device, Range
+from ...offload.governor.kv_tier import KVTier
+from ...offload.residency.kv_extent import KVExtent
+from ..device.streams import stream_of
+
+if TYPE_CHECKING:
+    from ...allocator._native import Backing, Place
+
+
+class MovableKV:
+    """The pieces of `range_`. `extent` and `tier`: None where they stay on the device."""
+
+    def __init__(self, device: Device, range_: Range, extent: KVExtent | None, tier: KVTier | None) -> None:
+        self._stream = stream_of(device)
+        self.range = range_
+        self._extent = extent
+        self._tier = tier
+
+    @property
+    def pieces(self) -> int:
+        """The pieces in use."""
+        return self.range.pieces if self._extent is None else self._extent.end
+
+    def backing(self, piece: int) -> Backing:
+        """What the piece leads to."""
+        return self.range.backing(piece)
+
+    def move(self, piece: int, to: Place) -> bool:
+        """To another page, its own one. DriverError."""
+        return self.range.move(piece, to)
+
+    def displace(self, piece: int) -> bool:
+        """Leads it to its backing, which gets its bytes. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and extent.evict((piece,), tier.transfer, self._stream()) > 0
+
+    def demote(self, piece: int) -> bool:
+        """What it leads to goes from the peer to the host. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and tier.client.saving.demote_one(extent, piece, self._stream())
+
+    def bring_back(self, piece: int) -> bool:
+        """Restores it: it gets a page of its own again, and its bytes. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and tier.restore_one(extent, piece, self._stream())
+
+    def unmap(self, piece: int) -> bool:
+        """Takes a free page from its addresses. DriverError."""
+        return self.range.drop_kept(piece)
