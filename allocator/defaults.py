@@ -16,7 +16,7 @@ SMALLEST_BUDGET: Final = 4
 # bytes than this. Chosen.
 OUTSIDE_SHARE: Final = 0.04
 OUTSIDE_BYTES: Final = 3 * 2**29
-# SharedParts of the memory that is there, where nothing was said. On the stand-in device pages are RAM: half of what is
+# Parts of the memory that is there, where nothing was said. On the stand-in device pages are RAM: half of what is
 # available, and half of the rest for host pages. Beside a GPU host pages are pinned, which nobody else can use: a
 # quarter of the RAM, and no more than half of what is available. A peer gives half of its memory; a second pool is a
 # quarter of the budget, or an eighth of what is there where there is none yet. Chosen.

@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SharedParts:
     """What a ledger says. `total`: bytes, None where nobody has said; `target`: what it is to become."""
 
     total: int | None = None
@@ -73,7 +73,7 @@ class Parts:
         return {"total": self.total, "target": self.target, "parts": rows}
 
 
-class Ledger:
+class SharedLedger:
     """The ledger of one device. Every method raises LedgerDamaged where the file is none, and SharedBudgetError where
     its lock is not to be had in time."""
 
@@ -86,16 +86,16 @@ class Ledger:
         self.path: Final = folder / f"shared-{device}.json"
         self._patience = patience
 
-    def read(self) -> Parts:
+    def read(self) -> SharedParts:
         """What it says now, without those that are gone."""
         with self._changing() as change:
             return change(lambda now: now)
 
-    def join(self, pid: int, number: int, total: int | None, floor: int) -> Parts:
+    def join(self, pid: int, number: int, total: int | None, floor: int) -> SharedParts:
         """A process is there, with nothing yet. `total`: what it takes to be shared, None for what others share.
         SharedBudgetError where that is another one, or floors do not fit in it."""
 
-        def joined(now: Parts) -> Parts:
+        def joined(now: SharedParts) -> SharedParts:
             said = now.total if total is None or now.parts else total
             if said is None:
                 raise self._nobody()
@@ -115,7 +115,7 @@ class Ledger:
                     f"{format_size(min(said, target))} that they share: give a smaller floor, or raise the total with "
                     "`python -m ballonet budget --shared SIZE`"
                 )
-            return Parts(said, target, {**now.parts, pid: Part(started(pid) or 0, number, 0, floor)})
+            return SharedParts(said, target, {**now.parts, pid: Part(started(pid) or 0, number, 0, floor)})
 
         with self._changing() as change:
             return change(joined)
@@ -124,7 +124,7 @@ class Ledger:
         """Raises the part of a process to so many bytes, or as far as it is free, in whole pages. Returns what it has
         now."""
 
-        def raised(now: Parts) -> Parts:
+        def raised(now: SharedParts) -> SharedParts:
             mine = self._of(now, pid)
             more = max(0, min(nbytes - mine.nbytes, now.free)) // page * page
             return replace(now, parts={**now.parts, pid: replace(mine, nbytes=mine.nbytes + more)})
@@ -135,7 +135,7 @@ class Ledger:
     def lower_to(self, pid: int, nbytes: int) -> None:
         """The process has no more than so many bytes any more, and cannot get more by itself."""
 
-        def lowered(now: Parts) -> Parts:
+        def lowered(now: SharedParts) -> SharedParts:
             mine = self._of(now, pid)
             return replace(now, parts={**now.parts, pid: replace(mine, nbytes=min(nbytes, mine.nbytes))})
 
@@ -147,11 +147,11 @@ class Ledger:
         with self._changing() as change:
             change(lambda now: replace(now, parts={each: it for each, it in now.parts.items() if each != pid}))
 
-    def aim(self, total: int) -> Parts:
+    def aim(self, total: int) -> SharedParts:
         """The total is to become so many bytes: at once where the parts are no more than that, else nobody gets more
         until they are. SharedBudgetError where floors do not fit in it, or nobody has said one yet."""
 
-        def aimed(now: Parts) -> Parts:
+        def aimed(now: SharedParts) -> SharedParts:
             floors = sum(each.floor for each in now.parts.values())
             if now.total is None:
                 raise self._nobody()
@@ -165,18 +165,18 @@ class Ledger:
         with self._changing() as change:
             return change(aimed)
 
-    def give_up(self) -> Parts:
+    def give_up(self) -> SharedParts:
         """The total stays what it was."""
         with self._changing() as change:
             return change(lambda now: replace(now, target=now.total))
 
-    def _of(self, now: Parts, pid: int) -> Part:
+    def _of(self, now: SharedParts, pid: int) -> Part:
         if pid not in now.parts:
             raise LedgerDamaged(str(self.path), f"it does not know process {pid}, which shares the budget")
         return now.parts[pid]
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[Callable[[Callable[[Parts], Parts]], Parts]]:
+    def _changing(self) -> Iterator[Callable[[Callable[[SharedParts], SharedParts]], SharedParts]]:
         """Within it nobody else reads or writes. Hands over what replaces the content by a function of it."""
         deadline = time.monotonic() + self._patience
         if not _here.acquire(timeout=self._patience):
@@ -197,7 +197,7 @@ class Ledger:
         finally:
             _here.release()
 
-    def _change(self, act: Callable[[Parts], Parts]) -> Parts:
+    def _change(self, act: Callable[[SharedParts], SharedParts]) -> SharedParts:
         before = self._read()
         now = act(replace(before, parts={pid: it for pid, it in before.parts.items() if started(pid) == it.start}))
         if now.target is not None and now.taken <= now.target:
@@ -209,16 +209,16 @@ class Ledger:
             new.replace(self.path)
         return now
 
-    def _read(self) -> Parts:
+    def _read(self) -> SharedParts:
         try:
             with self.path.open("rb") as file:
                 text = file.read(LEDGER_LONGEST)
         except FileNotFoundError:
-            return Parts()
+            return SharedParts()
         try:
             said = json.loads(text)
             parts = {int(pid): Part(*map(_size, row)) for pid, row in said["parts"].items()}
-            found = Parts(_size(said["total"]), _size(said["target"]), parts)
+            found = SharedParts(_size(said["total"]), _size(said["target"]), parts)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise LedgerDamaged(str(self.path), f"it cannot be read ({error!r})") from None
         if found.taken > (found.total or 0):
@@ -237,11 +237,11 @@ class Ledger:
         )
 
 
-def ledgers(folder: Path | None = None) -> list[Ledger]:
+def ledgers(folder: Path | None = None) -> list[SharedLedger]:
     """Returns the ledgers that there are, by device."""
     folder = control_dirs()[0] if folder is None else folder
     found = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
-    return [Ledger(path.stem.removeprefix("shared-"), folder) for path in found]
+    return [SharedLedger(path.stem.removeprefix("shared-"), folder) for path in found]
 
 
 def started(pid: int) -> int | None:

@@ -22,7 +22,7 @@ from .tuning import DEFAULT, Sharing
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Sharer:
     """A process, in bytes. `used`: what it would miss; `wanted`: what it has use for, more than `part` where it is
     short; `floor`: what it keeps in any case; `rested`: seconds since its part was raised."""
 
@@ -34,7 +34,7 @@ class Member:
     rested: float = math.inf
 
 
-def shares(total: int, members: Sequence[Member], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
+def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
     """The parts that the members should have now, together no more than the total, or than they have where that cannot
     be. Those that want no more are never raised. See Note [Who gives]."""
     free = total - sum(each.part for each in members)
@@ -56,12 +56,12 @@ def shares(total: int, members: Sequence[Member], tuning: Sharing = DEFAULT.shar
     return tuple(_poured(max(0, total - sum(parts)), parts, caps))
 
 
-def _claim(each: Member, tuning: Sharing) -> int:
+def _claim(each: Sharer, tuning: Sharing) -> int:
     kept = each.part if each.rested < tuning.dwell else min(each.used, each.part)
     return max(each.floor, kept, each.wanted)
 
 
-def _fair(total: int, members: Sequence[Member], claims: Sequence[int]) -> list[int]:
+def _fair(total: int, members: Sequence[Sharer], claims: Sequence[int]) -> list[int]:
     """What each is due of its claim."""
     found = _poured(total, [0] * len(members), [min(c, each.floor) for c, each in zip(claims, members, strict=True)])
     half = total // max(1, 2 * len(members))
@@ -85,7 +85,7 @@ def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
     return filled(low)
 
 
-def _given(parts: Sequence[int], wanted: int, members: Sequence[Member], keeps: Sequence[int]) -> list[int]:
+def _given(parts: Sequence[int], wanted: int, members: Sequence[Sharer], keeps: Sequence[int]) -> list[int]:
     """What each gives of `wanted`, who keeps so much."""
     found, left = [0] * len(parts), wanted
     spare = [max(0, part - keep) for part, keep in zip(parts, keeps, strict=True)]
