@@ -158,7 +158,9 @@ class Taker:
             ]
             if choice in ("away", "restore") and found:
                 piece = self.random.choice(found)
-                self.done[choice] += each.pages.displace(piece) if choice == "away" else each.pages.bring_back(piece)
+                self.done[choice] += (
+                    each.pages.movable.displace(piece) if choice == "away" else each.pages.movable.bring_back(piece)
+                )
 
     def _copied(self) -> int:
         copied = self._device.snapshot()["copied"]
