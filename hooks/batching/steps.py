@@ -9,6 +9,11 @@ Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
     in their places. A request that begins again in such a step would get a token of its former self. So before requests
     begin again, the tokens of the batch in flight are waited for and taken in; then none is in flight.
+
+Note [Inputs of a step]
+    Without asynchronous batching stock writes the inputs of a step on the current stream and computes on another, which
+    does not wait for the first. Where the device is behind, the first kernels read indices of the step before
+    (transformers 5.18, `prepare_batch_tensors`): other tokens. So the stream that computes waits.
 """
 
 from __future__ import annotations
@@ -23,10 +28,14 @@ from .preemption import PagePreemption
 
 
 def computing(stock: Callable[..., None]) -> Callable[..., None]:
-    """Stock's `_generation_step`, after which an OutOfMemoryError fails nothing but a request that ran alone."""
+    """Stock's `_generation_step`, after which an OutOfMemoryError fails nothing but a request that ran alone. It waits
+    for its inputs; see Note [Inputs of a step]."""
 
     @functools.wraps(stock)
     def step(self: Any, model: Any) -> None:
+        stream = self.inputs_and_outputs.compute_stream
+        if stream is not None and not self.use_async_batching:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             stock(self, model)
         except torch.OutOfMemoryError as error:

@@ -4,10 +4,13 @@ graphs, and while pages move."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import ballonet
 from ballonet import testing
@@ -20,10 +23,29 @@ from .scene import Place, play, scene
 NEW = 24
 
 
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Stock as it is meant: a step begins when its inputs are there (hooks/batching/steps.py, Note [Inputs of a
+    step])."""
+    stock = ContinuousBatchProcessor._generation_step
+
+    def step(self: Any, model: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        stock(self, model)
+
+    ContinuousBatchProcessor._generation_step = step
+    try:
+        yield
+    finally:
+        ContinuousBatchProcessor._generation_step = stock
+
+
 def batched(place: Place, asked: list[list[int]], **settings: Any) -> tuple[Any, list[Any]]:
     """A model, and what stock answers."""
     model = build("llama", num_hidden_layers=4).to(place.kind)
-    expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **settings)
+    with in_order():
+        expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **settings)
     place.synchronize()
     gc.collect()
     return model, expected
@@ -90,7 +112,8 @@ def flash_is_stocks(place: Place) -> None:
     model = build("llama", num_hidden_layers=4, hidden_size=128, intermediate_size=128).to(place.kind, torch.bfloat16)
     model.set_attn_implementation("flash_attention_2")
     sizes = {"page_size": 256}  # of a block: the least that its kernel with tables of blocks takes
-    expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **sizes)
+    with in_order():
+        expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **sizes)
     with ballonet.manage(model):
         assert answers(model, asked, NEW, **sizes) == expected
 
