@@ -15,8 +15,9 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
@@ -87,13 +88,33 @@ def placed(number: int, devices: int) -> dict[str, str]:
 
 def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
     """The process of a replica."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
     os.setsid()  # Ctrl-C is for the supervisor, which tells replicas when requests have ended
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore with a name, which who is killed leaves behind
     change_environment({**dict.fromkeys(environment()), **environ})
     sys.argv = ["ballonet", "serve", *arguments]
     try:
         runpy.run_module("ballonet", run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def end_with_parent(say: Callable[[str], object]) -> Callable[[], object]:
+    """Ends this process at once when the supervisor that started it does, whatever this waits for, until what it
+    returns is called: by one that has joined, which hears of that from the store, and unwinds."""
+    parent, joined = parent_process(), threading.Event()
+
+    def watch() -> None:
+        assert parent is not None
+        parent.join()
+        if not joined.is_set():
+            say("a replica ends before it serves: its supervisor has gone")
+            os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, name="ballonet parent", daemon=True).start()
+    return joined.set
 
 
 def _how(code: int) -> str:

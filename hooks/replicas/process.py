@@ -24,6 +24,7 @@ from ..sectors.room import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
 from .bell import Bell
+from .children import end_with_parent
 from .costing import measured
 from .errors import SupervisorLost
 from .faults import Faults, FaultyLayers, FaultyLink, FaultySpeaks
@@ -66,6 +67,7 @@ def run(
     (messages.Started); `cost`: what chunks take, where that does not say it; None: it is measured; `batching`: what
     ContinuousBatchingConfig takes, the same for all. ManageError, SpliceError; JoinRefused, SupervisorLost where there
     is none; torch.OutOfMemoryError."""
+    serves = end_with_parent(say)
     store = open_store(placement, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
@@ -86,6 +88,7 @@ def run(
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
             replica = Member(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
+            serves()
             while _live(me, store, secret, replica, handle, place, hello, notes, say, tuning):
                 say(f"replica {me} was taken for lost, and joins anew")
                 me = join(store, secret, fingerprint, tuning.joining)

@@ -22,7 +22,7 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM
 
-from ballonet.allocator.control import ask
+from ballonet.allocator.control import look
 from ballonet.hooks.replicas import faults
 from ballonet.hooks.replicas.faults import Fault
 from ballonet.hooks.replicas.placement import Placement
@@ -80,6 +80,12 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def semaphores(process: int) -> list[str]:
+    """Semaphores that have a name, or had: glibc maps them by another, deleted one. A kill leaves the name behind."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/sem." in line]
 
 
 def memfd_bytes(process: int, where: str) -> int:
@@ -198,13 +204,13 @@ class Fleet:
         self.wait(lambda: [*state().spans.values()] == [(0, LAYERS)] * replicas and not state().requests)
 
     def at_rest(self) -> list[dict[str, Any]]:
-        """Waits until no replica has KV of a request, and returns what they say of their pages. What the kernel holds
-        for them is what they count."""
+        """Waits until no replica has KV of a request, and returns a look at each. What the kernel holds for them is
+        what they count. On the host weights alone are left, and pages that are free: KV that was there may be again."""
         found: list[dict[str, Any]] = []
 
         def rests() -> bool:
             held = [memfd_bytes(each, "device") for each in self.processes]
-            found[:] = [ask(each, None, PATIENCE) for each in self.processes]
+            found[:] = [look(each, patience=PATIENCE) for each in self.processes]
             if held != [memfd_bytes(each, "device") for each in self.processes]:
                 return False  # pages are created, or go back to the driver
             kv = {each["pages"]["kv"] for each in found}
@@ -217,6 +223,9 @@ class Fleet:
             held = memfd_bytes(each["pid"], "device")
             assert held == sum(each["pages"].values()) * page <= each["budget"], (held, each)
             assert memfd_bytes(each["pid"], "host") == each["host_pages"] * page
+            used = each["host_pages"] - each["host_free"]
+            blank = used - sum(model["host_pages"] for model in each["models"])
+            assert blank in (0, 1), (used, each["models"])  # hooks/weights/ranges.py: `_blank`, one of each model
         return found
 
     def fault(self, *wanted: Fault) -> None:
@@ -300,6 +309,7 @@ def serving(
         try:
             fleet.wait(lambda: len(fleet.members) == replicas)
             fleet.at_rest()
+            assert [semaphores(each) for each in fleet.processes] == [[]] * replicas
             yield fleet
         finally:
             seen |= {*fleet.processes}

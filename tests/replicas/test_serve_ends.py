@@ -105,6 +105,7 @@ def begin(asked: Asked, program: Program) -> str:
 
 SCENES = [
     ("as they load", signal.SIGTERM),
+    ("as they load", signal.SIGINT),
     ("idle", signal.SIGTERM),
     ("in requests", signal.SIGTERM),
     ("in requests", signal.SIGINT),
@@ -139,6 +140,8 @@ def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_pat
         if phase != "as they load" and number is not signal.SIGKILL:
             assert code == 0, program.said
             assert "Traceback" not in program.said
+        if phase == "as they load" and number is not signal.SIGINT:  # which ends them
+            assert "its supervisor has gone" in program.said
 
 
 @NEEDS_ALL
