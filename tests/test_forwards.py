@@ -222,9 +222,9 @@ def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device) -> 
     assert models.generate(model, "greedy", inputs).agrees(expected)
     assert seen == {1}
     assert chaos_of(managed) is not None
-    assert min(chaos_of(managed).moved.values()) > 0
-    kept.remove()
     moved = dict(chaos_of(managed).moved)
+    assert all(count > 0 for way, count in moved.items() if way != "kv_unmapped"), "free pages that requests left"
+    kept.remove()
     del outer
     gc.collect()
     assert managed.report().released
