@@ -11,9 +11,10 @@ Note [In flight]
     begin again, the tokens of the batch in flight are waited for and taken in; then none is in flight.
 
 Note [Inputs of a step]
-    Without asynchronous batching stock writes the inputs of a step on the current stream and computes on another, which
-    does not wait for the first. Where the device is behind, the first kernels read indices of the step before
-    (transformers 5.18, `prepare_batch_tensors`): other tokens. So the stream that computes waits.
+    Stock writes the inputs of a step on the current stream and computes on another, which does not wait for the first.
+    Where the device is behind, the first kernels read indices of the step before: other tokens (transformers 5.18,
+    `prepare_batch_tensors`). With asynchronous batching only zeros of the beginning are written there, which may come
+    after the first inputs. So the stream that computes, or copies the inputs, waits.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(stock)
     def step(self: Any, model: Any) -> None:
-        stream = self.inputs_and_outputs.compute_stream
-        if stream is not None and not self.use_async_batching:
+        inputs = self.inputs_and_outputs
+        stream = inputs.h2d_stream if self.use_async_batching else inputs.compute_stream
+        if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             stock(self, model)

@@ -57,6 +57,8 @@ def other(name: str, port: int) -> None:
 def test_tensors_come_back_as_they_were(peer: str) -> None:
     if int(peer[-1]) >= torch.cuda.device_count():
         pytest.skip("NCCL needs a GPU for each replica, and there is one")
+    if peer != "cuda:0" and "SIMGPU_HOME" in os.environ:
+        pytest.skip("NCCL has kernels of its own, which the simulated device cannot compute")
     device, store = torch.device("cuda:0"), Store.host(timeout=SECONDS)
     spawned = multiprocessing.get_context("spawn")
     process = spawned.Process(target=other, args=(peer, store.port), daemon=True)
