@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 import ballonet
 from ballonet import testing
@@ -67,6 +68,31 @@ def test_tokens_are_stocks_while_pages_move(place: Place) -> None:
     model, expected = batched(place, asked)
     with testing.manage(model, chaos=3):
         assert answers(model, asked, NEW) == expected
+
+
+@scene(pages=256)
+def test_a_step_waits_for_inputs_that_come_late(place: Place) -> None:
+    """The device has much to do before it writes them, and the step begins meanwhile."""
+    if not place.cuda:
+        pytest.skip("on the stand-in nothing comes late")
+    asked = prompts(4, 30)
+    model, expected = batched(place, asked)
+    stock, much = ContinuousBatchingIOs.prepare_batch_tensors, torch.randn(512, 512, device=place.kind)
+
+    def late(self: Any, *args: Any, **settings: Any) -> None:
+        stock(self, *args, **settings)
+        ids = self.input_ids.clone()
+        self.input_ids.zero_()
+        for _ in range(20):
+            torch.mm(much, much)
+        self.input_ids.copy_(ids)
+
+    ContinuousBatchingIOs.prepare_batch_tensors = late
+    try:
+        with ballonet.manage(model):
+            assert answers(model, asked, NEW) == expected
+    finally:
+        ContinuousBatchingIOs.prepare_batch_tensors = stock
 
 
 @scene(pages=256)
