@@ -36,7 +36,7 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
     def step(self: Any, model: Any) -> None:
         inputs = self.inputs_and_outputs
         stream = inputs.h2d_stream if self.use_async_batching else inputs.compute_stream
-        if stream is not None:
+        if isinstance(stream, torch.cuda.Stream):
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             stock(self, model)
