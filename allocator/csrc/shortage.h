@@ -33,10 +33,10 @@ class Shortage {
   // So many pages are lacking. Returns whether the budget was raised since. `last`: nothing else helps; `wait`: is
   // there time for that?
   bool ask(std::size_t missing, bool last, bool wait);
-  // Of the listener: the pages that were asked for since, once there are any or the time is up, and whether any of them
-  // were for want of all else.
+  // Waits for pages to be asked for, or until the time is up: how many were since, and whether any were for want of all
+  // else. Only the listener calls it.
   std::pair<std::size_t, bool> heard(std::int64_t timeout_ns);
-  // Of the listener: all that it has heard is done. `raised`: is the budget larger?
+  // Says that all that was heard is done; the listener does. `raised`: is the budget larger?
   void answer(bool raised);
 
   // Does what waits without the interpreter's lock.

@@ -30,7 +30,7 @@ class WeightBackings:
 
     def __init__(self, device: Device) -> None:
         self.files = FileBackings(device)
-        # Of layers that are to be dropped at once: has their bytes, and is not shown to the core.
+        # Have the bytes of layers that are to be dropped at once, and are not shown to the core.
         self.ready: dict[int, Backing] = {}
         self._device = device
         self._group = device.group()  # no lease keeps backings where they are
