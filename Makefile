@@ -71,11 +71,11 @@ bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py
 
-gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve, replicas or prefix, RESULTS=folder
+gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve, replicas or prefix, RESULTS=folder, MINUTES=9, ONLY="preflight tests decode"
 	@$(PYTHON) -c 'import importlib.util as i, sys; missing = [n for n in ("setuptools", "pybind11") if i.find_spec(n) is None]; \
 		sys.exit(f"make gpu needs {chr(32).join(missing)} in {sys.executable}: pip install {chr(32).join(missing)}" if missing else 0)'
 	@$(PYTHON) setup.py -q build_ext --inplace
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
 docs: $(VENV)/.ready  ## the documentation as a site, build/site/index.html
 	@$(call extra,material,docs)

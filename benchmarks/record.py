@@ -89,13 +89,18 @@ class Record:
         unfinished.write_text(json.dumps(self._result, indent=1) + "\n")
         os.replace(unfinished, self.path)
 
-    def complete(self) -> None:
-        """Every step was met; what is not complete was cut off."""
-        self._result["complete"] = True
-
     def finish(self) -> None:
+        """Every step was met."""
+        self._result["complete"] = True
         self.write()
         print_result(self._result)
+
+    def cut_off(self) -> None:
+        """The run ends before this part has, unless it has finished."""
+        if not self._result["complete"]:
+            self.failed.append("cut off before its end")
+            self.write()
+            print_result(self._result)
 
 
 def commit() -> str | None:

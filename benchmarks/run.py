@@ -1,12 +1,14 @@
 """Runs the parts of the proof and keeps what they found: tests, then benchmarks, then one JSON per part.
 
     python benchmarks/run.py            every GPU part (make gpu); of a part alone: run.py core
+    python benchmarks/run.py --minutes 9 --only tests decode streaming      what a short loan of a machine is worth most
     python benchmarks/run.py cpu cpu-pressure cpu-serving    the benchmarks of a machine without a GPU (make bench)
 
-Every test file and every benchmark is a step: a process of its own with a time limit. A step that fails, crashes or
-hangs is recorded with the end of what it said, and the others go on. The JSON is written after every step, so that a
-run that is cut off leaves what it had. The exit status says whether every step passed; a limit that was missed is
-shown, in the tables and in the JSON, but is not a failure.
+Every test file and every benchmark is a step: a process of its own with a time limit. The tests of all parts come
+first, several at a time, then the benchmarks, each alone. A step that fails, crashes or hangs is recorded with the end
+of what it said, and the others go on. The JSON is written after every step, so that a run that is cut off leaves what
+it had. The exit status says whether every step passed; a limit that was missed is shown, in the tables and in the
+JSON, but is not a failure.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -24,9 +27,9 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import ROOT, machine
@@ -37,20 +40,21 @@ PART_SECONDS = 455  # of the 8 minutes, so that the file is written and the tabl
 STEP_SECONDS = 240  # that a step of a GPU part may take
 LEAST_SECONDS = 5  # a step that would have less is not begun
 PREFLIGHT_SECONDS = 300  # its probes may take 240 together
-TESTS_AT_ONCE = 4  # most of their time goes into starting Python and loading kernels
+TESTS_AT_ONCE = max(4, 3 * (os.cpu_count() or 1) // 4)  # most of their time goes into starting Python
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a part runs. `tests`: rounds of paths and patterns from the root; what is marked gpu in them runs, one round
-    after another, the files of a round side by side. Then the benchmarks, each alone."""
+    """What a part runs. `tests`: paths and patterns from the root; what is marked gpu in them runs, the files side by
+    side. `alone`: the same of files that nothing runs beside, before the others. Then the benchmarks, each alone."""
 
     benchmarks: tuple[str, ...]
-    tests: tuple[tuple[str, ...], ...] = ()
+    tests: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     gpu: bool = True
     seconds: float = PART_SECONDS
     step_seconds: float = STEP_SECONDS
-    test_seconds: float = PART_SECONDS  # that the tests may take together, so that the benchmarks get the rest
+    test_seconds: float = 130  # that the tests may take together; the benchmarks get the rest
 
 
 # the suffix of what a benchmark can be given
@@ -76,61 +80,50 @@ PARTS: Mapping[str, Part] = {
         benchmarks=("serve", "serve_plain", "tenants", "replicas", "links"), gpu=False, seconds=3600, step_seconds=3000
     ),
     "core": Part(
+        alone=("tests/contract/test_driver_contract.py", "tests/test_runtime.py"),  # they look at what is free
         tests=(
-            ("tests/contract/test_driver_contract.py",),
-            ("tests/test_runtime.py",),  # compares what is free before and after
-            (
-                "tests/gpu/test_core_*.py",
-                "tests/gpu/test_compiled.py",
-                "tests/gpu/test_scene.py",
-                "tests/test_mempool.py",
-                "tests/test_pluggable.py",
-            ),
+            "tests/gpu/test_core_*.py",
+            "tests/gpu/test_compiled.py",
+            "tests/gpu/test_scene.py",
+            "tests/test_mempool.py",
+            "tests/test_pluggable.py",
         ),
         benchmarks=("allocate", "exchange", "page_size", "traces", "peak"),
         test_seconds=320,
     ),
     "kv": Part(
-        tests=(("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),),
+        tests=("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),
         benchmarks=("decode", "prefill", "kv_growth", "kv_stream"),
         test_seconds=250,
     ),
     "weights": Part(
         tests=(
-            (
-                "tests/gpu/test_weights_*.py",
-                "tests/gpu/test_slots_*.py",
-                "tests/gpu/test_manage_*.py",
-                "tests/gpu/test_pace.py",
-            ),
+            "tests/gpu/test_weights_*.py",
+            "tests/gpu/test_slots_*.py",
+            "tests/gpu/test_manage_*.py",
+            "tests/gpu/test_pace.py",
         ),
         benchmarks=("streaming", "cold_load"),
-        test_seconds=130,
     ),
     "remap": Part(
-        tests=(("tests/gpu/test_remap_*.py",),),
+        tests=("tests/gpu/test_remap_*.py",),
         benchmarks=("knee", "slo", "reactivate"),
-        test_seconds=130,
     ),
     "balloon": Part(
-        tests=(("tests/gpu/test_balloon_*.py",),),
+        tests=("tests/gpu/test_balloon_*.py",),
         benchmarks=BALLOON,
-        test_seconds=130,
     ),
     "serve": Part(
-        tests=(("tests/gpu/test_serve_*.py",),),
+        tests=("tests/gpu/test_serve_*.py",),
         benchmarks=("serve", "serve_plain"),
-        test_seconds=130,
     ),
     "replicas": Part(
-        tests=(
-            ("tests/gpu/test_replicas_*.py", "tests/replicas/test_staging.py", "tests/replicas/test_stage_times.py"),
-        ),
+        tests=("tests/gpu/test_replicas_*.py", "tests/replicas/test_staging.py", "tests/replicas/test_stage_times.py"),
         benchmarks=("links", "replicas"),
         test_seconds=250,
     ),
     "prefix": Part(
-        tests=(("tests/gpu/test_prefix*.py",),),
+        tests=("tests/gpu/test_prefix*.py",),
         benchmarks=("prefix", "lending", "hit_rate"),
         test_seconds=250,
     ),
@@ -149,14 +142,31 @@ def main() -> None:
     parser.add_argument(
         "--traces", nargs="*", type=Path, default=[], help="recorded traces for those that take some: .csv, .jsonl"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="that everything may take; what had no time is told"
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="preflight, tests, or benchmarks by name")
     given = parser.parse_args()
-    parts = given.parts or [name for name, part in PARTS.items() if part.gpu]
-    if unknown := [name for name in parts if name not in PARTS]:
-        parser.error(f"there is no part {', '.join(unknown)}: there are {', '.join(PARTS)}")
-    if any(PARTS[name].gpu for name in parts) and not no_gpu():
+    chosen = {name: PARTS[name] for name in given.parts or PARTS if name in PARTS and (given.parts or PARTS[name].gpu)}
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    names = {"preflight", "tests", *(name for part in chosen.values() for name in part.benchmarks)}
+    if unknown := set(given.only or ()) - names:
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}: there are {', '.join(sorted(names))}")
+    only = set(given.only or names)
+    ends = time.monotonic() + 60 * given.minutes
+    # What a preflight found holds for the tests, too, and what is compiled for torch is compiled once.
+    os.environ.setdefault("BALLONET_CACHE_DIR", str(ROOT / "build" / "cache"))
+    if "preflight" in only and any(part.gpu for part in chosen.values()) and not no_gpu():
         preflight(given.results)
-    passed = [run(name, PARTS[name], given.results, given.tiny, given.traces) for name in parts]
-    sys.exit(0 if all(passed) else 1)
+    parts = {name: restricted(part, only) for name, part in chosen.items()}
+    sys.exit(0 if run(parts, given.results, given.tiny, given.traces, ends) else 1)
+
+
+def restricted(part: Part, only: set[str]) -> Part:
+    """The same with nothing but what is named."""
+    tests, alone = (part.tests, part.alone) if "tests" in only else ((), ())
+    return replace(part, benchmarks=tuple(name for name in part.benchmarks if name in only), tests=tests, alone=alone)
 
 
 def preflight(results: Path) -> None:
@@ -168,50 +178,68 @@ def preflight(results: Path) -> None:
         subprocess.run(command, cwd=ROOT, check=False, timeout=PREFLIGHT_SECONDS)
 
 
-def run(name: str, part: Part, results: Path, tiny: bool = False, traces: list[Path] | None = None) -> bool:
-    """Runs one part and writes its JSON. Whether every step passed."""
-    record = Record(name, results)
+def run(
+    parts: Mapping[str, Part],
+    results: Path,
+    tiny: bool = False,
+    traces: Sequence[Path] = (),
+    ends: float = math.inf,
+) -> bool:
+    """Runs the parts and writes the JSON of each. Whether every step passed.
+
+    `ends`: when everything has to be over, by time.monotonic()."""
+    records = {name: Record(name, results) for name in parts}
     try:
-        reason = no_gpu() if part.gpu else ""
-        if reason:
-            record.skip(f"everything: {reason}")
-            record.failed.append(f"part {name}: {reason}")
-        else:
-            deadline = time.monotonic() + part.seconds
-            for patterns in part.tests:
-                run_tests(patterns, record, part.step_seconds, min(deadline, record.begin + part.test_seconds))
-            for benchmark in part.benchmarks:
-                files = [each for each in traces or () if each.suffix == TRACES.get(benchmark)]
-                arguments = ["--keep", str(results), *(["--tiny"] if tiny else []), *map(str, files)]
-                run_benchmark(benchmark, arguments, record, part.step_seconds, deadline)
-        record.complete()
+        for name, part in parts.items():
+            if part.gpu and (reason := no_gpu()):
+                records[name].skip(f"everything: {reason}")
+                records[name].failed.append(f"part {name}: {reason}")
+        able = {name: part for name, part in parts.items() if not records[name].failed}
+        run_tests({name: (records[name], part) for name, part in able.items()}, ends)
+        for name, part in parts.items():
+            if name in able:
+                deadline = min(ends, time.monotonic() + part.seconds - part.test_seconds * bool(part.tests))
+                for benchmark in part.benchmarks:
+                    files = [each for each in traces if each.suffix == TRACES.get(benchmark)]
+                    arguments = ["--keep", str(results), *(["--tiny"] if tiny else []), *map(str, files)]
+                    run_benchmark(benchmark, arguments, records[name], part.step_seconds, deadline)
+            records[name].finish()
     except BaseException:
-        record.failed.append("cut off before its end")
+        for record in records.values():
+            record.cut_off()
         raise
-    finally:
-        record.finish()
-    return not record.failed
+    return not any(record.failed for record in records.values())
 
 
-def run_tests(patterns: tuple[str, ...], record: Record, most: float, deadline: float) -> None:
-    """The test files of a round; a pattern that matches none is a failure."""
-    files: list[str] = []
-    for pattern in patterns:
-        matching = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
-        files += matching
-        if not matching:
-            record.failed.append(f"{pattern}: there is no such test file")
-    with ThreadPoolExecutor(TESTS_AT_ONCE) as pool, tempfile.TemporaryDirectory() as folder:
-        reports = {path: Path(folder) / f"{number}.xml" for number, path in enumerate(files)}
-        running = {pool.submit(run_test, path, report, most, deadline): path for path, report in reports.items()}
-        try:
-            for done in as_completed(running):
-                record_test(running[done], done.result(), reports[running[done]], record)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(_running):
-                stop(process)
-            raise
+def run_tests(parts: Mapping[str, tuple[Record, Part]], ends: float) -> None:
+    """The tests of the parts: first those that nothing may run beside, then the others, several at a time. A pattern
+    that matches none is a failure."""
+    deadline = min(ends, time.monotonic() + sum(part.test_seconds for _, part in parts.values() if part.tests))
+    alone: list[tuple[str, Record, Part]] = []
+    others: list[tuple[str, Record, Part]] = []
+    for record, part in parts.values():
+        for files, patterns in ((alone, part.alone), (others, part.tests)):
+            for pattern in patterns:
+                matching = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+                files += [(path, record, part) for path in matching]
+                if not matching:
+                    record.failed.append(f"{pattern}: there is no such test file")
+    for files, at_once in ((alone, 1), (others, TESTS_AT_ONCE)):
+        with ThreadPoolExecutor(at_once) as pool, tempfile.TemporaryDirectory() as folder:
+            reports = {path: Path(folder) / f"{number}.xml" for number, (path, _, _) in enumerate(files)}
+            running = {
+                pool.submit(run_test, path, reports[path], part.step_seconds, deadline): (path, record)
+                for path, record, part in files
+            }
+            try:
+                for done in as_completed(running):
+                    path, record = running[done]
+                    record_test(path, done.result(), reports[path], record)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(_running):
+                    stop(process)
+                raise
 
 
 def run_test(path: str, report: Path, most: float, deadline: float) -> Outcome | None:

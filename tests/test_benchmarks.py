@@ -148,7 +148,7 @@ def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
     marked = re.compile(r"mark\.gpu\b|^@(everywhere|scene)\b", re.MULTILINE)
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())]
     files += [ROOT / "tests" / "contract" / "test_driver_contract.py"]  # marked in its conftest
-    patterns = [pattern for part in run.PARTS.values() for group in part.tests for pattern in group]
+    patterns = [pattern for part in run.PARTS.values() for pattern in (*part.alone, *part.tests)]
     chosen = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     assert chosen == sorted(path for path in files if path != Path(__file__))
 
@@ -207,8 +207,8 @@ def only_result(folder: Path) -> dict[str, Any]:
 def test_whatever_fails_is_recorded_and_the_rest_goes_on(
     run: ModuleType, house: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    part = run.Part(benchmarks=("raises", "crashes", "good"), tests=(("test_it.py", "none_*.py"),))
-    assert not run.run("core", part, house / "results")
+    part = run.Part(benchmarks=("raises", "crashes", "good"), tests=("test_it.py", "none_*.py"))
+    assert not run.run({"core": part}, house / "results")
     result = only_result(house / "results")
     steps = {step["name"]: step for step in result["steps"]}
     assert result["complete"]
@@ -232,7 +232,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Pa
     seconds = run.LEAST_SECONDS
     while not (house / "pid").exists():  # on a machine that gives it no time to begin, it has more
         (results := house / f"{seconds} s").mkdir()
-        assert not run.run("core", run.Part(benchmarks=("hangs",), step_seconds=seconds), results)
+        assert not run.run({"core": run.Part(benchmarks=("hangs",), step_seconds=seconds)}, results)
         (step,) = only_result(results)["steps"]
         assert step["status"] == f"no end within {seconds} s"
         seconds *= 4
@@ -243,14 +243,40 @@ def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Pa
 
 
 def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None:
-    part = run.Part(benchmarks=("good",), tests=(("test_it.py",),), seconds=0)
-    assert not run.run("core", part, house / "results")
+    part = run.Part(benchmarks=("good",), tests=("test_it.py",), seconds=0, test_seconds=0)
+    assert not run.run({"core": part}, house / "results")
     result = only_result(house / "results")
     assert result["skipped"] == [
         "test_it.py: no time was left for it",
         "benchmarks/bench_good.py: no time was left for it",
     ]
     assert result["steps"] == result["figures"] == []
+
+
+def test_the_tests_of_all_parts_come_before_the_benchmarks(run: ModuleType, house: Path) -> None:
+    parts = {
+        "core": run.Part(benchmarks=("good",), alone=("test_it.py",)),
+        "kv": run.Part(benchmarks=("good",), tests=("test_it.py",)),
+    }
+    assert not run.run(parts, house / "results")
+    results = [json.loads(path.read_text()) for path in sorted((house / "results").glob("*.json"))]
+    assert [result["part"] for result in results] == ["core", "kv"]
+    for result in results:
+        assert [step["name"] for step in result["steps"]] == ["test_it.py", "benchmarks/bench_good.py"]
+        assert result["complete"]
+    assert [*run.restricted(parts["kv"], {"good"}).tests] == []
+    assert run.restricted(parts["core"], {"tests"}).benchmarks == ()
+    assert run.restricted(parts["core"], {"tests"}).alone == ("test_it.py",)
+
+
+def test_a_name_that_there_is_not_is_refused(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, said in ((["core", "--only", "decode"], "there is no decode"), (["nothing"], "no part nothing")):
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            run.main()
+        assert said in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_had(
@@ -267,7 +293,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_had(
         run, "run_benchmark", lambda name, *more: (measure if name == "good" else interrupted)(name, *more)
     )
     with pytest.raises(KeyboardInterrupt):
-        run.run("core", run.Part(benchmarks=("good", "raises")), house / "results")
+        run.run({"core": run.Part(benchmarks=("good", "raises"))}, house / "results")
     result = only_result(house / "results")
     assert [figure["benchmark"] for figure in kept[0]["figures"]] == ["good"], "it is written after every step"
     assert not result["complete"]
@@ -277,7 +303,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_had(
 
 def test_without_a_gpu_nothing_is_claimed(run: ModuleType, house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "no_gpu", lambda: "no NVIDIA driver: none")
-    assert not run.run("core", run.PARTS["core"], house / "results")
+    assert not run.run({"core": run.PARTS["core"]}, house / "results")
     result = only_result(house / "results")
     assert result["skipped"] == ["everything: no NVIDIA driver: none"]
     assert result["tests"] == {}
@@ -395,7 +421,7 @@ def test_a_run_on_a_gpu_begins_with_a_preflight(
 ) -> None:
     begun: list[str] = []
     monkeypatch.setattr(run, "no_gpu", lambda: "")
-    monkeypatch.setattr(run, "run", lambda name, *_: begun.append(name) or True)
+    monkeypatch.setattr(run, "run", lambda parts, *_: begun.extend(parts) or True)
     monkeypatch.setattr(
         run.subprocess, "run", lambda command, **_: begun.append(" ".join(command)) or SimpleNamespace(stdout="")
     )

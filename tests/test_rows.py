@@ -334,7 +334,7 @@ def is_there(proof: str) -> bool:
 def test_every_row_is_shown(row: Row, run: ModuleType) -> None:
     parts = [part for part in run.PARTS.values() if part.gpu]
     figures = {f"figure:{name}" for part in parts for name in part.benchmarks}
-    tests = {path for part in parts for group in part.tests for pattern in group for path in ROOT.glob(pattern)}
+    tests = {path for part in parts for pattern in (*part.alone, *part.tests) for path in ROOT.glob(pattern)}
     assert row.cpu
     assert row.gpu
     missing = [proof for proof in row.cpu if not is_there(proof)]
