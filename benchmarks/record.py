@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,12 @@ class Record:
         print(f"part {part}: {slug(self._machine)}, results in {self.path}", flush=True)
         self.write()
 
-    def step(self, name: str, outcome: Outcome, note: str = "") -> None:
-        """A step has ended."""
+    def step(self, name: str, outcome: Outcome, note: str = "", failures: Mapping[str, str] | None = None) -> None:
+        """A step has ended. `failures`: of its tests, each with the end of what it said."""
         result: dict[str, Any] = {"name": name, "status": outcome.status, "seconds": round(outcome.seconds, 1)}
         if outcome.status != "passed":
             result["output"] = outcome.output[-TAIL:]
+            result |= {"failures": dict(failures)} if failures else {}
             self.failed.append(f"{name}: {outcome.status}")
         self._result["steps"].append(result)
         elapsed = time.monotonic() - self.begin

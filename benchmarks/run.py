@@ -34,7 +34,7 @@ from pathlib import Path
 
 from common import ROOT, machine
 from figures import RESULTS, slug
-from record import Outcome, Record
+from record import TAIL, Outcome, Record
 
 PART_SECONDS = 455  # of the 8 minutes, so that the file is written and the table printed
 STEP_SECONDS = 240  # that a step of a GPU part may take
@@ -252,31 +252,36 @@ def record_test(path: str, outcome: Outcome | None, report: Path, record: Record
     if outcome is None:
         record.no_time(path)
         return
-    counts, reasons = read_report(report)
+    counts, reasons, failures = read_report(report)
     for reason in reasons:
         record.skip(f"{path}: {reason}")
     record.count(counts)
     if outcome.status == "passed" and not counts:
         outcome = Outcome("no tests", outcome.seconds, outcome.output)
-    record.step(path, outcome, ", ".join(f"{count} {what}" for what, count in counts.items()))
+    record.step(path, outcome, ", ".join(f"{count} {what}" for what, count in counts.items()), failures)
 
 
-def read_report(path: Path) -> tuple[Counter[str], list[str]]:
-    """Counts of passed, failed and skipped tests, and "test: reason" of the skipped, from pytest's JUnit file."""
+def read_report(path: Path) -> tuple[Counter[str], list[str], dict[str, str]]:
+    """Counts of passed, failed and skipped tests, "test: reason" of the skipped, and what those that failed said, from
+    pytest's JUnit file."""
     counts: Counter[str] = Counter()
-    reasons = []
+    reasons, failures = [], {}
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError):
-        return counts, ["a test file that did not end: its counts are missing"]
+        return counts, ["a test file that did not end: its counts are missing"], {}
     for case in cases:
         skipped = case.find("skipped")
+        wrong = [each for each in (case.find("failure"), case.find("error")) if each is not None]
         if skipped is not None:
             reasons.append(f"{case.get('name')}: {skipped.get('message')}")
             counts["skipped"] += 1
+        elif wrong:
+            failures[str(case.get("name"))] = "\n".join(each.text or "" for each in wrong)[-TAIL:]
+            counts["failed"] += 1
         else:
-            counts["passed" if case.find("failure") is None and case.find("error") is None else "failed"] += 1
-    return counts, reasons
+            counts["passed"] += 1
+    return counts, reasons, failures
 
 
 def run_benchmark(name: str, arguments: list[str], record: Record, most: float, deadline: float) -> None:

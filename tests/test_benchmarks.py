@@ -215,6 +215,8 @@ def test_whatever_fails_is_recorded_and_the_rest_goes_on(
     assert result["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert steps["test_it.py"]["status"] == "exit status 1"
     assert "assert 1 == 2" in steps["test_it.py"]["output"]
+    assert "assert 1 == 2" in steps["test_it.py"]["failures"].pop("test_bad")
+    assert steps["test_it.py"]["failures"] == {}
     assert any("no such tool here" in reason for reason in result["skipped"])
     assert "so it is" in steps["benchmarks/bench_raises.py"]["output"]
     assert steps["benchmarks/bench_crashes.py"]["status"] == "died of SIGSEGV"
