@@ -84,7 +84,6 @@ PARTS: Mapping[str, Part] = {
         tests=(
             "tests/gpu/test_core_*.py",
             "tests/gpu/test_compiled.py",
-            "tests/gpu/test_scene.py",
             "tests/test_mempool.py",
             "tests/test_pluggable.py",
         ),

@@ -148,6 +148,7 @@ def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
     marked = re.compile(r"mark\.gpu\b|^@(everywhere|scene)\b", re.MULTILINE)
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())]
     files += [ROOT / "tests" / "contract" / "test_driver_contract.py"]  # marked in its conftest
+    files.remove(ROOT / "tests" / "gpu" / "test_scene.py")  # of the helper itself, on a CPU
     patterns = [pattern for part in run.PARTS.values() for pattern in (*part.alone, *part.tests)]
     chosen = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     assert chosen == sorted(path for path in files if path != Path(__file__))
