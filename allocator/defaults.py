@@ -46,7 +46,7 @@ LEDGER_LONGEST: Final = 1 << 20
 # Seconds that the companion may take to compile. Chosen: a busy machine may take minutes.
 COMPILE: Final = 300
 # Seconds that all probes of a preflight may take together. Chosen: they take seconds, one that hangs is killed.
-PREFLIGHT: Final = 240.0
+PREFLIGHT: Final = 150.0
 # Seconds of work in front of what a probe times: longer than the host needs to submit it. Chosen.
 PROBE_BUSY: Final = 0.03
 # A kind of host memory is slow below this part of the speed of memory from cuMemHostAlloc. Chosen.

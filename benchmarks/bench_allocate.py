@@ -20,6 +20,7 @@ SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536,
 BUDGET = "512MiB"
 RATIO = 1.10  # of the stock allocator's time
 CORE = 100  # ns
+ROUNDS = 5  # times the repetitions: short ones, as a virtual machine is slow for whole seconds
 EMPTY = """
 #include <cstddef>
 alignas(512) static char memory[64 * 512];
@@ -37,7 +38,7 @@ def main() -> None:
         found = answering(started, ("native", "ballonet"), "torch", size=SIZES[chosen.device][0])
         for size in SIZES[chosen.device]:
             core = Figure.of([found["ballonet"].ask("core", size=size) for _ in range(chosen.repetitions)])
-            taken = in_turns(found, chosen.repetitions, "torch", size=size)
+            taken = in_turns(found, ROUNDS * chosen.repetitions, "torch", size=size)
             ratio = Figure.ratio(taken["ballonet"], taken["native"]).at_most(RATIO)
             rows.append({"bytes": size, "core alone": core.at_most(CORE), **taken, "ballonet / native": ratio})
     report(chosen, "allocate", "allocating: ns per allocation and free, by torch.empty and in the core alone", rows)
@@ -47,11 +48,11 @@ def functions(name: str, chosen: Options) -> Functions:
     import ballonet
     from ballonet.allocator import _native, runtime
 
-    rounds = 200 if chosen.tiny else 20_000
+    rounds = 200 if chosen.tiny else 5_000
     found: dict[str, Any] = {"torch": lambda size: time_empty(size, chosen.device, rounds)}
     if name == "ballonet":
         ballonet.install(BUDGET)
-        found["core"] = lambda size: _native.bench_hit_path(runtime.require(), size, 10 * rounds)
+        found["core"] = lambda size: _native.bench_hit_path(runtime.require(), size, 40 * rounds)
     elif name == "empty pluggable":
         install_empty()
     return found

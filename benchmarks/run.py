@@ -39,8 +39,8 @@ from record import TAIL, Outcome, Record
 PART_SECONDS = 455  # of the 8 minutes, so that the file is written and the table printed
 STEP_SECONDS = 240  # that a step of a GPU part may take
 LEAST_SECONDS = 5  # a step that would have less is not begun
-PREFLIGHT_SECONDS = 300  # its probes may take 240 together
-TESTS_AT_ONCE = max(4, 3 * (os.cpu_count() or 1) // 4)  # most of their time goes into starting Python
+PREFLIGHT_SECONDS = 180  # its probes may take 150 together
+TESTS_AT_ONCE = max(4, os.cpu_count() or 1)  # most of their time goes into starting Python
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ballonet.allocator._native import Range
 from ballonet.testing import chaos_of
 
 from . import models
-from .gpu.scene import Place, everywhere, play
+from .gpu.scene import Captured, Place, everywhere, play
 from .portrait import Portrait, tensors
 from .tuned import tuning
 
@@ -87,26 +87,20 @@ def lives(place: Place) -> None:
     convert(model, inputs)
     if not place.cuda:
         return
-    # Graph capture runs the hooks once; replay reads the same addresses whatever page is behind them.
-    managed = ballonet.manage(model)
+    # Graph capture runs the hooks once; replay reads the same addresses whatever page is behind them. Stock is captured
+    # as well: transformers masks otherwise then, so the last bits may differ.
+
+    def work() -> tuple[torch.Tensor, ...]:
+        return (model(inputs["input_ids"], use_cache=False).logits,)
+
     with torch.no_grad():
-        warm = model(inputs["input_ids"], use_cache=False).logits.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(inputs["input_ids"], use_cache=False)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = model(inputs["input_ids"], use_cache=False).logits
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, warm)
+        right = Captured(place, work).replay()[0]
+        managed = ballonet.manage(model)
+        captured = Captured(place, work)
+    assert torch.equal(captured.replay()[0], right)
     for each in managed._weights.all_ranges():
         for piece in range(each.pieces):
             assert each.move(piece, "device")
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, warm)
-    del graph
+    assert torch.equal(captured.replay()[0], right)
+    del captured
     managed.release()

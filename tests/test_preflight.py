@@ -78,8 +78,8 @@ def test_nothing_differs_on_the_stand_in() -> None:
 
 
 def test_copies_of_every_kind_of_memory_are_tried() -> None:
-    found = preflight(runtime.standin_library(), "copies")
-    facts = found["probes"]["copies"]["facts"]
+    found = preflight(runtime.standin_library(), "copies", "file_copies")
+    facts = {name: fact for probe in found["probes"].values() for name, fact in probe["facts"].items()}
     for kind in ("pages", "one_handle", "registered", "pageable"):
         for way in ("to_device", "from_device"):
             assert facts[f"{kind}_{way}_by_address"]["right"] is True, (kind, way)
@@ -121,9 +121,10 @@ def test_a_copy_over_several_pages_that_is_wrong_is_found(tmp_path: Path) -> Non
 
 
 def test_a_copy_that_waits_is_told_and_changes_nothing(tmp_path: Path) -> None:
-    found = preflight(shim(tmp_path, WAITS), "copies")
+    found = preflight(shim(tmp_path, WAITS), "copies", "file_copies")
     assert found["settings"] == {}
-    told = [each["at_once"] for each in found["probes"]["copies"]["facts"].values() if "at_once" in each]
+    facts = [fact for probe in found["probes"].values() for fact in probe["facts"].values()]
+    told = [fact["at_once"] for fact in facts if "at_once" in fact]
     assert len(told) == 9
     assert False in told
     assert True not in told
@@ -209,6 +210,7 @@ def test_whatever_is_wrong_with_host_pages_turns_them_off(name: str, facts: dict
         ("aliases", {"right": 49}, "right in 49 of 50 rounds"),
         ("copies", {"pages_from_device_with_direction": {"at_once": False}}, "waits for the work in front of it"),
         ("copies", {"pages_to_device_by_address": {"gb_per_s": 20, "at_once": True}}, "20 GB/s against 50"),
+        ("several_handles", {"host_pages_set": {"error": "cuMemsetD8Async answered 1"}}, "cuMemsetD8Async answered 1"),
         ("torch_at_once", {"device_to_host": {"at_once": False}}, "waits for the work in front of it"),
         ("beside_work", {"unmap": {"at_once": False, "behind_work_us": 31000}}, "waited (31000 us)"),
         ("pinning", {"longest_map_meanwhile_us": 410_000}, "410.0 ms"),

@@ -5,6 +5,7 @@ Each fact is a line of JSON on stdout.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import sys
 
@@ -15,6 +16,7 @@ from .run import PROBES
 
 def main(name: str, library: str, ordinal: int) -> None:
     probe = PROBES[name]
+    faulthandler.dump_traceback_later(0.9 * probe.seconds)  # where one that hangs is
     ask = getattr(importlib.import_module(f".{probe.module}", __package__), name)
     try:
         ask(tell, library, ordinal) if probe.uses_torch else ask(Cuda(library, ordinal), tell)

@@ -6,9 +6,11 @@ import ctypes
 import mmap
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy
 
 from .cuda import ATTRIBUTES, DEVICE, HOST, READ_ONLY, Cuda
 from .measure import Tell, answered, busy_with, median_time, pattern, returns_at_once, sizes
@@ -62,12 +64,12 @@ def registered(cuda: Cuda, nbytes: int) -> Iterator[int]:
 
 @contextmanager
 def registered_file(cuda: Cuda, nbytes: int) -> Iterator[int]:
-    """A file as weights lie in it, mapped privately and registered for reading alone where that is offered."""
+    """A file as weights lie in it, mapped and registered as those are: for reading alone where that is offered."""
     with tempfile.TemporaryFile() as file:
         file.write(pattern(3, nbytes))
         file.flush()
-        memory = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE)
-        address = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(memory))
+        memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+        address = int(numpy.frombuffer(memory, numpy.uint8).ctypes.data)
         read_only = READ_ONLY if cuda.attribute(ATTRIBUTES["read_only_register"]) else 0
         cuda("cuMemHostRegister", address, nbytes, read_only)
         try:
@@ -82,7 +84,6 @@ KINDS: dict[str, Memory] = {
     "one_handle": one_handle,
     "allocated": allocated,
     "registered": registered,
-    "registered_file": registered_file,
     "pageable": pageable,
 }
 
@@ -90,11 +91,19 @@ KINDS: dict[str, Memory] = {
 def copies(cuda: Cuda, tell: Tell) -> None:
     """Which copies return at once, how fast are they, and are the bytes right? Both ways, by the address alone and with
     the direction said."""
+    _compare(cuda, tell, KINDS, ("to_device", "from_device"))
+
+
+def file_copies(cuda: Cuda, tell: Tell) -> None:
+    """The same of a file that is mapped and registered, to the device."""
+    _compare(cuda, tell, {"registered_file": registered_file}, ("to_device",))
+
+
+def _compare(cuda: Cuda, tell: Tell, kinds: Mapping[str, Memory], ways: Sequence[str]) -> None:
     page, count = sizes(cuda)
     nbytes = page * count
     with cuda.mapped(DEVICE, page, count) as device, cuda.stream() as stream, busy_with(cuda, stream) as begin:
-        for kind, memory in KINDS.items():
-            ways = ("to_device", "from_device") if kind != "registered_file" else ("to_device",)
+        for kind, memory in kinds.items():
             for way in ways:
                 for call in ("by_address", "with_direction"):
 
@@ -148,7 +157,7 @@ def _copy(
 
 
 def several_handles(cuda: Cuda, tell: Tell) -> None:
-    """Is one copy right that spans the ends of pages, or begins and ends in the middle of one?"""
+    """Is one copy right that spans the ends of pages, or begins and ends in the middle of one? May memory be set so?"""
     page, count = sizes(cuda)
     nbytes, edge = page * count, page // 2 + 512
     data = pattern(6, nbytes)
@@ -168,13 +177,20 @@ def several_handles(cuda: Cuda, tell: Tell) -> None:
 
             def ask(source: int = source, to: int = to) -> bool:
                 cuda.write(source, data)
-                cuda("cuMemsetD8Async", to, 0, nbytes, stream)
-                cuda("cuStreamSynchronize", stream)
+                cuda.write(to, bytes(nbytes))
                 cuda("cuMemcpyAsync", to + edge, source + edge, nbytes - 2 * edge, stream)
                 cuda("cuStreamSynchronize", stream)
                 return cuda.read(to, nbytes) == bytes(edge) + data[edge : nbytes - edge] + bytes(edge)
 
             answered(tell, name, ask)
+        for name, size in (("host_page_set", page), ("host_pages_set", nbytes)):
+
+            def set_to(size: int = size) -> bool:
+                cuda("cuMemsetD8Async", host, 7, size, stream)
+                cuda("cuStreamSynchronize", stream)
+                return cuda.read(host, size) == bytes([7]) * size
+
+            answered(tell, name, set_to)
 
 
 def pieces(cuda: Cuda, tell: Tell) -> None:

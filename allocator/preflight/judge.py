@@ -63,7 +63,7 @@ def judge(probes: Probes, page_size: int) -> ProbeVerdict:
             )
             for each in wrong
         ]
-    for look in (_aliases, _asynchrony, _speed, _waiting, _pinning, _graphs, _counter, _handles):
+    for look in (_aliases, _asynchrony, _setting, _speed, _waiting, _pinning, _graphs, _counter, _handles):
         verdict.differences += look(probes)
     for name, outcome in probes.items():
         if outcome["status"] != "answered":
@@ -142,7 +142,8 @@ def _aliases(probes: Probes) -> Iterator[Difference]:
 
 
 def _copy(probes: Probes, kind: str, way: str = "to_device", call: str = "by_address") -> Mapping[str, Any]:
-    found = _facts(probes, "copies").get(f"{kind}_{way}_{call}")
+    told = {**_facts(probes, "copies"), **_facts(probes, "file_copies")}
+    found = told.get(f"{kind}_{way}_{call}")
     return found if isinstance(found, Mapping) else {}
 
 
@@ -166,6 +167,18 @@ def _asynchrony(probes: Probes) -> Iterator[Difference]:
                 "returns at once",
                 "waits for the work in front of it",
                 "KV that is read in place or spilled holds up the thread that runs the model",
+            )
+
+
+def _setting(probes: Probes) -> Iterator[Difference]:
+    found = _facts(probes, "several_handles")
+    for check, what in (("host_page_set", "a page"), ("host_pages_set", "several pages")):
+        if why := _error(found.get(check)):
+            yield Difference(
+                f"a memset over {what} of the host",
+                "is done",
+                why,
+                "a library that clears spilled memory so gets an error; torch fills with kernels",
             )
 
 

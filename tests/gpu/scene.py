@@ -20,6 +20,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -31,8 +32,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import ballonet
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, findings, runtime
 from ballonet.allocator._native import Device, Range
+from ballonet.allocator.config import Config, cache_dir
 
 from ..pool import take_out
 from .forked import Forks
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900  # that a scene may take: only one that hangs takes them, also on a simulated GPU beside other work
+GIVEN_BACK = 10.0  # seconds in which what a scene no longer uses is given back
 PAGES = {"cuda": 2 * 2**20, "cpu": 65536}  # bytes of a page
 KEPT = ("BALLONET_CACHE_DIR", "BALLONET_LIBCUDA", "BALLONET_SPILL")  # settings that a scene's process shares
 TAIL = 6000  # characters of what a scene that failed had said
@@ -228,8 +231,8 @@ def scene(*, only: str = "", needs_host: bool = False, **pool: Any) -> Callable[
 
     def made(played: Callable[..., None]) -> Any:
         def test(kind: str, **arguments: Any) -> None:
-            if needs_host and kind == "cuda" and not _native.probe("libcuda.so.1", 0)["host_pages"]:
-                pytest.skip("this device cannot map host pages")
+            if needs_host and kind == "cuda" and (reason := no_host_pages()):
+                pytest.skip(reason)
             play(played, kind, **pool, **arguments)
 
         functools.update_wrapper(test, played, updated=())
@@ -243,6 +246,18 @@ def scene(*, only: str = "", needs_host: bool = False, **pool: Any) -> Callable[
         return pytest.mark.parametrize("kind", kinds)(test)
 
     return made
+
+
+@functools.cache
+def no_host_pages() -> str:
+    """Why the GPU's scenes have no host pages; empty where they have."""
+    facts = _native.probe("libcuda.so.1", 0)
+    if not facts["host_pages"]:
+        return "this device cannot map host pages"
+    found = findings.load(cache_dir(Config.from_env()), findings.key_of(facts))
+    if found is None or found.settings.get("host_pages", True):
+        return ""
+    return f"a preflight turned host pages off: {found.reasons['host_pages']}"
 
 
 def play(scene: Callable[..., None], kind: str, /, **arguments: Any) -> None:
@@ -269,8 +284,10 @@ def program(scene: Callable[..., None], kind: str, pool: Pool, **arguments: Any)
 
 
 def environment() -> dict[str, str]:
-    """What a scene's process finds in it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_") or name in KEPT}
+    """What a scene's process finds in it. Kernels are loaded at the start: the driver may wait for all that runs before
+    it loads one, so that the first use of a kernel would wait for what a scene holds."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_") or name in KEPT}
+    return {"CUDA_MODULE_LOADING": "EAGER", **kept}
 
 
 def run(command: list[str], seconds: float = SECONDS) -> None:
@@ -305,6 +322,20 @@ def enter(module: str, name: str, kind: str, arguments: dict[str, Any], pool: Po
     act(getattr(found, "scene", found), kind, pool, arguments)
 
 
+def settled(device: Device) -> dict[str, Any]:
+    """What the device has once nothing is used any more: another thread may just be giving the last of it back."""
+    end = time.monotonic() + GIVEN_BACK
+    while True:
+        gc.collect()
+        device.synchronize()
+        device.reap(wait=True)
+        device.check()
+        left = device.snapshot()
+        if left["pages"]["weights"] == left["pages"]["kv"] == 0 or time.monotonic() > end:
+            return left
+        time.sleep(0.01)
+
+
 def act(scene: Callable[..., None], kind: str, pool: Pool, arguments: dict[str, Any]) -> None:
     page, threads = PAGES[kind], torch.get_num_threads()
     if kind == "cpu":
@@ -322,11 +353,7 @@ def act(scene: Callable[..., None], kind: str, pool: Pool, arguments: dict[str, 
     assert device.kind == ("cuda" if kind == "cuda" else "standin")
     try:
         scene(Place(kind, device), **arguments)
-        gc.collect()
-        device.synchronize()
-        device.reap(wait=True)
-        device.check()
-        left = device.snapshot()
+        left = settled(device)
         assert left["pages"]["weights"] == left["pages"]["kv"] == 0, (
             f"pages that nothing uses any more: {left['pages']}"
         )

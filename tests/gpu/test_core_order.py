@@ -228,7 +228,7 @@ def test_moves_beside_a_forward(place: Place) -> None:
     beside(place, lambda counting: counting.range.move(1, "device"))
 
 
-@scene()
+@scene(needs_host=True)
 def test_pages_taken_beside_a_forward(place: Place) -> None:
     def take(counting: Counting) -> bool:
         place.device.publish([(1, counting.group, [(counting.range, 0, PIECES, counting.twin, 0, [])])])

@@ -20,6 +20,8 @@ from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
 from ballonet.hooks.replicas.store import Store
 
+pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
+
 from ..replicas.fleet import Stock, drawn
 from ..replicas.program import Program
 

@@ -148,7 +148,12 @@ def test_caches_in_graphs(place: Place) -> None:
     def filled(tokens: torch.Tensor) -> DynamicCache:
         return model(tokens, use_cache=True).past_key_values
 
-    right, right_step = begin()[0].clone(), step(filled(ids)).clone()
+    # Under capture transformers masks otherwise, so the last bits may differ from those of the same work uncaptured.
+    stock = [filled(ids) for _ in range(4 if place.cuda else 1)]
+    right = Captured(place, begin).replay()[0]
+    captured = Captured(place, lambda: (step(stock.pop()),))
+    right_step = captured.replay()[0] if place.cuda else captured.outputs[0].clone()
+    del captured
     with small_layers(), ballonet.manage(model):
         whole = Captured(place, begin)
         held = [filled(ids) for _ in range(4 if place.cuda else 1)]  # one for each time that the work is done
