@@ -30,7 +30,7 @@ def main() -> None:
     chosen = begin("decode", __doc__, functions)
     rows = []
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
-        for batch, tokens, limit in CASES[chosen.kind]:
+        for batch, tokens, limit in CASES[chosen.kind][: chosen.cases]:
             calls: list[float] = []
             turns = {name: partial(noted, name, peer, batch, tokens, calls) for name, peer in found.items()}
             taken = interleaved(turns, chosen.repetitions)

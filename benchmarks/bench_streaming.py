@@ -54,8 +54,8 @@ def main() -> None:
     with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as started:
         found = answering(started, (*ours, "link"), "about")
         about = found[ours[-1]].ask("about")
-        for case in CASES[kind]:
-            rows += rows_of(case, found, about, chosen, ROUNDS[kind])
+        for case in CASES[kind][: chosen.cases]:
+            rows += rows_of(case, found, about, chosen, chosen.rounds or ROUNDS[kind])
     title = f"decoding while layers stream: ms per token, {about['what']}"
     report(chosen, "streaming", titled(chosen, title), rows)
 

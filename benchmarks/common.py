@@ -41,6 +41,8 @@ class Options:
     peer: str | None
     files: list[Path]
     keep: Path = ROOT / "build"  # where a trace goes that explains a figure
+    rounds: int | None = None  # repetitions that were asked for
+    cases: int | None = None  # the first so many of a benchmark's cases; None: all
 
     @property
     def device(self) -> str:
@@ -54,7 +56,7 @@ class Options:
 
     @property
     def repetitions(self) -> int:
-        return 2 if self.tiny else REPETITIONS
+        return self.rounds or (2 if self.tiny else REPETITIONS)
 
 
 def options(name: str, description: str | None) -> Options:
@@ -63,10 +65,13 @@ def options(name: str, description: str | None) -> Options:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and two repetitions: shows only that it runs")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / f"bench-{name}.json", help="where the JSON goes")
     parser.add_argument("--keep", type=Path, default=ROOT / "build", help="where a trace goes that explains a figure")
+    parser.add_argument("--repetitions", type=int, help=f"instead of {REPETITIONS} (or what takes long has)")
+    parser.add_argument("--cases", type=int, help="only the first so many, where a benchmark has several")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("files", nargs="*", type=Path, help="recorded traces, for the benchmark that takes some")
     given = parser.parse_args()
-    return Options(given.tiny, given.out, _has_gpu(), given.peer, given.files, given.keep)
+    shortened = given.repetitions, given.cases
+    return Options(given.tiny, given.out, _has_gpu(), given.peer, given.files, given.keep, *shortened)
 
 
 def describe(chosen: Options) -> str:

@@ -144,6 +144,8 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="that everything may take; what had no time is told"
     )
+    parser.add_argument("--repetitions", type=int, help="of each benchmark; fewer take less time")
+    parser.add_argument("--cases", type=int, help="only the first so many, where a benchmark has several")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="preflight, tests, or benchmarks by name")
     given = parser.parse_args()
     chosen = {name: PARTS[name] for name in given.parts or PARTS if name in PARTS and (given.parts or PARTS[name].gpu)}
@@ -159,7 +161,11 @@ def main() -> None:
     if "preflight" in only and any(part.gpu for part in chosen.values()) and not no_gpu():
         preflight(given.results)
     parts = {name: restricted(part, only) for name, part in chosen.items()}
-    sys.exit(0 if run(parts, given.results, given.tiny, given.traces, ends) else 1)
+    asked = ["--tiny"] if given.tiny else []
+    for name in ("repetitions", "cases"):
+        value = getattr(given, name)
+        asked += [f"--{name}", str(value)] if value else []
+    sys.exit(0 if run(parts, given.results, asked, given.traces, ends) else 1)
 
 
 def restricted(part: Part, only: set[str]) -> Part:
@@ -180,13 +186,13 @@ def preflight(results: Path) -> None:
 def run(
     parts: Mapping[str, Part],
     results: Path,
-    tiny: bool = False,
+    asked: Sequence[str] = (),
     traces: Sequence[Path] = (),
     ends: float = math.inf,
 ) -> bool:
     """Runs the parts and writes the JSON of each. Whether every step passed.
 
-    `ends`: when everything has to be over, by time.monotonic()."""
+    `asked`: what every benchmark is told. `ends`: when everything has to be over, by time.monotonic()."""
     records = {name: Record(name, results) for name in parts}
     try:
         for name, part in parts.items():
@@ -200,7 +206,7 @@ def run(
                 deadline = min(ends, time.monotonic() + part.seconds - part.test_seconds * bool(part.tests))
                 for benchmark in part.benchmarks:
                     files = [each for each in traces if each.suffix == TRACES.get(benchmark)]
-                    arguments = ["--keep", str(results), *(["--tiny"] if tiny else []), *map(str, files)]
+                    arguments = ["--keep", str(results), *asked, *map(str, files)]
                     run_benchmark(benchmark, arguments, records[name], part.step_seconds, deadline)
             records[name].finish()
     except BaseException:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +60,7 @@ class Hold:
 
     def _expire(self) -> None:
         self._expired = True
+        faulthandler.dump_traceback(file=sys.__stderr__)  # who waits, and where
         self.release()
 
     def keeps(self, done: Callable[[], bool]) -> None:

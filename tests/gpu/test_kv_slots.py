@@ -61,6 +61,7 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what is restored does not depend on the time
         with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
             found = models.generate(model, mode, inputs, TOKENS, **more)
-        assert not differences(found, expected)
+        said = differences(found, expected)
+        assert not said, said
         assert loads > 3
         place.device.check()
