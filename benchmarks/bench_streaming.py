@@ -55,7 +55,7 @@ def main() -> None:
         found = answering(started, (*ours, "link"), "about")
         about = found[ours[-1]].ask("about")
         for case in CASES[kind][: chosen.cases]:
-            rows += rows_of(case, found, about, chosen, chosen.rounds or ROUNDS[kind])
+            rows += rows_of(case, found, about, chosen, min(chosen.rounds or ROUNDS[kind], ROUNDS[kind]))
     title = f"decoding while layers stream: ms per token, {about['what']}"
     report(chosen, "streaming", titled(chosen, title), rows)
 

@@ -285,9 +285,10 @@ def program(scene: Callable[..., None], kind: str, pool: Pool, **arguments: Any)
 
 def environment() -> dict[str, str]:
     """What a scene's process finds in it. Kernels are loaded at the start: the driver may wait for all that runs before
-    it loads one, so that the first use of a kernel would wait for what a scene holds."""
+    it loads one, so that the first use of a kernel would wait for what a scene holds. And streams have connections of
+    their own: two that share one wait for each other."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_") or name in KEPT}
-    return {"CUDA_MODULE_LOADING": "EAGER", **kept}
+    return {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", **kept}
 
 
 def run(command: list[str], seconds: float = SECONDS) -> None:
