@@ -63,7 +63,7 @@ def section(results: list[dict[str, Any]], names: tuple[str, ...], folder: Path 
                     if name == "streaming":
                         yield f"![Time per token]({picture(result).relative_to(folder)})\n"
     for result in results:
-        if result["tests"]:
+        if result["tests"] or ("gpu" in result["machine"] and result["failed"]):
             yield tested(result)
 
 
@@ -104,7 +104,7 @@ def markdown(result: dict[str, Any], figure: dict[str, Any]) -> str:
 def tested(result: dict[str, Any]) -> str:
     """What the tests of a part gave, and what was not run."""
     counts = ", ".join(f"{count} {what}" for what, count in sorted(result["tests"].items()))
-    lines = [f"**`make gpu PART={result['part']}`**: {counts} ({where(result)})."]
+    lines = [f"**`make gpu PART={result['part']}`**: {counts or 'no test'} ({where(result)})."]
     lines += [f"- failed: {what}" for what in result["failed"]] + [f"- not run: {what}" for what in result["skipped"]]
     return "\n".join([*lines, ""])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -56,8 +57,8 @@ class Record:
         """A step has ended. `failures`: of its tests, each with the end of what it said."""
         result: dict[str, Any] = {"name": name, "status": outcome.status, "seconds": round(outcome.seconds, 1)}
         if outcome.status != "passed":
-            result["output"] = outcome.output[-TAIL:]
-            result |= {"failures": dict(failures)} if failures else {}
+            result["output"] = nowhere(outcome.output)[-TAIL:]
+            result |= {"failures": {test: nowhere(text) for test, text in failures.items()}} if failures else {}
             self.failed.append(f"{name}: {outcome.status}")
         self._result["steps"].append(result)
         elapsed = time.monotonic() - self.begin
@@ -103,6 +104,13 @@ class Record:
             self.failed.append("cut off before its end")
             self.write()
             print_result(self._result)
+
+
+def nowhere(text: str) -> str:
+    """The text without the folders of this machine in which the sources and Python's packages are."""
+    for folder in (ROOT, Path(sys.prefix)):
+        text = text.replace(f"{folder}/", "").replace(str(folder), ".")
+    return text
 
 
 def commit() -> str | None:
