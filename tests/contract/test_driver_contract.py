@@ -153,6 +153,20 @@ def test_a_host_page_is_open_to_the_cpu_and_takes_copies_from_the_host(driver: D
         assert driver.read(one, page) == b"\5" * page
 
 
+def test_only_one_page_of_the_host_is_filled_at_once(driver: Driver, page: int) -> None:
+    if not driver.attribute(HOST_PAGES_ATTRIBUTE):
+        pytest.skip("this device cannot map host pages")
+    for location, whole in ((DEVICE, SUCCESS), (HOST, INVALID_VALUE)):
+        address, handles = driver.reserve(2 * page), [driver.create(page, location) for _ in range(2)]
+        for index, handle in enumerate(handles):
+            driver.map(address + index * page, page, handle, location)
+        with driver.stream() as stream:
+            driver.ok("cuMemsetD8Async", address + page, 5, page, stream)
+            assert driver.result("cuMemsetD8Async", address, 5, 2 * page, stream) == whole
+            driver.ok("cuStreamSynchronize", stream)
+        assert driver.read(address + page, page) == b"\5" * page
+
+
 def test_device_memory_cannot_be_opened_to_the_cpu(driver: Driver, page: int) -> None:
     address, handle = driver.reserve(page), driver.create(page)
     driver.map(address, page, handle)

@@ -201,6 +201,18 @@ void Mappings::let_go(std::uint64_t address, std::uint64_t size) {
   if (held_.erase(address) > 0 && mappings_.count(address) == 0) cover(address, size);
 }
 
+CUresult Mappings::fillable(std::uint64_t address, std::uint64_t size, const std::vector<Run>& runs,
+                            const char* function) const {
+  std::uint64_t start = 0, whole = 0;
+  const bool one = !mapping_at(address, &start, &whole) || address + size <= start + whole;
+  for (const Run& run : runs) {
+    if (!one && run.store == Store::kHost)
+      return refuse(cuda::kInvalidValue, "%s: [%#llx, +%llu) spans several pages of the host", function,
+                    static_cast<unsigned long long>(address), static_cast<unsigned long long>(size));
+  }
+  return cuda::kSuccess;
+}
+
 bool Mappings::mapping_at(std::uint64_t address, std::uint64_t* start, std::uint64_t* size) const {
   const auto next = mappings_.upper_bound(address);
   if (next == mappings_.begin() || address >= std::prev(next)->first + std::prev(next)->second.size) return false;

@@ -47,6 +47,11 @@ class Mappings {
   CUresult locate(std::uint64_t address, std::uint64_t size, CUresult code, const char* function,
                   std::vector<Run>* runs) const;
 
+  // May [address, address + size), which is mapped, be filled by one call? An H200's driver refuses that across the
+  // ends of host pages. kSuccess or kInvalidValue.
+  CUresult fillable(std::uint64_t address, std::uint64_t size, const std::vector<Run>& runs,
+                    const char* function) const;
+
   // The mapping that holds `address`; false where there is none.
   bool mapping_at(std::uint64_t address, std::uint64_t* start, std::uint64_t* size) const;
 

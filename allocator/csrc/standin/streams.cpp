@@ -159,6 +159,7 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t size, 
       op->size = size;
       op->value = value;
       refused = all.mappings.locate(to, size, cuda::kInvalidValue, "cuMemsetD8Async", &op->writes);
+      if (refused == cuda::kSuccess) refused = all.mappings.fillable(to, size, op->writes, "cuMemsetD8Async");
       if (refused != cuda::kSuccess) return refused;
       const Use use{to, size, &op->writes, true};
       refused = all.order.submit("cuMemsetD8Async", stream->index, &use, 1);

@@ -88,6 +88,10 @@ CUresult fill(const char* function, std::uint64_t to, std::uint64_t size, CUstre
       const CUresult refused = find_place(all, to, size, function, &place);
       if (refused != cuda::kSuccess) return refused;
       if (place == Place::kPageable) return refuse(cuda::kInvalidValue, "%s: %#llx is pageable", function, ull{to});
+      std::vector<Run> runs;
+      CUresult fillable = all.memory.mappings.locate(to, size, cuda::kInvalidValue, function, &runs);
+      if (fillable == cuda::kSuccess) fillable = all.memory.mappings.fillable(to, size, runs, function);
+      if (fillable != cuda::kSuccess) return fillable;
       const auto work = std::make_shared<Work>();
       work->name = function;
       work->ranges.push_back(Range{to, size, true});
