@@ -178,7 +178,7 @@ def managed(
                     f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
                     "have: give less, or raise the budget with ballonet.set_budget()"
                 )
-            mark("manage()")
+            mark("manage()", device)
             streams.wait_for_work(device)
             made = Managed(model, gate, device, found_on.settings.chaos, rule, options, files, progress)
             _managed[model] = made

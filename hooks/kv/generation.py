@@ -185,7 +185,7 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
         given = signature.bind(model, *args, **kwargs).arguments
         known = _attached.get(id(model))
         if known is not None:
-            mark("generate()")
+            mark("generate()", known.device)
         if getattr(given.get("generation_config"), "cache_implementation", None) not in _ELASTIC:
             known = None
         # The longest that the cache gets to be: the last token generated is never put into it.
