@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from .profile import Grid
 
 T = TypeVar("T")
-_managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_managed: Final[weakref.WeakKeyDictionary[nn.Module, Managed]] = weakref.WeakKeyDictionary()
+_lock: Final = threading.RLock()
 
 NO_KEYWORDS: Final[Mapping[str, object]] = {}
 

@@ -152,7 +152,7 @@ class Elastic:
         """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
         captured, and cannot be."""
         self.captured.thread.open = True
-        if graphs.loosened:
+        if graphs.GRAPHS.loosened:
             graphs.tell_of_dropped()
         if self._pace.capturing():
             self.streaming.check_capture()
