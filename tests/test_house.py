@@ -288,7 +288,6 @@ LARGE = {  # and what has more
     "Elastic": "what a governor asks of a model (ModelClient)",
     "SectorClient": "what a governor asks of pages (PageClient)",
     # These have several concepts yet.
-    "KVRange": "tokens, what is shown of them, a prefix that is released",
     "HeldLayers": "what is dropped, what is offered to peers",
     "Leader": "microbatches, requests, what followers say",
     "Supervisor": "replicas, clients, the controller",
