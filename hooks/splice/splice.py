@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
 from ..forward.here import Here, here_of
+from ..forward.hook import remove_all
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
@@ -224,8 +225,7 @@ class Splice:
                 layer.__dict__.pop("forward", None)
             else:
                 layer.__dict__["forward"] = before
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
 
 
 class Stage:
