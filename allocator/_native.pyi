@@ -107,7 +107,7 @@ class Device:
         peer_pages, peer_free, peer_budget, copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h, kv_p2d, kv_d2p, kv_p2h: p
         is the peer}, driver_calls {function: count}, background_calls (of these, the mapper's thread's), faults,
         reclaimed (device pages that entries gave so far), kept and ahead (of the free device pages: still mapped, in
-        slots and ahead of their use), driver_ns {callers, background} (spent in calls that change page tables),
+        cached ranges and ahead of their use), driver_ns {callers, background} (spent in calls that change page tables),
         physical_peak (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved,
         cached, blocks, allocations, frees, hits}.
         """
@@ -167,18 +167,18 @@ class Device:
         """A range of ceil(nbytes / page) pieces, none of them backed. `auto_retire`: a piece is retired when the last
         tensor over it is gone.
 
-        Once a range of "kv" is closed and its streams have passed, its pages are free and stay mapped: it is a slot
-        (eLLM §4.2.2). With `reuse` a range of "kv" gets the addresses of the slot that fits best, the smallest with
-        `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a driver call. Whoever else
-        needs pages takes them out of slots, the oldest first, before new ones are created. `reuse=False` is for a range
-        that will have host pages.
+        Once a range of "kv" is closed and its streams have passed, its pages are free and stay mapped: it is a
+        cached range (eLLM §4.2.2, slot). With `reuse` a range of "kv" gets the addresses of the cached one that fits
+        best, the smallest with `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a
+        driver call. Whoever else needs pages takes them out of cached ranges, the oldest first, before new ones are
+        created. `reuse=False` is for a range that will have host pages.
 
         A range of "kv" that `keeps` has its retired pages so while it is open: they are free, and still mapped. They go
         to whoever needs pages once no new one can be created, before anything is taken.
 
         `more` ranges of "kv" of this size and group will follow, each mapped as far as this one is by its first `map`:
-        the background makes slots for them, within the limit of `map_ahead`. Once they have come, pieces by which one
-        grows are mapped ahead in the next."""
+        the background makes cached ranges for them, within the limit of `map_ahead`. Once they have come, pieces by
+        which one grows are mapped ahead in the next."""
     def note_stream(self, stream: int) -> None:
         """This stream may touch pages: a retirement waits for it."""
     def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:

@@ -13,14 +13,13 @@ Note [Not seen]
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from .patches import Patches
+from .patches import Patches, Seam, Undo
 
 
 class CaptureListener:
@@ -42,40 +41,26 @@ class CaptureListener:
         """A graph holds no capture any more."""
 
 
-_listeners: list[CaptureListener] = []
-_patches = Patches()
-_lock = threading.RLock()  # a listener may leave in a finalizer
-
-
 def listen(listener: CaptureListener) -> None:
     """Adds a listener. Idempotent. AttributeError where torch has no CUDA graphs."""
-    with _lock:
-        if listener in _listeners:
-            return
-        _listeners.append(listener)  # first: another one that leaves meanwhile, in a finalizer, is not the last
-        try:
-            if not _patches:
-                _wrap()
-        except BaseException:
-            leave(listener)
-            raise
+    _listeners.add(id(listener), listener)
 
 
 def leave(listener: CaptureListener) -> None:
     """Removes a listener. Idempotent."""
-    with _lock:
-        if listener in _listeners:
-            _listeners.remove(listener)
-        if not _listeners:
-            _patches.restore()
+    _listeners.remove(id(listener))
 
 
-def _wrap() -> None:
-    graph = torch.cuda.CUDAGraph
+def _wrap() -> Iterator[Undo]:
+    graph, patches = torch.cuda.CUDAGraph, Patches()
+    yield patches.restore
     wrappers = {"capture_begin": _begin, "capture_end": _end, "replay": _replay, "reset": _reset}
     for name, around in wrappers.items():
         if hasattr(graph, name):
-            _patches.replace(graph, name, around(getattr(graph, name)))
+            patches.replace(graph, name, around(getattr(graph, name)))
+
+
+_listeners: Final = Seam[CaptureListener](_wrap)
 
 
 def _begin(stock: Callable[..., None]) -> Callable[..., None]:
@@ -83,7 +68,7 @@ def _begin(stock: Callable[..., None]) -> Callable[..., None]:
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         told: list[CaptureListener] = []
         try:
-            for each in tuple(_listeners):
+            for each in _listeners.users:
                 told.append(each)
                 each.begins(graph, args[0] if args else kwargs.get("pool"))
             stock(graph, *args, **kwargs)
@@ -103,7 +88,7 @@ def _end(stock: Callable[..., None]) -> Callable[..., None]:
             stock(graph)
             captured = True
         finally:
-            for each in reversed(tuple(_listeners)):
+            for each in reversed(_listeners.users):
                 each.ended(graph, captured=captured)
 
     return capture_end
@@ -113,7 +98,7 @@ def _replay(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def replay(graph: Any) -> None:
         with ExitStack() as around:
-            for each in tuple(_listeners):
+            for each in _listeners.users:
                 around.enter_context(each.replaying(graph))
             stock(graph)
 
@@ -124,7 +109,7 @@ def _reset(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def reset(graph: Any) -> None:
         stock(graph)
-        for each in tuple(_listeners):
+        for each in _listeners.users:
             each.reset(graph)
 
     return reset

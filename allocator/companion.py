@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -65,8 +66,6 @@ TORCH_ALLOCATOR: Final = CompanionPart(
     ("torch_cuda", "torch_cpu", "c10_cuda", "c10"),
     needs_cuda=True,
 )
-
-_temporary: tempfile.TemporaryDirectory[str] | None = None
 
 
 class Companion:
@@ -144,7 +143,7 @@ def _load(part: CompanionPart, cache: Path, opened: Callable[[Path], T]) -> T:
     reason: OSError | None = None
     for folder in (cache, None):
         try:
-            path = build(folder or _temporary_folder(), part)
+            path = build(folder or Path(_temporary_folder().name), part)
         except OSError as error:
             reason = error  # the folder cannot be written to
             continue
@@ -229,8 +228,7 @@ def _digest(*facts: str) -> str:
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
 
 
-def _temporary_folder() -> Path:
-    global _temporary
-    if _temporary is None:
-        _temporary = tempfile.TemporaryDirectory(prefix="ballonet-")
-    return Path(_temporary.name)
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """The folder for what cannot be cached, until this process ends."""
+    return tempfile.TemporaryDirectory(prefix="ballonet-")

@@ -27,13 +27,15 @@ READ: Final = (
 # what every look has, beside what others publish
 KEYS: Final = ("pid", "when", "device", "devices", *READ, "counts", "events", "cursor")
 
-_sources: dict[str, Source] = {}
+
+class _Sources(dict[str, Source]):
+    """What others say of one runtime, by name."""
 
 
-def publish(name: str, source: Source) -> None:
-    """Has each look call `source` with the runtime that is looked at, for what it says under this name. The last one
-    of a name counts."""
-    _sources[name] = source
+def publish(found: Runtime, name: str, source: Source) -> None:
+    """Has each look at the runtime call `source` with it, for what it says under this name. The last one of a name
+    counts."""
+    found.parts.of(_Sources, _Sources)[name] = source
 
 
 def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
     snapshot: Mapping[str, Any] = found.device.snapshot()
     heard = found.events.since(since or 0)
     counts = found.events.counts()
+    sources = found.parts.get(_Sources) or _Sources()
     return {
         "pid": os.getpid(),
         "when": time.monotonic_ns(),
@@ -59,5 +62,5 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
         "counts": {lever: {verb: each._asdict() for verb, each in verbs.items()} for lever, verbs in counts.items()},
         "events": [event.to_dict() for event in heard.events[-LOOK_EVENTS:]],
         "cursor": heard.cursor,
-        **{name: source(found) for name, source in tuple(_sources.items())},
+        **{name: source(found) for name, source in tuple(sources.items())},
     }

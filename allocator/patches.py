@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Final, Generic, TypeVar
 
+User = TypeVar("User")
+Undo = Callable[[], object]
 _MISSING: Final = object()
 
 
@@ -29,3 +33,56 @@ class Patches:
 
     def __bool__(self) -> bool:
         return bool(self._replaced)
+
+
+class Seam(Generic[User]):
+    """A part of another library that is replaced for as long as anybody uses what is in its place: replaced with the
+    first user, put back with the last. Thread-safe; users may leave in a finalizer, and so anywhere."""
+
+    def __init__(self, replace: Callable[[], Iterator[Undo]]) -> None:
+        """`replace` replaces it, and yields what undoes that, step by step; the last step is undone first."""
+        self.lock: Final = threading.RLock()
+        self._replace = replace
+        self._users: dict[int, User] = {}
+        self._undo: list[Undo] = []
+        self._also: set[Hashable] = set()
+
+    def add(self, key: int, user: User) -> None:
+        """The user of this key, an id, is there from now on. Raises what `replace` raises, and then nothing is replaced
+        and nobody was added."""
+        with self.lock:
+            self._users[key] = user  # first: another one that leaves meanwhile, in a finalizer, is not the last
+            if self._undo:
+                return
+            try:
+                for undo in self._replace():
+                    self._undo.append(undo)
+            except BaseException:
+                self.remove(key)
+                raise
+
+    def also(self, what: Hashable, replace: Callable[[], Undo]) -> None:
+        """Replaces `what` too for those who are there, once: `replace` returns what undoes it."""
+        with self.lock:
+            if what not in self._also:
+                self._also.add(what)
+                self._undo.append(replace())
+
+    def get(self, key: int) -> User | None:
+        """Returns the user of this key, None where there is none."""
+        return self._users.get(key)
+
+    def remove(self, key: int) -> None:
+        """The user of this key is gone. Idempotent, and to be called again where it was interrupted."""
+        with self.lock:
+            self._users.pop(key, None)
+            if not self._users:
+                self._also.clear()
+            while self._undo and not self._users:
+                self._undo[-1]()
+                self._undo.pop()
+
+    @property
+    def users(self) -> tuple[User, ...]:
+        """Returns who is there, in the order in which they came."""
+        return tuple(self._users.values())

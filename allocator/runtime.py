@@ -28,6 +28,7 @@ from . import _native, defaults, findings, ram
 from .config import Config, format_size
 from .errors import ConfigError, DriverUnavailable, InstallError, NotInstalled
 from .events import Events
+from .parts import RuntimeParts
 
 GRANULARITY: Final = {"cuda": 2 * 2**20, "standin": 4096}
 LIBCUDA: Final = "libcuda.so.1"
@@ -57,6 +58,7 @@ class Runtime:
         self.device: Final = device
         self.settings: Final = settings
         self.events: Final = Events(device)
+        self.parts: Final = RuntimeParts()
         # Entered where a lower budget is refused: within it more is made ready to leave the device; what it hands out
         # counts what is not ready yet.
         self.preparing: Preparing | None = None

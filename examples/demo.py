@@ -138,10 +138,10 @@ def begun(budget: int | str) -> Any:
     """Installs ballonet with the budget, and records from now on who owns which page."""
     import ballonet
     from ballonet.allocator import runtime
-    from ballonet.offload.timeline.recorder import Recorder
+    from ballonet.offload.timeline.recorder import Recorder, recorders_of
 
     ballonet.install(budget)
-    return Recorder(runtime.require())
+    return Recorder(recorders_of(runtime.of()))
 
 
 def recorded(recording: Any, marks: list[tuple[str, int]]) -> dict[str, Any]:

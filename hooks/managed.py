@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from .profile import Grid
 
 T = TypeVar("T")
-_managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_managed: Final[weakref.WeakKeyDictionary[nn.Module, Managed]] = weakref.WeakKeyDictionary()
+_lock: Final = threading.RLock()
 
 NO_KEYWORDS: Final[Mapping[str, object]] = {}
 
@@ -144,7 +144,9 @@ def managed(
     `record`: what its iterations take, where that is known."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
-    rule = _rule(model, options)
+    started = on or runtime.current()
+    composed = governors.composed_with(None if started is None else started.device)
+    rule = _rule(model, options, composed.tuning)
 
     def known() -> Managed | None:
         """What was returned for it before, with the same options or none. AlreadyManaged."""
@@ -157,7 +159,6 @@ def managed(
     with _lock:
         if (found := known()) is not None:
             return found
-    composed = governors.composed_with()
     composed.interpreter.check()
     gate = Gate(model, composed.tuning.waiting, composed.waits)
     with gate.closed():
@@ -169,6 +170,7 @@ def managed(
                 install.install()
             found_on = on or runtime.of()
             device = found_on.device
+            looks.publish(found_on, "models", _published)
             if options.shared_budget is not None:
                 shared.join(found_on, options.shared_budget, options.floor, options.priority, composed.tuning.sharing)
             if options.floor > shared.reach(device):
@@ -176,7 +178,7 @@ def managed(
                     f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
                     "have: give less, or raise the budget with ballonet.set_budget()"
                 )
-            mark("manage()")
+            mark("manage()", device)
             streams.wait_for_work(device)
             made = Managed(model, gate, device, found_on.settings.chaos, rule, options, files, progress)
             _managed[model] = made
@@ -241,9 +243,6 @@ def _published(on: Runtime) -> list[dict[str, Any]]:
         if model is not None and handle is not None and handle._weights.device is on.device:
             found.append(model_facts(model, handle._elastic, handle._weights, handle._prefixes))
     return with_names(found)
-
-
-looks.publish("models", _published)
 
 
 def between_forwards(managed: Managed, act: Callable[[], T]) -> T:
@@ -567,7 +566,7 @@ def _chaos(seed: int, device: Device, tuning: Tuning) -> Chaos:
     return Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
 
 
-def _rule(model: nn.Module, options: ManageOptions) -> Rule:
+def _rule(model: nn.Module, options: ManageOptions, tuning: Tuning) -> Rule:
     """Which of its layers stream at first. OptionError where it has not the layers that the options need."""
     layers = len(decoder_layers(model))
     if options.slo and not layers:
@@ -575,7 +574,7 @@ def _rule(model: nn.Module, options: ManageOptions) -> Rule:
             f"{type(model).__name__} has no decoder layers that could stream: manage it without tpot_slo and ttft_slo"
         )
     if options.interval == "auto":
-        return Fewest(slots=governors.composed_with().tuning.weights.slots)
+        return Fewest(slots=tuning.weights.slots)
     if options.interval is not None and options.interval > layers:
         raise OptionError(
             f"interval is {options.interval}: give a whole number from 1 (all layers stream) to {layers}, the number "

@@ -380,13 +380,14 @@ def test_a_model_of_a_program_that_knows_nothing_is_managed_at_its_first_use(tmp
 TIMELINE = """
 import atexit, os, signal, sys
 import ballonet, torch
-from ballonet.offload.timeline import recorder
+from ballonet.allocator import runtime
+from ballonet.offload.timeline.recorder import recorders_of
 
 def more():
     global late
     late = torch.ones(1 << 20)
 
-with recorder._collecting:  # as its thread may do it at any moment
+with recorders_of(runtime.of()).lock:  # as its thread may do it at any moment
     if os.fork() == 0:
         signal.alarm(600)
         with ballonet.timeline("child.json"):

@@ -1,4 +1,4 @@
-"""Slots for ranges that are about to come: the background maps their pages while the first is in use (eLLM §5.1)."""
+"""Cached ranges for ranges to come: the background maps their pages while the first is in use (eLLM §5.1)."""
 
 from __future__ import annotations
 
@@ -160,13 +160,13 @@ def test_they_go_after_all_others() -> None:
         assert (core.ahead(), core.kept(), core.created()) == (3, 0, 6)
         core.cached_ranges((2, 2))
         other = core.range(8, "weights")
-        other.map(0, 5)  # those of the slot, and new ones
+        other.map(0, 5)  # those of the cached range, and new ones
         assert (core.ahead(), core.created()) == (3, 11)
         other.map(5, 1)
         assert core.ahead() == 2
 
 
-def test_pages_of_slots_that_are_too_short_serve_before_new_ones_are_made() -> None:
+def test_pages_of_cached_ranges_that_are_too_short_serve_before_new_ones_are_made() -> None:
     with opened() as core:
         core.cached_ranges((2, 2), (2, 2), (2, 2))
         Layers(core, 2)
@@ -174,7 +174,7 @@ def test_pages_of_slots_that_are_too_short_serve_before_new_ones_are_made() -> N
         assert (core.ahead(), core.kept(), physical()) == (3, 0, 6 * PAGE)
 
 
-def test_where_there_are_slots_nothing_is_done() -> None:
+def test_where_there_are_cached_ranges_nothing_is_done() -> None:
     with opened() as core:
         core.cached_ranges(*[(PIECES, 4)] * 4)
         layers = Layers(core, 4)
@@ -186,7 +186,7 @@ def test_where_there_are_slots_nothing_is_done() -> None:
         assert (core.ahead(), physical()) == (0, 16 * PAGE)
 
 
-def test_slots_of_those_that_were_there_before_belong_to_everybody() -> None:
+def test_cached_ranges_of_those_that_were_there_before_belong_to_everybody() -> None:
     """Nobody has to make new pages for them."""
     with opened() as core:
         core.cached_ranges(*[(PIECES, 3)] * 4)
@@ -198,7 +198,7 @@ def test_slots_of_those_that_were_there_before_belong_to_everybody() -> None:
         assert (core.ahead(), core.created()) == (6, 18)
 
 
-def test_a_slot_that_has_too_few_pages_gets_more() -> None:
+def test_a_cached_range_that_has_too_few_pages_gets_more() -> None:
     with opened() as core:
         core.cached_ranges((PIECES, 1), (PIECES, 3))
         layers = Layers(core, 2)
@@ -221,7 +221,7 @@ def test_a_lower_budget_and_a_trim_take_all_of_it_and_no_more_is_made(shrink: st
         assert physical() == 3 * PAGE
 
 
-def test_once_the_first_range_is_gone_what_was_promised_is_like_any_slot() -> None:
+def test_once_the_first_range_is_gone_what_was_promised_is_cached_like_any() -> None:
     with opened() as core:
         layers = Layers(core, 3)
         settled(core)
@@ -269,7 +269,7 @@ def test_what_grows_in_step_is_mapped_ahead_too() -> None:
         assert (core.ahead(), backings(layers.ranges[2])[5]) == (0, "none")
 
 
-def test_only_ranges_of_the_same_size_and_group_that_want_a_slot_are_those() -> None:
+def test_only_ranges_of_the_same_size_and_group_that_want_a_cached_one_are_those() -> None:
     with opened() as core:
         layers = Layers(core, 2)
         settled(core)

@@ -288,8 +288,6 @@ LARGE = {  # and what has more
     "Elastic": "what a governor asks of a model (ModelClient)",
     "SectorClient": "what a governor asks of pages (PageClient)",
     # These have several concepts yet.
-    "KVRange": "tokens, what is shown of them, a prefix that is released",
-    "Drop": "requests, groups, what the controller says",
     "HeldLayers": "what is dropped, what is offered to peers",
     "Leader": "microbatches, requests, what followers say",
     "Supervisor": "replicas, clients, the controller",
@@ -344,6 +342,130 @@ def test_tunings_are_passed(trees: dict[Path, ast.Module]) -> None:
     assert found - {"offload/policy/tuning.py"} == EDGES
     assert not reads_default(ast.parse("def act(pause: float = DEFAULT.waiting.pause) -> None: ..."))
     assert reads_default(ast.parse("PARTS = DEFAULT.weights.link_parts"))
+
+
+# What is changed and belongs to no device and to no model: file -> names -> why it is the process's.
+PROCESS = {
+    "allocator/captures.py": {"_listeners": "torch's class of graphs is wrapped once"},
+    "allocator/control.py": {"_control": "a process has one socket, named by its pid"},
+    "allocator/install.py": {
+        "_installed": "torch has one allocator",
+        "_lock": "of the above",
+        "_warned": "a warning is given once per process",
+    },
+    "allocator/interrupts.py": {"_watched": "Python calls back only as long as somebody keeps the reference"},
+    "allocator/runtime.py": {"_runtimes": "the registry of runtimes by number, where what users call looks"},
+    "allocator/shared_ledger.py": {"_here": "locks of files are of a process, this one is between its threads"},
+    "hooks/batching/seams.py": {
+        "_attached": "names of transformers are replaced once",
+        "_thread": "of one thread: the model whose loop it makes",
+    },
+    "hooks/device/governors.py": {
+        "_unless_said": "what a runtime is composed with that nobody composed",
+        "_measuring": "devices share the link to the host: it is measured for one at a time",
+    },
+    "hooks/device/graphs.py": {"GRAPHS": "torch's class of graphs is one for all devices"},
+    "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
+    "hooks/forward/here.py": {"_known": "by model: what splices it and what streams it know only the model"},
+    "hooks/forward/lease.py": {
+        "here": "of one thread: the leases that it has open",
+        "_numbers": "no two leases have the same",
+    },
+    "hooks/kv/generation.py": {
+        "_attached": "names of transformers are replaced once",
+        "_thread": "of one thread: who hears of its next cache",
+    },
+    "hooks/managed.py": {
+        "_managed": "the registry of managed models, where what users call looks",
+        "_lock": "of the above",
+    },
+    "hooks/prefix/sessions.py": {"_stores": "`generate` of transformers is wrapped once"},
+    "hooks/programs/notebook.py": {
+        "_installed": "a notebook loads the extension once",
+        "_watching": "the same",
+    },
+    "hooks/replicas/front.py": {"_options": "of one request"},
+    "hooks/server/length.py": {"is_open": "of one request"},
+    "hooks/server/tenants.py": {"asked_slo": "of one request", "asked_seed": "of one request"},
+    "hooks/splice/proof.py": {"_known": "what was proven of a class of models, which no model changes"},
+    "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},
+    "hooks/weights/follow.py": {"_followers": "torch's hooks on registrations are of all modules"},
+}
+FIXED = {  # classes and functions of others whose results nobody changes
+    *("Context", "Path", "Struct", "TypeVar", "attrgetter", "compile", "device", "frozenset", "getattr", "init_logger"),
+    *("join", "len", "methodcaller", "min", "object", "range", "slice", "split", "timedelta", "tuple"),
+    *("with_name", "_alone"),
+}
+_CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"}
+_CHANGES |= {"remove", "setdefault", "update"}
+_MADE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+
+
+def last_name(node: ast.AST) -> str:
+    """The name of what is called, or of a class: without what it is in, and without parameters."""
+    while isinstance(node, ast.Subscript | ast.Call):
+        node = node.value if isinstance(node, ast.Subscript) else node.func
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def frozen(tree: ast.Module) -> Iterator[str]:
+    """Names of the classes of a module whose instances do not change."""
+    for each in ast.walk(tree):
+        if isinstance(each, ast.ClassDef):
+            bases = {last_name(base) for base in each.bases}
+            given = [key for mark in each.decorator_list if isinstance(mark, ast.Call) for key in mark.keywords]
+            if bases & {"NamedTuple", "Enum", "IntEnum", "StrEnum"} or "frozen" in {key.arg for key in given}:
+                yield each.name
+
+
+def given_at_import(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a module gives to values, and these values, as far as they are made there."""
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from given_at_import([each for each in ast.walk(node) if isinstance(each, ast.stmt)][1:])
+
+
+def changed(tree: ast.Module, fixed: set[str]) -> set[str]:
+    """Names that a module gives to what is changed later, or may be: a table of constants, with a name in capitals that
+    nothing in the module changes, is none. `fixed`: what returns nothing that changes."""
+    given = dict(given_at_import(tree.body))
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+            found.add(last_name(node.func.value))
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            found.add(last_name(node.value))
+    made = {name for name, value in given.items() if isinstance(value, _MADE) and not name.isupper()}
+    called = {name for name, value in given.items() if isinstance(value, ast.Call) and last_name(value) not in fixed}
+    return {name for name in (found | made | called) & {*given} if name != "__all__"}
+
+
+def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Module]) -> None:
+    """Two runtimes in one process know nothing of each other: what is the process's is listed, with the reason.
+    Results that are kept of pure functions (`functools.cache`) are not looked at."""
+    fixed = {"lru_cache", *FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
+    found = {path.relative_to(ROOT).as_posix(): changed(trees[path], fixed) for _, path in SOURCES}
+    assert {path: names for path, names in found.items() if names} == {path: {*whys} for path, whys in PROCESS.items()}
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("_known: dict[int, str] = {}", {"_known"}),
+        ("_lock = threading.Lock()", {"_lock"}),
+        ("TABLE = {}\ndef note(name): TABLE[name] = 1", {"TABLE"}),
+        ("TABLE: Final = {}\ndef note(name): TABLE.setdefault(name, []).append(1)", {"TABLE"}),
+        ("_on = False\ndef turn():\n    global _on\n    _on = True", {"_on"}),
+        ("if True:\n    _known = set()", {"_known"}),
+        ("TABLE = {'a': 1}\nDEFAULT = Options()\n_NAME = re.compile('a')\ndef here(): found = {}; found[0] = 1", set()),
+    ],
+)
+def test_what_changes_is_seen(code: str, names: set[str]) -> None:
+    assert changed(ast.parse(code), {"Options", "compile"}) == names
 
 
 DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Again|So|Also)\b")

@@ -250,7 +250,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
         layer = held[0].model.layers[0].mlp
         seen = interrupted(held.clear, at, *FAREWELLS, streamed, turns)
         gc.collect()
-        assert not generation._attached, at
+        assert not generation._attached.users, at
         assert not layer._forward_pre_hooks, at
         assert lease.current() is None, at
         del layer

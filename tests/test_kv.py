@@ -283,7 +283,7 @@ def test_the_tokens_lie_in_the_pool_and_pages_come_and_go_with_them(device: Devi
 
 def test_growth_copies_nothing_and_maps_a_page_at_a_time(device: Device) -> None:
     layer = ElasticLayer()
-    device.trim()  # and no slot of a cache that is gone
+    device.trim()  # and no cached range of a cache that is gone
     layer.update(*tokens(1))
     place = layer.keys.data_ptr()
     maps = device.snapshot()["driver_calls"].get("cuMemMap", 0)

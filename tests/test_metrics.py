@@ -63,6 +63,7 @@ def test_any_process_has_figures_at_a_port() -> None:
             for _ in range(2):
                 model.generate(**prompts(batch=1, longest=9), max_new_tokens=6, min_new_tokens=6, do_sample=False)
             runtime.of().events.decided("kv", "pull", 3, measured=0.5)
+            runtime.require().reap(wait=True)  # so that both looks find the same
             now, stats = samples(page(endpoint.url)), ballonet.stats()
     finally:
         endpoint.close()

@@ -19,7 +19,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count, Events, LoggedEvent
 from ballonet.offload.policy.tuning import Timelines
-from ballonet.offload.timeline.recorder import Recorder, mark
+from ballonet.offload.timeline.recorder import Recorder, Recorders, mark, recorders_of
 from ballonet.offload.timeline.series import Row
 
 PAGE = 65536
@@ -67,7 +67,7 @@ def device() -> Iterator[_native.Device]:
 def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last() -> None:
     fake = Fake()
     fake.now(99)  # before it began: nobody's
-    recorder = Recorder(fake, tuning=Timelines(interval=60))
+    recorder = Recorder(Recorders(fake), Timelines(interval=60))
     first = fake.now(7)
     second = fake.now(8)
     done = recorder.stop()
@@ -81,7 +81,7 @@ def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last()
 def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
     """The core puts changes that are close together under the time of the first of them."""
     fake = Fake()
-    recorder = Recorder(fake, tuning=Timelines(interval=60))
+    recorder = Recorder(Recorders(fake), Timelines(interval=60))
     early = recorder.recording().start - 40_000
     fake.rows.append((early, 9, 9, 9, 9, 9))
     done = recorder.stop()
@@ -90,7 +90,7 @@ def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
 
 def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
     fake = Fake()
-    with Recorder(fake, tuning=Timelines(interval=0.001)) as recorder:
+    with Recorder(Recorders(fake), Timelines(interval=0.001)) as recorder:
         expected = []
         for kv in range(20):
             expected.append(fake.now(kv))
@@ -101,9 +101,10 @@ def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
 
 def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on() -> None:
     fake = Fake()
-    outer = Recorder(fake, tuning=Timelines(interval=0.001))
+    of_the_device = Recorders(fake)
+    outer = Recorder(of_the_device, Timelines(interval=0.001))
     before = fake.now(1)
-    with Recorder(fake, tuning=Timelines(interval=0.001)) as inner:
+    with Recorder(of_the_device, Timelines(interval=0.001)) as inner:
         both = fake.now(2)
         until(lambda: len(inner.rows) == 2)
     after = fake.now(3)
@@ -111,20 +112,26 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
     assert inner.rows[1:] == (both,)
 
 
+@pytest.mark.usefixtures("device")
 def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
-    one, other = Fake(), Fake()
-    with (
-        Recorder(one, tuning=Timelines(interval=60)) as first,
-        Recorder(other, tuning=Timelines(interval=60)) as second,
-    ):
-        row = one.now(1)
-        first.recording()
-    assert (first.rows[1:], second.rows[1:]) == ((row,), ())
+    second = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20), number=1)
+    two = (runtime.of(0), second)
+    one, other = (Recorder(recorders_of(each), Timelines(interval=60)) for each in two)
+    mark("begins", second.device)
+    kv = second.device.reserve(4 * PAGE, "kv", second.device.group())
+    kv.map(0, 3)
+    begun, none = other.recording(), one.recording()
+    assert ([name for _, name in begun.marks], none.marks) == (["begins"], ())
+    assert len(begun.rows) > len(none.rows) == 1
+    kv.close()
+    for recorder in (one, other):
+        recorder.stop()
+    runtime.stop(1)
 
 
 def test_a_budget_that_changes_is_a_level_from_when_it_was_decided() -> None:
     fake, log = Fake(), Events()
-    recorder = Recorder(fake, log, tuning=Timelines(interval=60))
+    recorder = Recorder(Recorders(fake, log), Timelines(interval=60))
     fake.numbers["budget"] = 8 * PAGE
     log.decided("budget", "set", 8)
     log.decided("budget", "refuse", 1)
@@ -138,7 +145,7 @@ def test_a_budget_that_changes_is_a_level_from_when_it_was_decided() -> None:
 def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
     fake, log = Fake(), Events()
     log.add(LoggedEvent(1, "budget", "set", 1))
-    recorder = Recorder(fake, log, tuning=Timelines(interval=60))
+    recorder = Recorder(Recorders(fake, log), Timelines(interval=60))
     late, early = LoggedEvent(20, "inflate", "pull", 2), LoggedEvent(10, "spill", "pull", 3, measured=0.5)
     log.add(late)
     log.add(early)
@@ -152,7 +159,7 @@ def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
 
 def test_what_a_long_run_leaves_is_bounded_and_what_is_missing_is_counted() -> None:
     fake, log = Fake(), Events(limit=30)
-    recorder = Recorder(fake, log, Timelines(interval=60, rows=80, events=20))
+    recorder = Recorder(Recorders(fake, log), Timelines(interval=60, rows=80, events=20))
     for number in range(50):
         for _ in range(10):
             fake.now(1000 if number == 7 else number)
@@ -184,8 +191,8 @@ def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
 
     broken, fake = Broken(), Fake()
     recorder, other = (
-        Recorder(broken, tuning=Timelines(interval=0.001)),
-        Recorder(fake, tuning=Timelines(interval=0.001)),
+        Recorder(Recorders(broken), Timelines(interval=0.001)),
+        Recorder(Recorders(fake), Timelines(interval=0.001)),
     )
     broken.now(1)
     with pytest.raises(RuntimeError, match="gone"):
@@ -195,7 +202,7 @@ def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
 
 
 def test_a_device_is_recorded_beyond_its_end(device: _native.Device) -> None:
-    recorder = Recorder(device, runtime.of().events, tuning=Timelines(interval=60))
+    recorder = Recorder(recorders_of(runtime.of()), Timelines(interval=60))
     group = device.group()
     kv = device.reserve(4 * PAGE, "kv", group)
     kv.map(0, 4)
@@ -246,9 +253,10 @@ def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path:
     assert not any(thread.name == "ballonet-timeline" for thread in threading.enumerate())
 
 
+@pytest.mark.usefixtures("device")
 def test_what_begins_is_marked_while_somebody_records() -> None:
     mark("nobody hears this")
-    recorder = Recorder(Fake(), tuning=Timelines(interval=60))
+    recorder = Recorder(recorders_of(runtime.of()), Timelines(interval=60))
     mark("generate()")
     recording = recorder.stop()
     mark("too late")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.ladder import weights_order
 from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
 from ballonet.offload.policy.remap import (
     CalmClock,
@@ -22,7 +23,6 @@ from ballonet.offload.policy.remap import (
     reclaimable,
     remap,
     revert,
-    victims,
 )
 
 EQUAL = (5,) * 8
@@ -34,6 +34,11 @@ def model(
     """Eight layers of five pages, a millisecond to copy each: four layers stream behind a decode step, six behind a
     prefill."""
     return Model(name, Plan(pages), Costs(pages, decode, 0.001), Costs(pages, prefill, 0.001), **more)  # type: ignore[arg-type]
+
+
+def giving(them: Sequence[Model]) -> list[Model]:
+    """In the order in which they give."""
+    return sorted(them, key=lambda each: weights_order(each, each.given))
 
 
 @st.composite
@@ -103,7 +108,7 @@ def test_the_list_to_take_from_ends_where_all_are_at_their_caps(them: list[Model
 def test_nobody_gives_before_those_in_front_of_it_are_at_their_caps(them: list[Model], wanted: int) -> None:
     change = remap(them, wanted, 0)
     after = {each.name: each for each in applied(them, change)}
-    order = [after[each.name] for each in victims(them)]
+    order = [after[each.name] for each in giving(them)]
     for position, each in enumerate(order):
         if each.name in change.plans:
             for earlier in order[:position]:
@@ -130,13 +135,13 @@ def test_order() -> None:
         model("old", priority=1, used=1),
         model("new", priority=1, used=2),
     ]
-    assert [each.name for each in victims(them)] == ["new", "old", "important", "running"]
+    assert [each.name for each in giving(them)] == ["new", "old", "important", "running"]
 
 
 def test_whoever_gives_first_is_a_value() -> None:
     older, newer = model("older", used=1.0), model("newer", used=2.0)
-    assert [each.name for each in victims([older, newer])] == ["newer", "older"]
-    assert [each.name for each in victims([replace(each, mru=False) for each in (older, newer)])] == ["older", "newer"]
+    assert [each.name for each in giving([older, newer])] == ["newer", "older"]
+    assert [each.name for each in giving([replace(each, mru=False) for each in (older, newer)])] == ["older", "newer"]
 
 
 def test_caps_and_slots_are_values() -> None:

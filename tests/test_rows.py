@@ -31,7 +31,7 @@ ELLM = (
         "ownership: every page has one owner, and their sum is what exists",
         (
             "test_core_stateful.py::test_anything_in_any_order",
-            "test_core_kv_slots.py::test_a_fault_at_every_driver_call_of_their_lives",
+            "test_core_cached_ranges.py::test_a_fault_at_every_driver_call_of_their_lives",
             "streaming/test_levers.py::test_a_square_wave",
         ),
         ("gpu/test_balloon_tokens.py::test_several_models_and_threads", "figure:exchange"),
@@ -39,8 +39,8 @@ ELLM = (
     Row(
         "KV slot reuse: of the mapped free slots the smallest that fits",
         (
-            "test_core_kv_slots.py::test_the_slot_taken_is_the_smallest_that_fits",
-            "test_core_kv_slots.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more",
+            "test_core_cached_ranges.py::test_the_cached_range_taken_is_the_smallest_that_fits",
+            "test_core_cached_ranges.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more",
         ),
         ("gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more", "figure:decode"),
     ),

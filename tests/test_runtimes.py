@@ -20,7 +20,7 @@ from ballonet.hooks.managed import Managed, managed
 from ballonet.hooks.options import ManageOptions
 
 from . import models
-from .tuned import Tuned
+from .tuned import Clock, Tuned
 
 TOKENS = 12
 FIRST = Config(device="cpu", budget=2**23, page_size=4096, host_budget=2**22, reserve=5.0)
@@ -84,6 +84,18 @@ def test_settings_governors_and_events_are_of_one_runtime(two: tuple[Runtime, Ru
     second.events.decided("lend", "pull", 3)
     assert first.events.counts() == {}
     assert second.events.counts()["lend"]["pull"].pages == 3
+
+
+def test_a_runtime_is_composed_without_changing_the_other(two: tuple[Runtime, Runtime]) -> None:
+    first, second = (each.device for each in two)
+    before = governors.composed_with()
+    kept, replaced = governors.of(first), governors.of(second)
+    clock = Clock(7.0)
+    assert governors.compose_with(before._replace(clock=clock), second) == before
+    assert governors.of(first) is kept
+    assert governors.of(second) is not replaced
+    assert [governors.of(each).clock is clock for each in (first, second)] == [False, True]
+    assert [governors.composed_with(each).clock is clock for each in (None, first, second)] == [False, False, True]
 
 
 def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, Runtime]) -> None:

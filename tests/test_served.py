@@ -15,7 +15,7 @@ import pytest
 import ballonet
 from ballonet.allocator.events import LoggedEvent
 from ballonet.offload.timeline import file as recording_file
-from ballonet.offload.timeline.recorder import Recorder
+from ballonet.offload.timeline.recorder import Recorder, recorders_of
 from ballonet.offload.timeline.series import RequestSeries, SeriesRecording
 from ballonet.offload.timeline.served import Served
 
@@ -75,8 +75,8 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
     model.config._name_or_path = "somebody/Tiny-1B"
     asked = prompts(3, 20)
     with ballonet.manage(model) as managed:
-        device = ballonet.allocator.runtime.require()
-        with Recorder(device) as recorder, looping(model, 8) as manager:
+        recorders = recorders_of(ballonet.allocator.runtime.of())
+        with Recorder(recorders) as recorder, looping(model, 8) as manager:
             for name, prompt in zip("012", asked, strict=True):
                 manager.add_request(prompt, request_id=name)
             manager.add_request(asked[0] * 5000, request_id="huge")

@@ -283,11 +283,10 @@ def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: runtime.
 
 
 @pytest.mark.usefixtures("listening")
-def test_others_publish_what_they_know(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "_sources", {})
-    looks.publish("weather", lambda on: {"rain": on.number})
+def test_others_publish_what_they_know(installed: runtime.Runtime, folder: Path) -> None:
+    looks.publish(installed, "weather", lambda on: {"rain": on.number})
     assert control.look(ME, None, [folder])["weather"] == {"rain": 0}
-    looks.publish("weather", lambda on: 1 / 0)
+    looks.publish(installed, "weather", lambda on: 1 / 0)
     with pytest.raises(ControlRefused, match="division by zero"):
         control.look(ME, None, [folder])
 

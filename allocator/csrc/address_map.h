@@ -15,35 +15,35 @@ namespace ballonet {
 
 class AddressMap {
  public:
-  AddressMap() : slots_(1024) {}
+  AddressMap() : entries_(1024) {}
 
   void insert(std::uint64_t address, Blocks::Block* block) {
-    if ((count_ + 1) * 2 > slots_.size()) grow();
+    if ((count_ + 1) * 2 > entries_.size()) grow();
     put(address, block);
     ++count_;
   }
 
   Blocks::Block* find(std::uint64_t address) const {
-    for (std::size_t i = home(address);; i = (i + 1) & (slots_.size() - 1)) {
-      if (slots_[i].address == address) return slots_[i].block;
-      if (slots_[i].block == nullptr) return nullptr;
+    for (std::size_t i = home(address);; i = (i + 1) & (entries_.size() - 1)) {
+      if (entries_[i].address == address) return entries_[i].block;
+      if (entries_[i].block == nullptr) return nullptr;
     }
   }
 
-  // Returns what was removed, nullptr where there was nothing. Slots after it move up, so that no search meets a gap.
+  // Returns what was removed, nullptr where there was nothing. Entries after it move up, so that no search meets a gap.
   Blocks::Block* erase(std::uint64_t address) {
-    const std::size_t mask = slots_.size() - 1;
+    const std::size_t mask = entries_.size() - 1;
     std::size_t gap = home(address);
-    for (; slots_[gap].block != nullptr && slots_[gap].address != address; gap = (gap + 1) & mask) {
+    for (; entries_[gap].block != nullptr && entries_[gap].address != address; gap = (gap + 1) & mask) {
     }
-    Blocks::Block* removed = slots_[gap].block;
+    Blocks::Block* removed = entries_[gap].block;
     if (removed == nullptr) return nullptr;
-    for (std::size_t i = (gap + 1) & mask; slots_[i].block != nullptr; i = (i + 1) & mask) {
-      if (((i - home(slots_[i].address)) & mask) < ((i - gap) & mask)) continue;
-      slots_[gap] = slots_[i];
+    for (std::size_t i = (gap + 1) & mask; entries_[i].block != nullptr; i = (i + 1) & mask) {
+      if (((i - home(entries_[i].address)) & mask) < ((i - gap) & mask)) continue;
+      entries_[gap] = entries_[i];
       gap = i;
     }
-    slots_[gap] = {};
+    entries_[gap] = {};
     --count_;
     return removed;
   }
@@ -51,30 +51,31 @@ class AddressMap {
   std::size_t size() const { return count_; }
 
  private:
-  struct Slot {
+  struct Entry {
     std::uint64_t address = 0;
     Blocks::Block* block = nullptr;
   };
 
   std::size_t home(std::uint64_t address) const {
-    return static_cast<std::size_t>((address / Blocks::kAlignment) * 0x9E3779B97F4A7C15ULL >> 20) & (slots_.size() - 1);
+    return static_cast<std::size_t>((address / Blocks::kAlignment) * 0x9E3779B97F4A7C15ULL >> 20) &
+           (entries_.size() - 1);
   }
 
   void put(std::uint64_t address, Blocks::Block* block) {
     std::size_t i = home(address);
-    while (slots_[i].block != nullptr) i = (i + 1) & (slots_.size() - 1);
-    slots_[i] = {address, block};
+    while (entries_[i].block != nullptr) i = (i + 1) & (entries_.size() - 1);
+    entries_[i] = {address, block};
   }
 
   void grow() {
-    std::vector<Slot> old(slots_.size() * 2);
-    old.swap(slots_);
-    for (const Slot& slot : old) {
-      if (slot.block != nullptr) put(slot.address, slot.block);
+    std::vector<Entry> old(entries_.size() * 2);
+    old.swap(entries_);
+    for (const Entry& entry : old) {
+      if (entry.block != nullptr) put(entry.address, entry.block);
     }
   }
 
-  std::vector<Slot> slots_;
+  std::vector<Entry> entries_;
   std::size_t count_ = 0;
 };
 

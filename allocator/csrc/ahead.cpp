@@ -59,7 +59,7 @@ void Ahead::one_ended(const Range& range) {
 void Ahead::expect_no_more() {
   if (!coming_) return;
   coming_.reset();
-  slots_.unpromise();
+  cached_.unpromise();
 }
 
 void Ahead::forget_requests() {
@@ -84,7 +84,7 @@ bool Ahead::serve_request(Section& in) {
     const auto backed = [&] { return range->held[oldest->next].backing != Backing::kNone; };
     while (!range->closed && oldest->next < oldest->end && backed()) ++oldest->next;
     const bool wanted = !range->closed && oldest->next < oldest->end;
-    if (wanted && map_one(*range, oldest->next, Slots::Take::kNotAhead)) return true;
+    if (wanted && map_one(*range, oldest->next, CachedRanges::Take::kNotAhead)) return true;
   }
   const std::lock_guard lock(mutex_);
   requests_.pop_front();
@@ -93,11 +93,11 @@ bool Ahead::serve_request(Section& in) {
 
 bool Ahead::serve_coming(Section& in, Mapper& mapper) {
   if (!coming_ || space_.table.ahead() >= limit() || fences_.streams.capturing()) return false;
-  const bool enough = slots_.promise(coming_->like->pieces, coming_->left) == coming_->left;
-  if (enough && !slots_.lacks(coming_->mapped)) return false;
-  slots_.empty(1, Slots::Take::kUnpromised);
+  const bool enough = cached_.promise(coming_->like->pieces, coming_->left) == coming_->left;
+  if (enough && !cached_.lacks(coming_->mapped)) return false;
+  cached_.empty(1, CachedRanges::Take::kUnpromised);
   if (space_.device.book.idle() + space_.device.creatable() == 0) return false;
-  Stretch held = slots_.take_lacking(coming_->mapped);
+  Stretch held = cached_.take_lacking(coming_->mapped);
   if (held.pieces == 0) {
     try {
       held = space_.reserve(coming_->like->pieces);
@@ -106,28 +106,28 @@ bool Ahead::serve_coming(Section& in, Mapper& mapper) {
       return false;
     }
   }
-  // As a range that is closed it becomes a slot again, whatever fails meanwhile.
+  // As a range that is closed it becomes a cached range again, whatever fails meanwhile.
   const std::size_t pieces = held.pieces;
-  const auto slot =
+  const auto range =
       std::make_shared<Range>(mapper.shared_from_this(), std::move(held), pieces, Owner::kKv, nullptr, false);
-  in.ended.push_back(slot);
-  slot->closed = true;
+  in.ended.push_back(range);
+  range->closed = true;
   std::size_t piece = 0;
-  while (slot->held[piece].backing != Backing::kNone) ++piece;
-  const bool mapped = map_one(*slot, piece, Slots::Take::kUnpromised);
-  slots_.keep_closed(*slot);
-  if (slot->held.pieces > 0) {  // a page that could not be opened is retiring there
-    for (std::size_t i = 0; slot->held.ahead() > 0; ++i) space_.table.forget_ahead(slot->held, i);
-    space_.ranges.insert(slot.get());
+  while (range->held[piece].backing != Backing::kNone) ++piece;
+  const bool mapped = map_one(*range, piece, CachedRanges::Take::kUnpromised);
+  cached_.keep_closed(*range);
+  if (range->held.pieces > 0) {  // a page that could not be opened is retiring there
+    for (std::size_t i = 0; range->held.ahead() > 0; ++i) space_.table.forget_ahead(range->held, i);
+    space_.ranges.insert(range.get());
   }
   if (!mapped) expect_no_more();
   return mapped;
 }
 
 // Pre: the piece is unbacked. False where no more can be mapped ahead.
-bool Ahead::map_one(Range& range, std::size_t piece, Slots::Take take) {
+bool Ahead::map_one(Range& range, std::size_t piece, CachedRanges::Take take) {
   if (space_.table.ahead() >= limit() || fences_.streams.capturing()) return false;
-  slots_.empty(1, take);
+  cached_.empty(1, take);
   try {
     const PageId hint = mapping_.hint_for(range, piece, Place::kDevice);
     mapping_.back(range, {piece}, Place::kDevice, space_.device.take(1, range.owner, hint));

@@ -1,14 +1,14 @@
-// Pages that are mapped before anybody needs them: those that somebody asked for, and slots for ranges that are about
-// to come.
+// Pages that are mapped before anybody needs them: those that somebody asked for, and cached ranges for ranges that
+// are about to come.
 //
 // Note [Ranges to come]
-// The first prefill of a process finds no slots, and each layer's range would wait for its pages when it comes. But the
-// layers of a cache are alike: once the first has its pages it is known how many the others will want, and while a
-// layer is computed there is time to map those of the next. So whoever reserves the first range says how many will
-// follow, and the background makes slots for them, from pages that are free or may be created, no more than `limit` at
-// a time: a range that comes takes its slot and makes room for the next. Nothing is made that will not be used, and
-// what was promised and does not come (a forward that fails) is an ordinary slot once the first range is closed. One
-// cache at a time is served, the one that asked last; others map as they go.
+// The first prefill of a process finds no cached ranges, and each layer's range would wait for its pages when it comes.
+// But the layers of a cache are alike: once the first has its pages it is known how many the others will want, and
+// while a layer is computed there is time to map those of the next. So whoever reserves the first range says how many
+// will follow, and the background makes cached ranges for them, from pages that are free or may be created, no more
+// than `limit` at a time: a range that comes takes its own and makes room for the next. Nothing is made that will not
+// be used, and what was promised and does not come (a forward that fails) is an ordinary cached range once the first
+// range is closed. One cache at a time is served, the one that asked last; others map as they go.
 //
 // Creating pages ahead without mapping them needs no such limit, and is not worth it: of the time that a page costs on
 // CUDA that is a quarter, access is the rest. Nor can activations be had ahead: a first layer asks for all of theirs
@@ -32,8 +32,8 @@ namespace ballonet {
 
 class Ahead {
  public:
-  Ahead(AddressSpace& space, Fences& fences, Slots& slots, Mapping& mapping, Background& background)
-      : space_(space), fences_(fences), slots_(slots), mapping_(mapping), background_(background) {}
+  Ahead(AddressSpace& space, Fences& fences, CachedRanges& cached, Mapping& mapping, Background& background)
+      : space_(space), fences_(fences), cached_(cached), mapping_(mapping), background_(background) {}
 
   // Has the background back pieces of a range of KV, one after the other, with pages that are free or may be created.
   // Ends where there are none, where `limit` pages are unclaimed, or where the driver refuses. Throws UsageError.
@@ -41,7 +41,7 @@ class Ahead {
   // eLLM §5.1: less than 50 MB.
   std::size_t limit() const;
 
-  // A range that wants a slot has been reserved: one of those that were announced, or not.
+  // A range that wants a cached one has been reserved: one of those that were announced, or not.
   void one_came(Range& range);
   // Pieces of a range of KV have been mapped: those that follow it will want as many.
   void tell_followers(Range& range, std::size_t first, std::size_t count);
@@ -70,11 +70,11 @@ class Ahead {
     std::size_t mapped;  // pieces of each that will be mapped at first
   };
   bool push(Request request);
-  bool map_one(Range& range, std::size_t piece, Slots::Take take);
+  bool map_one(Range& range, std::size_t piece, CachedRanges::Take take);
 
   AddressSpace& space_;
   Fences& fences_;
-  Slots& slots_;
+  CachedRanges& cached_;
   Mapping& mapping_;
   Background& background_;
   std::optional<Coming> coming_;

@@ -130,7 +130,7 @@ void bind_range(py::module_& module) {
           "drop_kept",
           [](RangeHandle& r, std::size_t piece) {
             Section in(r.mapper().space);
-            return r.mapper().slots.drop(*r.range, piece);
+            return r.mapper().cached.drop(*r.range, piece);
           },
           py::arg("piece"), ReleaseGil())
       .def(

@@ -28,24 +28,24 @@ class HeapAddresses {
   void add(std::uint64_t begin, std::uint64_t end, Heap* heap) {
     std::lock_guard<std::mutex> lock(mutex_);
     const std::size_t used = used_.load(std::memory_order_relaxed);
-    std::size_t slot = 0;
-    while (slot < used && slots_[slot].heap.load(std::memory_order_relaxed) != nullptr) ++slot;
-    if (slot == kMost)
+    std::size_t entry = 0;
+    while (entry < used && entries_[entry].heap.load(std::memory_order_relaxed) != nullptr) ++entry;
+    if (entry == kMost)
       throw UsageError(format("more than %zu streams and memory pools allocate at the same time", kMost));
-    slots_[slot].begin.store(begin, std::memory_order_relaxed);
-    slots_[slot].end.store(end, std::memory_order_relaxed);
-    slots_[slot].heap.store(heap, std::memory_order_release);
-    if (slot == used) used_.store(used + 1, std::memory_order_release);
+    entries_[entry].begin.store(begin, std::memory_order_relaxed);
+    entries_[entry].end.store(end, std::memory_order_relaxed);
+    entries_[entry].heap.store(heap, std::memory_order_release);
+    if (entry == used) used_.store(used + 1, std::memory_order_release);
   }
 
   // Pre: no block of the stretch is live.
   void remove(std::uint64_t begin) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (Slot& slot : slots_) {
-      if (slot.begin.load(std::memory_order_relaxed) != begin) continue;
-      slot.heap.store(nullptr, std::memory_order_release);
-      slot.begin.store(0, std::memory_order_relaxed);
-      slot.end.store(0, std::memory_order_relaxed);
+    for (Entry& entry : entries_) {
+      if (entry.begin.load(std::memory_order_relaxed) != begin) continue;
+      entry.heap.store(nullptr, std::memory_order_release);
+      entry.begin.store(0, std::memory_order_relaxed);
+      entry.end.store(0, std::memory_order_relaxed);
     }
   }
 
@@ -54,9 +54,9 @@ class HeapAddresses {
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     const std::size_t used = used_.load(std::memory_order_acquire);
     for (std::size_t i = 0; i < used; ++i) {
-      Heap* const heap = slots_[i].heap.load(std::memory_order_acquire);
-      const bool inside = address >= slots_[i].begin.load(std::memory_order_relaxed) &&
-                          address < slots_[i].end.load(std::memory_order_relaxed);
+      Heap* const heap = entries_[i].heap.load(std::memory_order_acquire);
+      const bool inside = address >= entries_[i].begin.load(std::memory_order_relaxed) &&
+                          address < entries_[i].end.load(std::memory_order_relaxed);
       if (heap != nullptr && inside) return heap;
     }
     return nullptr;
@@ -64,14 +64,14 @@ class HeapAddresses {
 
  private:
   static constexpr std::size_t kMost = 4096;
-  struct Slot {
+  struct Entry {
     std::atomic<std::uint64_t> begin{0}, end{0};
     std::atomic<Heap*> heap{nullptr};
   };
   std::mutex mutex_;
   const HeldOverFork held_{ForkRank::kLast, mutex_};
   std::atomic<std::size_t> used_{0};
-  std::array<Slot, kMost> slots_;
+  std::array<Entry, kMost> entries_;
 };
 
 }  // namespace ballonet

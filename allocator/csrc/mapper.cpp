@@ -14,18 +14,18 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   if (pieces == 0) throw UsageError("a range needs at least one page");
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   Section in(space);
-  const bool from_slot = expected && owner == Owner::kKv;
+  const bool from_cached = expected && owner == Owner::kKv;
   Stretch held;
-  if (from_slot) {
+  if (from_cached) {
     retirement.shelve_passed(in);
-    held = slots.take(pieces, *expected);
+    held = cached.take(pieces, *expected);
   }
   if (held.pieces == 0) held = space.reserve(pieces);
   range =
       std::make_shared<Range>(shared_from_this(), std::move(held), pieces, owner, std::move(group), auto_retire, keeps);
   space.ranges.insert(range.get());
   if (owner == Owner::kKv) range->followers = more;
-  if (from_slot) ahead.one_came(*range);
+  if (from_cached) ahead.one_came(*range);
   return range;
 }
 
@@ -55,7 +55,7 @@ void Mapper::close(Range& range, bool unseen) {
   retirement.retire(range, {{0, range.pieces}}, unseen);
   range.closed = true;
   ahead.one_ended(range);
-  slots.keep_closed(range);
+  cached.keep_closed(range);
   retirement.reap_later(in);
 }
 
@@ -73,9 +73,9 @@ void Mapper::catch_up() {
 void Mapper::stop_background() {
   background.stop();
   Section in(space);
-  slots.stop_keeping();
+  cached.stop_keeping();
   ahead.expect_no_more();
-  slots.empty_all();
+  cached.empty_all();
   ahead.forget_requests();
 }
 
@@ -100,7 +100,7 @@ void Mapper::set_budget(std::size_t pages) {
   if (pages < device.book.created() && !fences.streams.capturing()) {
     retirement.reap(in);
     ahead.expect_no_more();
-    slots.empty(device.book.created() - pages, Slots::Take::kAll);
+    cached.empty(device.book.created() - pages, CachedRanges::Take::kAll);
   }
   device.set_budget(pages);
 }
@@ -110,7 +110,7 @@ bool Mapper::within_budget() {
   Pool& device = space.device;
   if (device.book.created() > device.budget() && !fences.streams.capturing()) {
     retirement.reap(in);
-    slots.empty(device.book.created() - device.budget(), Slots::Take::kAll);
+    cached.empty(device.book.created() - device.budget(), CachedRanges::Take::kAll);
   }
   device.shrink();
   return !device.above_budget();
@@ -119,7 +119,7 @@ bool Mapper::within_budget() {
 void Mapper::release_free() {
   Section in(space);
   ahead.expect_no_more();
-  slots.empty_all();
+  cached.empty_all();
   for (Pool* pool : {&space.device, &space.host, &space.peer}) pool->release_free();
 }
 
@@ -153,10 +153,10 @@ Mapper::Numbers Mapper::numbers() {
 
 void Mapper::check() {
   const std::lock_guard lock(space.mutex);
-  std::vector<const Stretch*> others = slots.stretches();
+  std::vector<const Stretch*> others = cached.stretches();
   others.push_back(&moves.scratch());
   space.check(others);
-  slots.check();
+  cached.check();
   retirement.check();
   ahead.check();
 }
@@ -164,7 +164,7 @@ void Mapper::check() {
 // Ahead of a fork, which holds the lock: a child needs no page that its owner has given up, although it is still
 // mapped.
 void Mapper::tell_idle() {
-  std::vector<const Stretch*> all = slots.stretches();
+  std::vector<const Stretch*> all = cached.stretches();
   for (const Range* range : space.ranges) all.push_back(&range->held);
   for (const Stretch* stretch : all) {
     for (std::size_t i = 0; i < stretch->size(); ++i) {
@@ -187,7 +187,7 @@ void Mapper::shutdown() {
         format("%zu ranges are still open: release the models and caches first", static_cast<std::size_t>(open)));
   }
   const bool cleared = moves.clear_scratch() || moves.clear_scratch();
-  slots.empty_all();
+  cached.empty_all();
   std::size_t left = 0;
   for (Pool* pool : {&space.device, &space.host, &space.peer}) left += pool->release_free();
   if (!cleared || retirement.size() > 0 || left > 0 || space.device.book.kept() > 0) {
@@ -195,7 +195,7 @@ void Mapper::shutdown() {
   }
   // What a tensor that is still alive gives back later goes to the driver.
   for (Pool* pool : {&space.device, &space.host, &space.peer}) pool->set_budget(0);
-  slots.stop_keeping();
+  cached.stop_keeping();
   shut_ = true;
 }
 

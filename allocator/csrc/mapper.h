@@ -2,7 +2,7 @@
 //
 //   space       pages, addresses and the table between them, under the one lock (address_space.h)
 //   fences      streams, and waiting for what they were given
-//   slots       free pages that stay where they are mapped
+//   cached      free pages that stay where they are mapped
 //   retirement  pages on their way out
 //   mapping     pages of a range's own, and where they come from
 //   aliasing    pages of another range
@@ -39,9 +39,9 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Mapper(const Mapper&) = delete;
   Mapper& operator=(const Mapper&) = delete;
 
-  // Addresses for `pieces` pages. With `expected` those of a slot, where one fits: so many pieces will be mapped soon.
-  // Of KV: `more` ranges of this size and group will follow, mapped as far as this one is at first; the background
-  // makes slots for them. Throws DriverError, UsageError for 0.
+  // Addresses for `pieces` pages. With `expected` those of a cached range, where one fits: so many pieces will be
+  // mapped soon. Of KV: `more` ranges of this size and group will follow, mapped as far as this one is at first; the
+  // background makes cached ranges for them. Throws DriverError, UsageError for 0.
   std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
                                  bool auto_retire = false, std::optional<std::size_t> expected = {},
                                  std::size_t more = 0, bool keeps = false);
@@ -63,13 +63,13 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Does what was to be mapped ahead and the background has not done yet.
   void catch_up();
   // Until `background.start()` and from here on retirements are completed by whoever calls, nothing is mapped ahead and
-  // no slot is kept.
+  // no range is cached.
   void stop_background();
 
   void set_budget(std::size_t pages);
   // Gives back what exists above the budget, as far as it is free; is it met now?
   bool within_budget();
-  // Free pages, of slots too, go back to the driver.
+  // Free pages, of cached ranges too, go back to the driver.
   void release_free();
   std::pair<std::size_t, std::size_t> free_memory();  // (free, total) as the driver counts
   std::size_t available() {
@@ -87,7 +87,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::size_t peer_created, peer_budget, peer_free;
     std::array<std::size_t, kOwners> pages;
     Copied copied;
-    std::size_t kept, ahead;  // of the free pages: in slots, mapped ahead
+    std::size_t kept, ahead;  // of the free pages: in cached ranges, mapped ahead
     Driver::PageTableTime time;
     std::size_t spilled;  // host pages that blocks of the heap lie on
   };
@@ -108,14 +108,14 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     return work();
   }};
   Fences fences{space, background};
-  Slots slots{space};
-  Retirement retirement{space, fences, slots, background};
-  Mapping mapping{space, fences, slots, retirement};
+  CachedRanges cached{space};
+  Retirement retirement{space, fences, cached, background};
+  Mapping mapping{space, fences, cached, retirement};
   Aliasing aliasing{space, fences, retirement, mapping};
   Copies copies{space, fences};
   Moves moves{space, fences, retirement, mapping, copies};
   Takes takes{space, fences, retirement, mapping, copies};
-  Ahead ahead{space, fences, slots, mapping, background};
+  Ahead ahead{space, fences, cached, mapping, background};
 
  private:
   friend class Range;

@@ -84,13 +84,13 @@ std::vector<PageId> Mapping::take(Section& in, Place place, std::size_t n, Owner
   Pool& pool = space_.pool(place);
   if (pool.book.idle() < n) retirement_.reap(in);
   if (pool.book.kept() == 0) return pool.take(n, owner, hint);
-  slots_.empty(n, Slots::Take::kNotAhead);
-  if (pool.book.idle() + pool.creatable() < n) slots_.empty(n - pool.creatable(), Slots::Take::kAll);
+  cached_.empty(n, CachedRanges::Take::kNotAhead);
+  if (pool.book.idle() + pool.creatable() < n) cached_.empty(n - pool.creatable(), CachedRanges::Take::kAll);
   try {
     return pool.take(n, owner, hint);
   } catch (const PoolExhausted&) {
     if (pool.book.kept() == 0) throw;
-    slots_.empty(n, Slots::Take::kAll);  // the driver has less than the budget allows
+    cached_.empty(n, CachedRanges::Take::kAll);  // the driver has less than the budget allows
   }
   return pool.take(n, owner, hint);
 }

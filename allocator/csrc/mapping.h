@@ -13,8 +13,8 @@ namespace ballonet {
 
 class Mapping {
  public:
-  Mapping(AddressSpace& space, Fences& fences, Slots& slots, Retirement& retirement)
-      : space_(space), fences_(fences), slots_(slots), retirement_(retirement) {}
+  Mapping(AddressSpace& space, Fences& fences, CachedRanges& cached, Retirement& retirement)
+      : space_(space), fences_(fences), cached_(cached), retirement_(retirement) {}
 
   // Backs pieces that are unbacked, kept or retiring; those already backed so are skipped. All or none.
   // `wait`: for pages that are retiring, where there are too few others. Throws PoolExhausted, DriverError, UsageError.
@@ -23,8 +23,8 @@ class Mapping {
   // Takes the lock itself.
   void prepare_host(std::size_t pages);
 
-  // Pages for pieces of a range: idle ones first, then those that retirements and slots have, then new ones, then what
-  // ranges keep, and last what was mapped ahead. `hint`: see Pool::take. Throws PoolExhausted, DriverError.
+  // Pages for pieces of a range: idle ones first, then those that retirements and cached ranges have, then new ones,
+  // then what ranges keep, and last what was mapped ahead. `hint`: see Pool::take. Throws PoolExhausted, DriverError.
   std::vector<PageId> take(Section& in, Place place, std::size_t n, Owner owner, PageId hint = kNoPage);
   // Puts pages of their own behind unbacked pieces, in order, and opens them. All or none: on a failure what was mapped
   // retires, and the pages are given back. Throws DriverError.
@@ -44,7 +44,7 @@ class Mapping {
 
   AddressSpace& space_;
   Fences& fences_;
-  Slots& slots_;
+  CachedRanges& cached_;
   Retirement& retirement_;
 };
 

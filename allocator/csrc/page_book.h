@@ -4,7 +4,7 @@
 //   page     one driver handle of page_size bytes; its id is its index here and never changes while it exists
 //   absent   an id whose handle is not created; costs nothing
 //   idle     free, and behind no address
-//   kept     free, and still behind an address, where it may be claimed without the driver; see slots.h
+//   kept     free, and still behind an address, where it may be claimed without the driver; see cached_ranges.h
 //
 // Guarantees, which `check` verifies: free, owned and retiring pages add up to those that exist; a free page that is
 // not kept is behind no address.

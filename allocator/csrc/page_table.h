@@ -43,7 +43,7 @@ struct Piece : Target {
   std::uint64_t changed = 0;
 };
 
-// A range's addresses, or a slot's.
+// A range's addresses, or a cached range's.
 class Stretch {
  public:
   Stretch() = default;

@@ -93,7 +93,7 @@ void Range::open_window() {
 void Range::close_window() {
   const std::lock_guard lock(mapper->space.mutex);
   --windows;
-  mapper->slots.keep_closed(*this);
+  mapper->cached.keep_closed(*this);
 }
 
 void Range::unpin(std::size_t offset, std::size_t size) {

@@ -10,13 +10,13 @@ namespace {
 
 struct Step {
   bool alloc;
-  std::size_t slot;  // of the block, among all of the trace
+  std::size_t place;  // of the block, among all of the trace
   std::size_t size;
   CUstream stream;
 };
 
-// Ids become slots and the trace's streams real ones ahead of time, so that the clock sees the heap and not a table.
-std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& peak_live, std::size_t& slots) {
+// Ids become places and the trace's streams real ones ahead of time, so that the clock sees the heap and not a table.
+std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& peak_live, std::size_t& places) {
   if (rows.size() % 32 != 0) throw UsageError("a packed trace has rows of 32 bytes");
   std::vector<Step> steps;
   std::unordered_map<std::uint64_t, Step> live;
@@ -29,13 +29,13 @@ std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& pe
     std::memcpy(&stream, rows.data() + at + 24, 8);
     if (rows[at] == 1) {
       if (streams.count(stream) == 0) streams[stream] = mapper.fences.create_stream();
-      const Step step{true, slots++, size, streams[stream]};
+      const Step step{true, places++, size, streams[stream]};
       if (!live.emplace(id, step).second)
         throw UsageError(format("block %llu is allocated twice", static_cast<unsigned long long>(id)));
       steps.push_back(step);
       peak_live = std::max(peak_live, bytes += size);
     } else if (const auto found = live.find(id); found != live.end()) {
-      steps.push_back({false, found->second.slot, 0, nullptr});
+      steps.push_back({false, found->second.place, 0, nullptr});
       bytes -= found->second.size;
       live.erase(found);
     }
@@ -52,9 +52,9 @@ std::uint64_t all_driver_calls() {
 
 Replayed replay(Device& device, std::string_view rows) {
   Replayed result{};
-  std::size_t slots = 0;
-  const std::vector<Step> steps = parse(rows, *device.mapper, result.peak_live, slots);
-  std::vector<void*> blocks(slots, nullptr);
+  std::size_t places = 0;
+  const std::vector<Step> steps = parse(rows, *device.mapper, result.peak_live, places);
+  std::vector<void*> blocks(places, nullptr);
   device.mapper->reset_peak();
   device.heap.reset_peaks();
   const std::uint64_t calls = all_driver_calls();
@@ -67,8 +67,8 @@ Replayed replay(Device& device, std::string_view rows) {
   try {
     for (const Step& step : steps) {
       if (step.alloc) {
-        blocks[step.slot] = step.size == 0 ? nullptr : device.heap.allocate(step.size, step.stream);
-      } else if (void*& block = blocks[step.slot]; block != nullptr) {
+        blocks[step.place] = step.size == 0 ? nullptr : device.heap.allocate(step.size, step.stream);
+      } else if (void*& block = blocks[step.place]; block != nullptr) {
         device.heap.deallocate(block);
         block = nullptr;
       }

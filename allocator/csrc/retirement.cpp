@@ -106,7 +106,7 @@ void Retirement::visit(const Entry& entry, Visit visit) {
   }
 }
 
-// At most so many pieces of a retirement that has passed: they are unmapped, or kept for a slot.
+// At most so many pieces of a retirement that has passed: they are unmapped, or kept for a cached range.
 Retirement::Left Retirement::finish(Entry& entry, std::size_t most, std::size_t& freed) {
   Left left = Left::kNone;
   Range& range = *entry.range;
@@ -115,7 +115,7 @@ Retirement::Left Retirement::finish(Entry& entry, std::size_t most, std::size_t&
       left = Left::kSome;
       return false;
     }
-    if (slots_.may_keep(range, i)) {
+    if (cached_.may_keep(range, i)) {
       space_.keep(range.held, i, false);
       ++freed;
     } else if (space_.vacate(range.held, i)) {
@@ -125,7 +125,7 @@ Retirement::Left Retirement::finish(Entry& entry, std::size_t most, std::size_t&
     }
     return true;
   });
-  if (left == Left::kNone) slots_.keep_closed(range);
+  if (left == Left::kNone) cached_.keep_closed(range);
   return left;
 }
 

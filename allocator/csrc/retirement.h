@@ -16,18 +16,18 @@
 #include <deque>
 #include <memory>
 
+#include "cached_ranges.h"
 #include "fences.h"
-#include "slots.h"
 
 namespace ballonet {
 
 class Retirement {
  public:
-  Retirement(AddressSpace& space, Fences& fences, Slots& slots, Background& background)
-      : space_(space), fences_(fences), slots_(slots), background_(background) {}
+  Retirement(AddressSpace& space, Fences& fences, CachedRanges& cached, Background& background)
+      : space_(space), fences_(fences), cached_(cached), background_(background) {}
 
   // Unbacked pieces are skipped, pinned ones follow when their last pin goes, those mapped ahead are unclaimed like a
-  // slot's from here on. `unseen`: streams may use them that were never seen. Throws nothing of the driver's.
+  // cached range's from here on. `unseen`: streams may use them that were never seen. Throws nothing of the driver's.
   void retire(Range& range, const Spans& spans, bool unseen = false);
   // Completes retirements, the oldest first, whose fences have passed. Returns the pages freed.
   std::size_t reap(Section& in);
@@ -35,8 +35,8 @@ class Retirement {
   std::size_t reap_waiting(Section& in);
   // In the background, or now where there is none.
   void reap_later(Section& in);
-  // Makes slots of ranges that are closed and whose retirements have passed, and of nothing else: that takes no driver
-  // call that is worth mentioning.
+  // Makes cached ranges of ranges that are closed and whose retirements have passed, and of nothing else: that takes no
+  // driver call that is worth mentioning.
   void shelve_passed(Section& in);
   // A few pieces of the oldest, for the background.
   Background::Next step(Section& in);
@@ -58,7 +58,7 @@ class Retirement {
 
   AddressSpace& space_;
   Fences& fences_;
-  Slots& slots_;
+  CachedRanges& cached_;
   Background& background_;
   std::deque<Entry> queue_;
   std::uint32_t next_ticket_ = 1;

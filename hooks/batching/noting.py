@@ -8,27 +8,29 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ...offload.timeline.recorder import served
+from ...allocator.runtime import Runtime
+from ...offload.timeline.recorder import recorders_of
 from ...offload.timeline.series import End
 from ..measure.histogram import Latencies, RequestTimes
 
 
 class Noting:
-    """What one loop tells. `loop`: the name of its model; `latencies`: of its model's requests."""
+    """What one loop tells. `loop`: the name of its model; `latencies`: of its model's requests; `on`: where it runs."""
 
-    def __init__(self, loop: str, latencies: Latencies) -> None:
+    def __init__(self, loop: str, latencies: Latencies, on: Runtime) -> None:
         self._loop = loop
+        self._recorders = recorders_of(on)
         self._times = RequestTimes(latencies)
 
     def came(self, state: Any) -> None:
         """A request waits that is new."""
         came, prompt = round(state.created_time * 1e9), len(state.initial_tokens)
         self._times.came(state.request_id, state.created_time)
-        served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
+        self._recorders.served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
 
     def again(self, state: Any) -> None:
         """A request that has begun waits again."""
-        served(lambda all_: all_.again(self._loop, state.request_id))
+        self._recorders.served(lambda all_: all_.again(self._loop, state.request_id))
 
     def batch(self, states: Iterable[Any], tokens: int) -> None:
         """A batch is computed next. Its thread is called after the model, so that decisions that it asks for say whose
@@ -39,18 +41,18 @@ class Noting:
         requests, now = [(state.request_id, generated(state)) for state in states], time.monotonic_ns()
         for name, got in requests:
             self._times.got(name, now / 1e9, got)
-        served(lambda all_: all_.batch(self._loop, now, requests, tokens))
+        self._recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
 
     def rests(self) -> None:
         """There is nothing to compute."""
-        served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
+        self._recorders.served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
 
     def ended(self, state: Any, end: End = "finished") -> None:
         """A request is over; it has failed where it has an error."""
         tokens, how = generated(state), "failed" if end == "finished" and state.error is not None else end
         now = time.monotonic_ns()
         self._times.ended(state.request_id, now / 1e9, tokens, how == "finished")
-        served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, how))
+        self._recorders.served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, how))
 
 
 def generated(state: Any) -> int:

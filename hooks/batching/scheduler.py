@@ -12,6 +12,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
+from ...allocator import runtime
 from ...allocator.errors import DriverError, ManageError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
@@ -65,7 +66,7 @@ class ElasticScheduler(Scheduler):
         living, blocks = cache.model.living, cache.kept
         shared = None if living is None else living.store
         self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
-        self._noting = Noting(cache.model.name, cache.model.latencies)
+        self._noting = Noting(cache.model.name, cache.model.latencies, runtime.holding(cache.model.device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)

@@ -14,13 +14,14 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
 from torch import nn
 
 from ...allocator.interrupts import Finalizer
+from ...allocator.patches import Seam, Undo
 from ..compat import release
 from ..device import governors
 from .batched import Batched
@@ -66,10 +67,7 @@ class _Thread(threading.local):
     attached: Batched | None = None  # the model whose generation loop this thread is making
 
 
-_thread = _Thread()
-_lock = threading.RLock()  # a model may be collected anywhere
-_attached: dict[int, Batched] = {}  # by id of a model that lives
-_undo: list[Callable[[], None]] = []
+_thread: Final = _Thread()
 
 
 def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
@@ -80,10 +78,7 @@ def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
     if (reason := why_stock()) is not None:
         warnings.warn(f"continuous batching stays transformers' own: {reason}", RuntimeWarning, stacklevel=2)
         return lambda: None
-    with _lock:
-        if not _undo:
-            _replace()
-        _attached[id(model)] = batched
+    _attached.add(id(model), batched)
     return Finalizer(model, functools.partial(_detach, id(model)))
 
 
@@ -108,7 +103,7 @@ def why_stock() -> str | None:
     return None
 
 
-def _replace() -> None:
+def _replace() -> Iterator[Undo]:
     from transformers.generation.continuous_batching import continuous_api, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -153,10 +148,10 @@ def _replace() -> None:
 
         return make
 
-    _put(continuous_api, "PagedAttentionCache", cache)
-    _put(continuous_api, "OffloadingManager", preemption)
+    yield _put(continuous_api, "PagedAttentionCache", cache)
+    yield _put(continuous_api, "OffloadingManager", preemption)
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
-        _put(mapping, name, scheduling(mapping[name], elastic))
+        yield _put(mapping, name, scheduling(mapping[name], elastic))
     processor = continuous_api.ContinuousBatchProcessor
     for owner, name, mine in (
         (manager, "_create_batch_processor", create),
@@ -164,15 +159,15 @@ def _replace() -> None:
         (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
         (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
     ):
-        _put(owner, name, mine)
+        yield _put(owner, name, mine)
 
 
 def others_run(model: Batched) -> bool:
     """Do requests of other models on the device of this one run?"""
-    return any(each.runs for each in tuple(_attached.values()) if each is not model and each.device is model.device)
+    return any(each.runs for each in _attached.users if each is not model and each.device is model.device)
 
 
-def _put(owner: Any, name: str, mine: object) -> None:
+def _put(owner: Any, name: str, mine: object) -> Undo:
     """`owner`: a module, a class or a dictionary."""
     names = owner if isinstance(owner, dict) else vars(owner)
     stock = names[name]
@@ -189,16 +184,17 @@ def _put(owner: Any, name: str, mine: object) -> None:
         if names.get(name) is mine:  # else somebody has replaced it since
             put(stock)
 
-    _undo.append(put_back)
+    return put_back
+
+
+_attached: Final = Seam[Batched](_replace)  # by id of a model that lives
 
 
 def _detach(key: int) -> None:
-    with _lock, suppress(KeyError):
-        if (living := _attached.pop(key).living) is not None:
-            living.close()
-        while _undo and not _attached:
-            _undo[-1]()
-            _undo.pop()
+    known = _attached.get(key)
+    if known is not None and known.living is not None:
+        known.living.close()
+    _attached.remove(key)
 
 
 def batched(model: nn.Module) -> Batched | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -38,62 +37,63 @@ class Composition(NamedTuple):
     waits: Callable[[], float] = time.monotonic
 
 
-_composition = Composition()
-_governors: weakref.WeakKeyDictionary[Runtime, Governor] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_unless_said = Composition()  # of a runtime that was not composed itself, and of what has no runtime
 _measuring = threading.Lock()
 
 
-def compose_with(composition: Composition) -> Composition:
-    """Governors are made with this from now on, and those that are there are forgotten: no model is managed. Returns
-    what they were made with before."""
-    global _composition
-    with _lock:
-        before, _composition = _composition, composition
-        _governors.clear()
-        return before
+def compose_with(composition: Composition, device: Device | None = None) -> Composition:
+    """The governor of the device, for None of every one that is not composed itself, is made with this from now on, and
+    the one that is there is forgotten: no model is managed. Returns what it was made with before."""
+    global _unless_said
+    before = composed_with(device)
+    if device is None:
+        _unless_said = composition
+    else:
+        runtime.holding(device).parts.put(composition)
+    for each in runtime.every():
+        if device in (None, each.device):
+            each.parts.drop(Governor)
+    return before
 
 
-def composed_with() -> Composition:
-    """Returns what governors are made with."""
-    return _composition
+def composed_with(device: Device | None = None) -> Composition:
+    """Returns what the governor of the device is made with; for None what one is that is not composed itself."""
+    return (None if device is None else runtime.holding(device).parts.get(Composition)) or _unless_said
 
 
 def of(device: Device) -> Governor:
     """Returns the governor of the device, made where there is none yet."""
-    with _lock:
-        found = runtime.holding(device)
-        governor = _governors.get(found)
-        if governor is not None:
-            return governor
-        governor = Governor(
-            device,
-            received=_received(device),
-            clock=_composition.clock,
-            waits=_composition.waits,
-            tuning=_composition.tuning,
-            events=found.events,
-            window=found.settings.reserve,
-            spill=found.settings.spill is True,
-            marks=None if device.kind == "standin" else marks_of(device),
-        )
-        _governors[found] = governor
-        found.preparing = governor.ladder.preparing
-        return governor
+    found = runtime.holding(device)
+    return found.parts.of(Governor, partial(_made, found))
+
+
+def _made(found: Runtime) -> Governor:
+    device, composition = found.device, composed_with(found.device)
+    governor = Governor(
+        device,
+        received=_received(device),
+        clock=composition.clock,
+        waits=composition.waits,
+        tuning=composition.tuning,
+        events=found.events,
+        window=found.settings.reserve,
+        spill=found.settings.spill is True,
+        marks=None if device.kind == "standin" else marks_of(device),
+    )
+    found.preparing = governor.ladder.preparing
+    looks.publish(found, "kv", _away)
+    return governor
 
 
 def known(found: Runtime) -> Governor | None:
     """Returns the governor of a runtime, None where nothing was managed on it."""
-    return _governors.get(found)
+    return found.parts.get(Governor)
 
 
 def _away(found: Runtime) -> dict[str, int]:
     """For those who watch: pages of KV of all caches of the device that lie on the host or a peer."""
-    governor = _governors.get(found)
+    governor = known(found)
     return {"displaced": 0 if governor is None else governor.displaced}
-
-
-looks.publish("kv", _away)
 
 
 def yield_pages(device: Device, governor: Governor) -> None:

@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -180,28 +180,32 @@ class CaptureRecord:
     def close(self) -> None:
         """The graph is gone. Whose layers it kept hears of that later: this may be a finalizer."""
         self.end()
-        loosened.extend(reference for reference, _, _ in self._models.values())
+        GRAPHS.loosened.extend(reference for reference, _, _ in self._models.values())
         self._shown.clear()
 
 
-_records: dict[int, CaptureRecord] = {}  # by id of the graph
-_others: dict[int, CaptureRecord] = {}  # by id of the model: of captures that torch's class does not know of
-_models: dict[int, weakref.ref[CapturedModel]] = {}  # those that are managed, by id
-loosened: deque[weakref.ref[CapturedModel]] = deque()  # models of which a graph is gone; see `tell_of_dropped`
-
-
 class _Graphs(captures.CaptureListener):
+    """All graphs that were captured by torch's own class, which is one for all devices, and by others."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, CaptureRecord] = {}  # by id of the graph
+        self.others: dict[
+            int, CaptureRecord
+        ] = {}  # by id of the model: of captures that torch's class does not know of
+        self.models: dict[int, weakref.ref[CapturedModel]] = {}  # those that are managed, by id
+        self.loosened: deque[weakref.ref[CapturedModel]] = deque()  # of which a graph is gone; see `tell_of_dropped`
+
     def begins(self, graph: Any, pool: object) -> None:
         tell_of_dropped()
-        before = _records.get(id(graph))
+        before = self.records.get(id(graph))
         if before is None:
             Finalizer(graph, partial(_drop, id(graph)), _leave)
-        record = _records[id(graph)] = CaptureRecord(before)
+        record = self.records[id(graph)] = CaptureRecord(before)
         models = _managed()
         for model in models:
             model.prepare_capture()
         record.begin(models)
-        for each in list(_records.values()):
+        for each in list(self.records.values()):
             if pool is not None and each.pool == pool and each is not record:
                 _include(record, each)
         if before is not None:
@@ -211,7 +215,7 @@ class _Graphs(captures.CaptureListener):
                 model.keep(None, [record])
 
     def ended(self, graph: Any, *, captured: bool) -> None:
-        record = _records.get(id(graph))
+        record = self.records.get(id(graph))
         if record is None:
             return
         record.end()
@@ -220,12 +224,12 @@ class _Graphs(captures.CaptureListener):
         elif record.before is None:
             self.reset(graph)
         else:  # it holds what it held, which torch does not replace
-            _records[id(graph)] = record.before
+            self.records[id(graph)] = record.before
             record.close()
             tell_of_dropped()
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:
-        record = _records.get(id(graph))
+        record = self.records.get(id(graph))
         if record is None:
             return nullcontext()
         for outer in _here():
@@ -237,7 +241,7 @@ class _Graphs(captures.CaptureListener):
         tell_of_dropped()
 
 
-_listener = _Graphs()
+GRAPHS: Final = _Graphs()
 
 
 def capturing(cuda: bool) -> bool:
@@ -247,22 +251,22 @@ def capturing(cuda: bool) -> bool:
 
 def attend(model: CapturedModel) -> None:
     """From now on what is captured of the model is noticed. Again: does nothing."""
-    _models[id(model)] = weakref.ref(model)
+    GRAPHS.models[id(model)] = weakref.ref(model)
     if hasattr(torch.cuda, "CUDAGraph"):
-        captures.listen(_listener)
+        captures.listen(GRAPHS)
 
 
 def forget(model: CapturedModel) -> None:
     """Ends the management of the model: graphs that have captured some of it are not replayed from now on."""
-    _models.pop(id(model), None)
-    _others.pop(id(model), None)
+    GRAPHS.models.pop(id(model), None)
+    GRAPHS.others.pop(id(model), None)
     _leave()
 
 
 def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None:
     """On a thread whose stream is captured, before anything is: these layers are about to be read, with None all that
     are resident, with () what belongs to no layer. ManageError where one of them is not resident."""
-    records = _here() or [_others.setdefault(id(model), CaptureRecord())]
+    records = _here() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
     if new := [each for each in records if (id(model), layers) not in each.noticed]:
         model.keep(layers, new)
     for each in new:
@@ -281,7 +285,7 @@ def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None
 
 def layers_of(model: CapturedModel) -> frozenset[int]:
     """The ids of the modules of the layers that graphs have captured."""
-    records = [*_records.values(), *filter(None, [_others.get(id(model))])]
+    records = [*GRAPHS.records.values(), *filter(None, [GRAPHS.others.get(id(model))])]
     return frozenset().union(*(each.layers(model) for each in records))
 
 
@@ -296,42 +300,44 @@ def why_short() -> str:
 
 def leases(group: Group) -> int:
     """How many captures hold one on the group now."""
-    return sum(each.capturing and any(group is mine for _, mine in each._groups) for each in list(_records.values()))
+    return sum(
+        each.capturing and any(group is mine for _, mine in each._groups) for each in list(GRAPHS.records.values())
+    )
 
 
 def tell_of_dropped() -> None:
     """Models hear of graphs that are gone. Called before the next forward of any of them."""
-    for _ in range(len(loosened)):
-        reference = loosened.popleft()
+    for _ in range(len(GRAPHS.loosened)):
+        reference = GRAPHS.loosened.popleft()
         model = reference()
         if model is not None and not model.kept():
-            loosened.append(reference)
-    if not _models:
+            GRAPHS.loosened.append(reference)
+    if not GRAPHS.models:
         _leave()
 
 
 def _here() -> list[CaptureRecord]:
     """The captures of this thread that have begun."""
-    return [each for each in list(_records.values()) if each.capturing and each.thread == threading.get_ident()]
+    return [each for each in list(GRAPHS.records.values()) if each.capturing and each.thread == threading.get_ident()]
 
 
 def _managed() -> list[CapturedModel]:
-    found = (reference() for reference in list(_models.values()))
+    found = (reference() for reference in list(GRAPHS.models.values()))
     return [model for model in found if model is not None and model.followed]
 
 
 def _include(record: CaptureRecord, other: CaptureRecord) -> None:
     record.include(other)
-    loosened.extend(reference for reference, _, _ in list(record._models.values()))
+    GRAPHS.loosened.extend(reference for reference, _, _ in list(record._models.values()))
     tell_of_dropped()
 
 
 def _drop(key: int) -> None:
-    record = _records.pop(key, None)
+    record = GRAPHS.records.pop(key, None)
     if record is not None:
         record.close()
 
 
 def _leave() -> None:
-    if not _models and not _records:
-        captures.leave(_listener)
+    if not GRAPHS.models and not GRAPHS.records:
+        captures.leave(GRAPHS)

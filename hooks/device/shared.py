@@ -359,6 +359,7 @@ def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: 
         share = Share(found, SharedLedger(_name(found.device)), tuning)
         share.join(total, floor, priority)
         found.shared = share
+        looks.publish(found, "shared", _published)
 
 
 def change_total(device: str | None, total: int | None, timeout: float) -> list[dict[str, Any]]:
@@ -456,4 +457,3 @@ def _published(found: Runtime) -> dict[str, Any] | None:
 
 atexit.register(_end)
 os.register_at_fork(after_in_child=_forget)
-looks.publish("shared", _published)

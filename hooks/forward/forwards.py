@@ -34,7 +34,7 @@ from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
 from .gate import Gate
 from .here import Here
-from .hook import CALL, Hook, opaquely
+from .hook import CALL, Hook, opaquely, remove_all
 from .lease import ForwardLease, current
 from .turns import Turn, Turns
 
@@ -126,11 +126,11 @@ class Forwards:
 
     def unhook(self) -> None:
         self._unhooked = True
-        _remove(self._handles)
+        remove_all(self._handles)
         self._remove_boundaries()
 
     def _remove_boundaries(self) -> None:
-        _remove(self._boundaries)
+        remove_all(self._boundaries)
         while self._leaving:
             self._leaving.popitem()[1].remove()
 
@@ -363,8 +363,3 @@ class _LeaveLayer(Hook):
 
 
 _ENTER: Final = Forwards._enter.__code__
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()

@@ -10,6 +10,8 @@ Note [Layers that do not run here]
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any, Final
 
 from torch import nn
 
@@ -21,6 +23,7 @@ class Here:
 
     def __init__(self) -> None:
         self.span: Span | None = None
+        self.spliced_by: Callable[[], Any] = lambda: None  # returns the Splice that sets it, None where there is none
 
     def runs(self, layer: int) -> bool:
         """Does the decoder layer of this number run here?"""
@@ -28,7 +31,7 @@ class Here:
         return span is None or layer in span
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, Here] = weakref.WeakKeyDictionary()
+_known: Final[weakref.WeakKeyDictionary[nn.Module, Here]] = weakref.WeakKeyDictionary()
 
 
 def here_of(model: nn.Module) -> Here:

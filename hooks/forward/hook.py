@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 CALL: Final = nn.Module._call_impl.__code__  # of the call of a module, which its hooks find on the stack
 _REASON: Final = (
@@ -36,6 +37,13 @@ _REASON: Final = (
 def opaquely(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls what the compiler cannot follow: it breaks its graph, or says why where it was told not to."""
     return function(*args, **kwargs)
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Takes hooks out of their modules, and their handles out of the list. To be called again where it was
+    interrupted."""
+    while handles:
+        handles.pop().remove()
 
 
 class Hook:

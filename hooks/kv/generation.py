@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Finalizer, guarded
+from ...allocator.patches import Seam, Undo
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, layer_types
 from ..device.references import label
@@ -75,13 +76,17 @@ class _Thread(threading.local):
     listener: CacheListener | None = None  # until the first cache of its model was made
 
 
-_thread = _Thread()
-_lock = threading.RLock()  # a model may be collected, and so detached, anywhere
-# id of a model that lives -> the configuration of what writes text, whether something acts on single layers, its device
-# and its name
-_attached: dict[int, tuple[Any, bool, Device | None, str]] = {}
-_undo: list[Callable[[], None]] = []
-_preparing: set[type] = set()  # classes whose preparation of a cache is wrapped
+class _Attached(NamedTuple):
+    """What is known of a model that builds caches: the configuration of what writes text, whether something acts on
+    single layers, its device and its name."""
+
+    config: Any
+    alone: bool
+    device: Device | None
+    name: str
+
+
+_thread: Final = _Thread()
 
 
 def attach(model: nn.Module, device: Device | None = None, *, alone: bool = False) -> Callable[[], object]:
@@ -95,21 +100,16 @@ def attach(model: nn.Module, device: Device | None = None, *, alone: bool = Fals
     parts = [part for part in model.modules() if not reason_to_leave(type(part), getattr(part, "config", None))]
     if not parts:
         return lambda: None
-    table = layer_types()
-    with _lock:
-        if any(id(part) in _attached for part in (model, *parts)):
+    with _attached.lock:
+        if any(_attached.get(id(part)) for part in (model, *parts)):
             raise AlreadyManaged(f"this {type(model).__name__} is attached already: release the first Managed before")
-        if not _undo:
-            growing = [kind for kind, stock in table.items() if inspect.unwrap(stock) in ELASTIC]
-            _undo.extend(_patch_layer_type(table, kind) for kind in growing)
-        _attached[id(model)] = (parts[0].config, alone, device, label(model))
+        _attached.add(id(model), _Attached(parts[0].config, alone, device, label(model)))
         for part in parts:
-            _attached[id(part)] = (part.config, alone, device, label(model))
+            _attached.add(id(part), _Attached(part.config, alone, device, label(model)))
             for owner in type(part).__mro__:
-                if PREPARE_CACHE in vars(owner) and owner not in _preparing:
-                    _preparing.add(owner)
-                    _undo.append(_patch_preparation(owner))
-    finalizers = [Finalizer(part, partial(_detach, id(part))) for part in dict.fromkeys((model, *parts))]
+                if PREPARE_CACHE in vars(owner):
+                    _attached.also(owner, partial(_patch_preparation, owner))
+    finalizers = [Finalizer(part, partial(_attached.remove, id(part))) for part in dict.fromkeys((model, *parts))]
 
     def detach() -> None:
         for each in finalizers:
@@ -147,14 +147,14 @@ def listening(listener: CacheListener) -> AbstractContextManager[None]:
     return guarded(begin, end)
 
 
-def _detach(key: int) -> None:
-    with _lock:
-        _attached.pop(key, None)
-        if not _attached:
-            _preparing.clear()
-            while _undo:
-                _undo[-1]()
-                _undo.pop()
+def _replace_layers() -> Iterator[Undo]:
+    table = layer_types()
+    for kind, stock in list(table.items()):
+        if inspect.unwrap(stock) in ELASTIC:
+            yield _patch_layer_type(table, kind)
+
+
+_attached: Final = Seam[_Attached](_replace_layers)  # by id of a model that lives
 
 
 def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
@@ -185,7 +185,7 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
         given = signature.bind(model, *args, **kwargs).arguments
         known = _attached.get(id(model))
         if known is not None:
-            mark("generate()")
+            mark("generate()", known.device)
         if getattr(given.get("generation_config"), "cache_implementation", None) not in _ELASTIC:
             known = None
         # The longest that the cache gets to be: the last token generated is never put into it.

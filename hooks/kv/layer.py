@@ -33,7 +33,8 @@ from ..compat import DynamicLayer, cropped, eager
 from ..device import graphs
 from ..forward.lease import GroupLease
 from .grouping import CacheRanges
-from .range import KVRange, Latest
+from .range import KVRange
+from .shown import Latest
 from .tensors import KVShape, Pair
 
 _THERE: Final = ("_range", "_latest")  # attributes that a copy cannot have
@@ -146,7 +147,7 @@ class ElasticLayer(DynamicLayer):
             super().reorder_cache(cast(torch.LongTensor, beam_idx))
             return
         rows = beam_idx.to(kv_range.shape.device)
-        if rows.shape == (kv_range.shape.batch,) and kv_range.exclusive():
+        if rows.shape == (kv_range.shape.batch,) and kv_range.shown.exclusive():
             kv_range.reorder(self._place, rows)
         else:
             self._replace(lambda tensor: tensor.index_select(0, rows))
@@ -280,7 +281,7 @@ class ElasticLayer(DynamicLayer):
                 kv_range.leave(place)
                 raise
         before, at = self._range, self._place
-        self._range, self._place, self._latest = kv_range, place, kv_range.latest(place)
+        self._range, self._place, self._latest = kv_range, place, kv_range.shown.latest[place]
         self._keys = self._values = None
         if before is not None:
             before.leave(at)

@@ -1,21 +1,5 @@
 """A range of KV: the keys and values of a group of layers, mapped to the longest of them.
 
-Note [Who else looks]
-    Stock layers make new tensors whenever they change, so whoever took `layer.keys` before keeps what he saw. Here
-    tensors are views of one place, and what was shown must not change under them either. Appending is harmless: it
-    writes behind everything shown. But reordering, or cutting the tail and appending again, would show. So every
-    storage that is made over the range is remembered by a weak reference, and before something shown is overwritten
-    the range drops its own views and asks whether any storage is still alive (`exclusive`). As a rule none is, and
-    the work is done in place; otherwise the layer that wants to change moves to a new range and leaves the old one to
-    whoever looks at it. Pages given back under a view leave with it: the core keeps what a tensor covers.
-
-Note [Readable at any time]
-    A compiler that traces `keys` or `values` can read a tensor, and make a view of one, but cannot make a tensor of
-    mapped memory. And whatever it reads on the way it guards, so that another cache could mean another graph. So what
-    a layer has is kept as two tensors (`Latest`), as a stock layer keeps it, and made anew at once where the range had
-    to drop them; as it drops those of all layers to find out who else looks, some may be missing until their layer's
-    next update, and are then made of the tensor over all that is mapped, which is always there.
-
 Note [Interrupts]
     Ctrl-C may end any call between any two lines. So lengths change last when tokens come and first when they go: the
     pieces under them are mapped at any time. What else may be mapped is remembered before it is (`_most`); mapping and
@@ -32,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -45,28 +28,10 @@ from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
 from .pages import KVPages
 from .prefill import copied_in
-from .tensors import KVShape, Pair, RangeTensors, Views
+from .shown import ShownTokens
+from .tensors import KVShape, Pair, RangeTensors
 
 _cat: Final = torch.cat
-
-
-class Latest:
-    """What a layer has now, and all that the compiler sees of a range. See Note [Readable at any time]."""
-
-    def __init__(self) -> None:
-        self.length = 0  # tokens
-        self.keys: torch.Tensor | None = None  # [batch, heads, length, k_dim]; None where the range has dropped it
-        self.values: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """The pieces that are mapped, as elements, and views of them."""
-
-    pieces: int
-    flat: torch.Tensor  # over one storage, which is all that is mapped: one that spans more could not be saved
-    capacity: int  # tokens that lie wholly on it
-    views: list[Views | None]  # by place
 
 
 class KVRange:
@@ -95,7 +60,9 @@ class KVRange:
             expected=min(expected, geometry.tokens) * geometry.token_bytes,
             more=more,
         )
-        alone = weakref.WeakMethod(self.exclusive)  # or it would refer to itself
+        self._growth = DEFAULT.kv_growth if tier is None else tier.governor.tuning.kv_growth
+        self.shown: Final = ShownTokens(geometry, RangeTensors(self.range, geometry, shape, self._growth.storages))
+        alone = weakref.WeakMethod(self.shown.exclusive)  # or it would refer to itself
         self.pages: Final = KVPages(
             device, group, self.range, geometry, tier, kept, lambda: (ask := alone()) is None or ask()
         )
@@ -105,17 +72,9 @@ class KVRange:
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
         self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
-        self._growth = DEFAULT.kv_growth if tier is None else tier.governor.tuning.kv_growth
-        self._tensors = RangeTensors(self.range, geometry, shape, self._growth.storages)
         self._forward = 0  # the last one that knows that this was appended to
-        self._latest = [Latest() for _ in range(geometry.layers)]
-        self._shown = [0] * geometry.layers  # tokens that someone may have a view of
         self._joined = 0  # places given out; one that was left is not given out again
-        self._left: set[int] = set()
         self._most = 0  # pieces that may be mapped, from the start of the range
-        self._first = 0  # pieces that have no page, from the start of the range: see Note [Released prefix]
-        self._mapped: _Mapped | None = None
-        self._open()
 
     def join(self, number: int) -> int | None:
         """A place for one more layer, None where all are taken. `number`: of the layer in its model, for readers."""
@@ -127,33 +86,31 @@ class KVRange:
 
     def leave(self, place: int) -> None:
         """The layer needs its tokens no more."""
-        self._left.add(place)
+        self.shown.left.add(place)
         self.cut(place, 0)
-
-    def latest(self, place: int) -> Latest:
-        """What the layer has; always the same object."""
-        return self._latest[place]
 
     def takes(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Can these tokens be appended here, in their shape and without changing what others look at?"""
-        start = self._latest[place].length
+        shown = self.shown
+        start = shown.latest[place].length
         return (
             self.shape.fits(keys, values)
             and start + keys.shape[2] <= self.geometry.tokens
-            and (start >= self._shown[place] or self.exclusive())
+            and (start >= shown.until[place] or shown.exclusive())
             and self.reaches(start + keys.shape[2])
         )
 
     def reaches(self, tokens: int) -> bool:
         """Can there be room for so many?"""
-        mapped = self._mapped or self._open()
+        mapped = self.shown.mapped or self.shown.open()
         return tokens <= mapped.capacity or self.pages.reachable(mapped.pieces, self.geometry.pieces(tokens))
 
     def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
         """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
         everything of the cache is resident (`KVTurns.forward`). None, and nothing has changed, where it is not, or
         where `takes` would say no. Of each token all layers but the first come here: it is what each layer costs."""
-        tier, mapped, latest = self._tier, self._mapped, self._latest[place]
+        tier, tokens = self._tier, self.shown
+        mapped, latest = tokens.mapped, tokens.latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
             return None
         leases, start = here.leases, latest.length
@@ -164,7 +121,7 @@ class KVRange:
             or lease.closed
             or end >= mapped.capacity
             or end >= self.pages.fills
-            or start < self._shown[place]
+            or start < tokens.until[place]
             or (views := mapped.views[place]) is None
             or keys.shape != self._one_key
             or values.shape != self._one_value
@@ -187,13 +144,13 @@ class KVRange:
         if self._forward != lease.number:
             self._forward = lease.number
             lease.touched(self._movable)
-        if views.write_both is not None:  # as `_write`, by one kernel
+        if views.write_both is not None:  # as `ShownTokens.write`, by one kernel
             _cat((keys, values), out=views.write_both.narrow(2, start, 1))
         else:
             views.write_keys.narrow(2, start, 1).copy_(keys)
             views.write_values.narrow(2, start, 1).copy_(values)
         shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
-        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
+        latest.length, tokens.until[place], (latest.keys, latest.values) = end, end, shown
         return shown
 
     def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
@@ -203,8 +160,8 @@ class KVRange:
         `takes` has said yes. Raises torch.OutOfMemoryError or DriverError, and has changed nothing, where no page is
         left to map.
         """
-        latest, tokens = self._latest[place], keys.shape[2]
-        start = latest.length
+        its, tokens = self.shown, keys.shape[2]
+        start = its.latest[place].length
         end = start + tokens
         lease, alone = current(), Lease()
         if lease is not None:
@@ -213,47 +170,36 @@ class KVRange:
             alone.enter(self.group)
         try:
             self.pages.begin(place, tokens, end, lease)
-            mapped = self._mapped or self._open()
+            mapped = its.mapped or its.open()
             took = end > mapped.capacity
             if took:
                 pieces = self.geometry.pieces(end)
                 self._most = max(self._most, pieces)
                 self.pages.map(mapped.pieces, pieces, end)
-                mapped = self._open(pieces)
-            views = mapped.views[place] or self._views(mapped, place)
+                mapped = its.open(pieces)
+            views = mapped.views[place] or its.views(mapped, place)
             self._note(start, tokens, lease)
-            shown = self._write(latest, place, views, keys, values, end)
+            shown = its.write(place, views, keys, values, end)
         finally:
             alone.close()
         if end >= self.pages.fills:
-            self.pages.filled(self._lengths(), soon=tokens > 1)
+            self.pages.filled(its.lengths(), soon=tokens > 1)
         if tokens == 1 and (took or end == mapped.capacity):
             self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
         if tokens > 1 and self.pages.worth_copying(tokens):
             return copied_in(self.device, self.range, self.geometry, mapped.flat, shown) or shown
         return shown
 
-    def _write(
-        self, latest: Latest, place: int, views: Views, keys: torch.Tensor, values: torch.Tensor, end: int
-    ) -> Pair:
-        """Copies the tokens behind the layer's last one, so that it has `end`, and returns what it has then."""
-        start = latest.length
-        views.write_keys.narrow(2, start, end - start).copy_(keys)
-        views.write_values.narrow(2, start, end - start).copy_(values)
-        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
-        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
-        return shown
-
     def pair(self, place: int) -> Pair:
         """The layer's keys, [batch, heads, length, k_dim], and values. Raises as `KVPages.show`."""
         if self.pages.unsettled:
             _show_pages(self.pages)
-        return self._tensors.pair((self._mapped or self._open()).flat, place, self._latest[place].length)
+        return self.shown.pair(place)
 
     def cut(self, place: int, length: int, then: int = 0) -> None:
         """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back, as in `fit`."""
-        latest = self._latest[place]
-        self.pages.lower((*self._lengths(place), length))
+        latest = self.shown.latest[place]
+        self.pages.lower((*self.shown.lengths(place), length))
         latest.length, latest.keys, latest.values = length, None, None
         if not self.fit(then):
             self._show(place)
@@ -261,17 +207,17 @@ class KVRange:
     def fit(self, then: int = 0) -> bool:
         """Gives the pages back that no token lies on, as an extension that failed leaves some; were there any? Those
         stay on which tokens will lie when there are `then`, which are on their way."""
-        pieces = self._needed()
+        shown, pieces = self.shown, self.shown.needed()
         soon = min(self._most, self.geometry.pieces(min(then, self.geometry.tokens)))
         if all(self.range.backing(piece) == "device" for piece in range(pieces, soon)):
             pieces = max(pieces, soon)
         if pieces >= self._most:
             return False
-        if self._mapped is not None and self._mapped.pieces > pieces:
-            self._mapped = None
-        self.exclusive()  # as its own views are dropped
+        if shown.mapped is not None and shown.mapped.pieces > pieces:
+            shown.mapped = None
+        shown.exclusive()  # as its own views are dropped
         self.pages.retire(pieces, self._most)
-        self._most, self._first = pieces, min(self._first, pieces)
+        self._most, shown.lost = pieces, min(shown.lost, pieces)
         for each in range(self._joined):
             self._show(each)
         return True
@@ -280,49 +226,46 @@ class KVRange:
         """Nothing is appended from now on, or it may be again. On the thread that uses the cache, before another one
         may or after. DriverError."""
         if kept:
-            self.pages.final(self._lengths())
+            self.pages.final(self.shown.lengths())
         else:
-            self.pages.lower(self._lengths())
+            self.pages.lower(self.shown.lengths())
 
     def part(self, place: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.
         BallonetError where some of them have no page (any more), or fly while another thread uses the cache."""
         self.pages.show()
         self.device.note_stream(self.pages.stream)
-        geometry = self.geometry
-        first, last = start * geometry.token_bytes // geometry.page, geometry.pieces(end)
-        token = start * geometry.token_stride - first * geometry.page // geometry.itemsize
-        return self._tensors.pair(self._tensors.over(first, last), place, end - start, token)
+        return self.shown.part(place, start, end)
 
     @property
     def held(self) -> int:
         """Pieces that have a page."""
-        return self._most - self._first
+        return self._most - self.shown.lost
 
     @property
     def missing(self) -> int:
         """Tokens, from the first one on, that the range has lost: see Note [Released prefix]."""
-        return -(-self._first * self.geometry.page // self.geometry.token_bytes)
+        return -(-self.shown.lost * self.geometry.page // self.geometry.token_bytes)
 
     def release_prefix(self, tokens: int) -> None:
         """Gives the pages back on which there is nothing but the first so many tokens. See Note [Released prefix]."""
-        first = tokens * self.geometry.token_bytes // self.geometry.page
-        if first > self._first:
-            self._drop()
-            before, self._first = self._first, first
-            self._open()
+        shown, first = self.shown, tokens * self.geometry.token_bytes // self.geometry.page
+        if first > shown.lost:
+            shown.drop()
+            before, shown.lost = shown.lost, first
+            shown.open()
             self.pages.release_prefix(before, first)
 
     @property
     def prefix_restorable(self) -> bool:
         """Does nobody look at what it gave up any more?"""
-        return self.pages.reachable(0, self._first)
+        return self.pages.reachable(0, self.shown.lost)
 
     @contextmanager
     def restoring_prefix(self) -> Iterator[int]:
         """Backs the released prefix again; within it the caller writes the tokens, as many as it says, to its pages
         (`write`). torch.OutOfMemoryError, DriverError; the prefix is then released as before."""
-        first = self._first
+        first = self.shown.lost
         with GroupLease(self.group):
             try:
                 self.pages.map_prefix(first, self.missing)
@@ -330,9 +273,9 @@ class KVRange:
             except BaseException:
                 self.pages.release_prefix(0, first)
                 raise
-        self._first = 0
+        self.shown.lost = 0
         self.pages.prefix_restored()
-        self._open()
+        self.shown.open()
         for each in range(self._joined):
             self._show(each)
 
@@ -345,9 +288,10 @@ class KVRange:
         to_values.copy_(values)
 
     def reorder(self, place: int, rows: torch.Tensor) -> None:
-        """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of `exclusive()`."""
-        mapped, length = self._mapped or self._open(), self._latest[place].length
-        views = mapped.views[place] or self._views(mapped, place)
+        """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of
+        `ShownTokens.exclusive`."""
+        mapped, length = self.shown.mapped or self.shown.open(), self.shown.latest[place].length
+        views = mapped.views[place] or self.shown.views(mapped, place)
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
         chunk = max(1, min(length, self._growth.scratch // (token * shape.dtype.itemsize)))
@@ -363,52 +307,12 @@ class KVRange:
                     picked = scratch[: part.numel()].view(part.shape)
                     part.copy_(torch.ops.aten.index.Tensor_out(part, [None, rows], out=picked))
         self._show(place)
-        self.pages.filled(self._lengths())
-
-    def exclusive(self) -> bool:
-        """Does nobody else hold a view, so that what was shown may change? Drops the range's own views to find out.
-
-        See Note [Who else looks].
-        """
-        pieces = None if self._mapped is None else self._mapped.pieces
-        self._drop()
-        alone = self._tensors.none_is_held()
-        self._open(pieces)
-        if alone:
-            self._shown = [latest.length for latest in self._latest]
-        return alone
-
-    def _drop(self) -> None:
-        self._mapped = None
-        for latest in self._latest:
-            latest.keys = latest.values = None
+        self.pages.filled(self.shown.lengths())
 
     def _show(self, place: int) -> None:
-        if not self._first and not self.pages.unsettled:
-            latest = self._latest[place]
+        if not self.shown.lost and not self.pages.unsettled:
+            latest = self.shown.latest[place]
             latest.keys, latest.values = self.pair(place)
-
-    def _needed(self) -> int:
-        """Pieces under the longest layer's tokens, which are mapped."""
-        return self.geometry.pieces(max(latest.length for latest in self._latest))
-
-    def _lengths(self, but: int = -1) -> list[int]:
-        """Tokens of all layers that may still write, without the place `but`."""
-        return [each.length for place, each in enumerate(self._latest) if place != but and place not in self._left]
-
-    def _open(self, pieces: int | None = None) -> _Mapped:
-        """Opens the first `pieces` pieces, which are mapped. See Note [Readable at any time]."""
-        pieces = self._needed() if pieces is None else pieces
-        flat = self._tensors.over(0, 0 if self._first else pieces)
-        mapped = _Mapped(pieces, flat, self.geometry.capacity(pieces), [None] * self.geometry.layers)
-        self._mapped = mapped
-        return mapped
-
-    def _views(self, mapped: _Mapped, place: int) -> Views:
-        with torch.inference_mode(False):
-            views = self._tensors.views(mapped.flat, place, mapped.capacity)
-        mapped.views[place] = views
-        return views
 
     def _note(self, start: int, tokens: int, lease: ForwardLease | None) -> None:
         """Tells the core who is about to write where, and the lease of the forward that does."""

@@ -60,7 +60,7 @@ class Views(NamedTuple):
 
 class RangeTensors:
     """Makes tensors of shape `shape` over `range_`, whose tokens lie as `geometry` says, and remembers the storage of
-    each by a weak reference. See range.py, Note [Who else looks]."""
+    each by a weak reference. See shown.py, Note [Who else looks]."""
 
     def __init__(self, range_: Range, geometry: Geometry, shape: KVShape, storages: int) -> None:
         """`storages`: the storages after which those that are gone are forgotten."""

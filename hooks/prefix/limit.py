@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...allocator._native import Device
 from ...allocator.interrupts import if_free
 from ..device import pressure
 from .contents import Contents
@@ -15,7 +14,7 @@ class Limit:
         """`nbytes`: bytes of pages that may be kept, None for any number."""
         self._contents = contents
         self.nbytes = nbytes
-        pressure.add(self)
+        pressure.add(contents.device, self)
 
     def enforce(self) -> None:
         """Evicts down to the limit, and until the core could take all that is kept, in the middle of any operator, but
@@ -37,12 +36,10 @@ class Limit:
             contents.log_decision("evict", before - contents.pages)
         return gone > 0
 
-    def give_up(self, device: Device, pages: int) -> int:
-        """Gives back up to so many pages of the device, or some more; returns how many. See pressure.py. Does nothing
+    def give_up(self, pages: int) -> int:
+        """Gives back up to so many pages of its device, or some more; returns how many. See pressure.py. Does nothing
         while another thread is about to change something here."""
         contents = self._contents
-        if device is not contents.device:
-            return 0
         before = contents.device_pages
 
         def make_room() -> None:

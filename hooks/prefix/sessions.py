@@ -15,13 +15,12 @@ Note [Whose cache]
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import Finalizer
+from ...allocator.patches import Seam, Undo
 from ..compat import GenerationMixin, cache_name
 from ..kv import generation
 from ..kv.grouping import CacheRanges
@@ -42,37 +42,28 @@ from .snapshot_proof import goes_on
 from .snapshot_watch import Watch
 from .store import PrefixStore, numbers
 
-_lock = threading.RLock()  # a model may be collected, and so detached, anywhere
-_stores: dict[int, PrefixStore] = {}  # by id of a model that lives
-_undo: list[Callable[[], None]] = []
-
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError)
 
 
 def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
     """Makes `generate()` of the model use the store until the returned function is called (idempotent) or the model is
     collected."""
-    with _lock:
-        if not _undo:
-            _undo.append(_patch())
-            _undo.append(register_optimizer_step_post_hook(_stepped).remove)
-        _stores[id(model)] = store
-    return Finalizer(model, partial(_detach, id(model)))
+    _stores.add(id(model), store)
+    return Finalizer(model, partial(_stores.remove, id(model)))
 
 
-def _detach(key: int) -> None:
-    with _lock:
-        _stores.pop(key, None)
-        if not _stores:
-            while _undo:
-                _undo[-1]()
-                _undo.pop()
+def _replace() -> Iterator[Undo]:
+    yield _patch()
+    yield register_optimizer_step_post_hook(_stepped).remove
+
+
+_stores: Final = Seam[PrefixStore](_replace)  # by id of a model that lives
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
     """See identity.py, Note [Weights and settings]."""
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for store in tuple(_stores.values()):
+    for store in _stores.users:
         store.looks.stepped(parameters)
 
 

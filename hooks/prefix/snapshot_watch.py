@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.interrupts import Finalizer
 from ..compat import cache_name
-from ..forward.hook import Hook
+from ..forward.hook import Hook, remove_all
 from .snapshot import StateSnapshot
 
 _BY_TOKEN: Final = ("input_ids", "attention_mask")  # arguments with a column for each token
@@ -44,7 +44,7 @@ class Watch:
         self._salt = salt
         self._surplus = 0  # tokens at the start of the next forward that the cache has already
         self._handles: list[RemovableHandle] = []
-        self._remove = Finalizer(self, partial(_remove, self._handles))
+        self._remove = Finalizer(self, partial(remove_all, self._handles))
 
     def begin(self, columns: int) -> None:
         """The cache holds so many tokens, and what comes next is the first forward."""
@@ -103,8 +103,3 @@ class _After(_Before):
         watch = self._watch()
         if not torch.compiler.is_compiling() and watch is not None and len(given) == 4:
             watch.note(given[2])
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()

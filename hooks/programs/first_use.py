@@ -38,6 +38,7 @@ from torch import nn
 from ...allocator import runtime
 from ...allocator.errors import AlreadyManaged, BallonetError, PoolExhausted
 from ...allocator.interrupts import guarded
+from ...allocator.patches import Patches
 from ...offload.policy.tuning import DEFAULT
 from ..managed import Managed, managed, managed_as
 from ..options import ManageOptions
@@ -47,7 +48,6 @@ _ENTRIES: Final = {  # module of transformers → class and method through which
     "transformers.generation.utils": ("GenerationMixin", "generate"),
     "transformers.generation.continuous_batching.continuous_api": ("ContinuousMixin", "init_continuous_batching"),
 }
-_MISSING: Final = object()
 
 
 class FirstUse:
@@ -69,7 +69,7 @@ class FirstUse:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
         self._managed: weakref.WeakKeyDictionary[Any, weakref.ref[Managed]] = weakref.WeakKeyDictionary()
-        self._patched: list[tuple[type, str, object]] = []
+        self._patched = Patches()
         self._finder = _AfterImport({name: self._patch for name in _ENTRIES if name not in sys.modules})
         sys.meta_path.insert(0, self._finder)
         for name in _ENTRIES:
@@ -83,17 +83,11 @@ class FirstUse:
     def close(self) -> None:
         """Takes the patches out again; models that are managed stay so."""
         sys.meta_path.remove(self._finder)
-        while self._patched:
-            owner, method, before = self._patched.pop()
-            if before is _MISSING:
-                delattr(owner, method)
-            else:
-                setattr(owner, method, before)
+        self._patched.restore()
 
     def _patch(self, module: ModuleType) -> None:
         class_name, method = _ENTRIES[module.__name__]
         owner = getattr(module, class_name)
-        before = vars(owner).get(method, _MISSING)
         original: Callable[..., Any] = getattr(owner, method)
 
         @functools.wraps(original)
@@ -103,8 +97,7 @@ class FirstUse:
                 return getattr(owner, method)(model, *args, **kwargs)
             return original(model, *args, **kwargs)
 
-        setattr(owner, method, entered)
-        self._patched.append((owner, method, before))
+        self._patched.replace(owner, method, entered)
 
     def _take(self, model: Any) -> bool:
         """Manages the model, or waits until another thread has; warns where it is refused. False where it is traced by

@@ -75,7 +75,7 @@ class HeldLayers:
         self._weights = weights_of(handle)
         self._device = self._weights.device
         self._governor = governors.of(self._device)
-        self._ready = ReadyLayers(self._model, self._weights, governors.composed_with().interpreter)
+        self._ready = ReadyLayers(self._model, self._weights, governors.composed_with(self._device).interpreter)
         self._transfer = Transfer(self._device)
         self._lock = threading.RLock()
         self._withdraw: Callable[[], None] | None = None

@@ -41,7 +41,7 @@ class Server:
         self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
         self._models = models_on(device, names)
         self._handles: dict[str, Managed] = {}
-        grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
+        grid = Grid(*governors.composed_with(device).tuning.serving.measured) if len(names) > 1 else None
         for name in names:
             self._load(name, options, grid)
         self._application = Application(self._models, self.tenants, address, say)

@@ -26,14 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
 from ..forward.here import Here, here_of
+from ..forward.hook import remove_all
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
 from .results import Hidden, Logits
 from .running import Leaving, Now, Run, cache_name, cache_of, tokens_of
 from .trees import Call, Way, get, put
-
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Splice]] = weakref.WeakKeyDictionary()
 
 
 class Splice:
@@ -48,12 +47,11 @@ class Splice:
         name = type(model).__name__
         if not self.layers:
             raise SpliceError(f"{name} has no decoder layers that could run in parts")
-        owner = _owners.get(model)
-        if owner is not None and owner() is not None:
+        self._here: Here = here_of(model)
+        if self._here.spliced_by() is not None:
             raise SpliceError(f"this {name} is spliced already: close() the first Splice before, or change its span")
         self.model = model
         self.cache_name = cache_name(model)
-        self._here: Here = here_of(model)
         self._span = self.whole
         self._forms: tuple[LayerForm, ...] | None = None
         self._handles: list[RemovableHandle] = []
@@ -63,7 +61,7 @@ class Splice:
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
         self._closed = False
-        _owners[model] = weakref.ref(self)
+        self._here.spliced_by = weakref.ref(self)
 
     @property
     def whole(self) -> Span:
@@ -123,7 +121,7 @@ class Splice:
         if not self._closed:
             self.install(self.whole, self._forms or ())
             self._closed = True
-            _owners.pop(self.model, None)
+            self._here.spliced_by = lambda: None
 
     def __enter__(self) -> Self:
         return self
@@ -227,8 +225,7 @@ class Splice:
                 layer.__dict__.pop("forward", None)
             else:
                 layer.__dict__["forward"] = before
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
 
 
 class Stage:

@@ -72,7 +72,7 @@ class Elastic:
             lambda layer: self.captured.noticed(layer),
             pace.capturing,
             governor.tuning.waiting,
-            governors.composed_with().interpreter,
+            governors.composed_with(weights.device).interpreter,
             here_of(model),
             governor.waits,
         )
@@ -138,7 +138,7 @@ class Elastic:
 
     def give_up(self, pages: int) -> int:
         keeper = self.keeper()
-        return 0 if keeper is None else keeper.give_up(self._weights.device, pages)
+        return 0 if keeper is None else keeper.give_up(pages)
 
     # What the model does
 
@@ -152,7 +152,7 @@ class Elastic:
         """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
         captured, and cannot be."""
         self.captured.thread.open = True
-        if graphs.loosened:
+        if graphs.GRAPHS.loosened:
             graphs.tell_of_dropped()
         if self._pace.capturing():
             self.streaming.check_capture()

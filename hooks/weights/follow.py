@@ -22,18 +22,17 @@ Note [Left for good]
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import BallonetError, ManageError
+from ...allocator.patches import Seam, Undo
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
 from . import room
@@ -49,10 +48,6 @@ _SHARED = "it lies in the ranges of another managed model, which has it in commo
 _CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
 
 _capturing = torch.cuda.is_current_stream_capturing
-
-_followers: set[WeightsFollower] = set()
-_handles: list[RemovableHandle] = []
-_lock = threading.RLock()  # a model may be collected anywhere
 
 
 class WeightsFollower:
@@ -94,7 +89,7 @@ class WeightsFollower:
         plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
-        _watch(self)
+        _followers.add(id(self), self)
         return plan
 
     @property
@@ -119,7 +114,7 @@ class WeightsFollower:
 
     def close(self) -> None:
         """Follows the model no more. Again: does nothing."""
-        _unwatch(self)
+        _followers.remove(id(self))
 
     def _remember(self, model: nn.Module) -> None:
         """First of all, so that what changes during a look is seen at the next one."""
@@ -163,7 +158,7 @@ class WeightsFollower:
     def _of_others(self, found: Sequence[TensorMember]) -> dict[int, str]:
         """id -> name of those that another managed model has brought into its ranges, and may be using now."""
         others = [
-            each for follower in tuple(_followers) if follower is not self for each in follower._weights.all_ranges()
+            each for follower in _followers.users if follower is not self for each in follower._weights.all_ranges()
         ]
         return {id(member.tensor): member.name for member, _ in tenants_of(others, found)}
 
@@ -188,26 +183,18 @@ def _without(some: Mapping[int, str], found: Sequence[TensorMember]) -> list[Ten
     return [member for member in found if id(member.tensor) not in some]
 
 
-def _watch(follower: WeightsFollower) -> None:
-    with _lock:
-        _followers.add(follower)
-        if not _handles:
-            _handles.append(torch_module.register_module_parameter_registration_hook(_registered))
-            _handles.append(torch_module.register_module_module_registration_hook(_registered))
-            _handles.append(torch_module.register_module_buffer_registration_hook(_buffer_registered))
+def _listen() -> Iterator[Undo]:
+    yield torch_module.register_module_parameter_registration_hook(_registered).remove
+    yield torch_module.register_module_module_registration_hook(_registered).remove
+    yield torch_module.register_module_buffer_registration_hook(_buffer_registered).remove
 
 
-def _unwatch(follower: WeightsFollower) -> None:
-    with _lock:
-        _followers.discard(follower)
-        if not _followers:
-            while _handles:
-                _handles.pop().remove()
+_followers: Final = Seam[WeightsFollower](_listen)  # by id
 
 
 def _registered(module: nn.Module, *_: Any) -> None:
     # Models make lists of their layers in each forward: that of another's module is to cost nothing.
-    for follower in tuple(_followers):
+    for follower in _followers.users:
         if id(module) in follower.parts:
             follower.registered = True
 

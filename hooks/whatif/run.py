@@ -217,12 +217,12 @@ def _elastic(
 ) -> Iterator[_Clients]:
     here, tuning = machine.here, policy.tuning(machine)
     with ExitStack() as undo:
-        composed = governors.composed_with()._replace(clock=clock, tuning=tuning)
-        undo.callback(governors.compose_with, governors.compose_with(composed))
         install.install(here.budget, page_size=here.page_size, host_budget=here.host_budget, device="cpu")
         undo.callback(install.restore)
         undo.callback(gc.collect)  # errors of requests refer to frames, and those to caches
         device = runtime.require()
+        composed = governors.composed_with(device)._replace(clock=clock, tuning=tuning)
+        undo.callback(governors.compose_with, governors.compose_with(composed, device), device)
         device.stop_background()
         undo.enter_context(install.stock())
         grid = Grid(*tuning.serving.measured)

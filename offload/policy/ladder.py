@@ -10,6 +10,13 @@ Note [What it costs]
     read through the link in each decode step, whatever hides what else. What is idle costs nothing until it is used
     again: then a layer streams, and a page of KV is restored once.
 
+Note [Who gives layers]
+    Idle models first, of them the one with the lowest priority; of equals the one used last, which in a round of models
+    is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
+    in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing). So the place
+    of a layer depends on what was given before it. It is found by giving one after the other in thought (reclaim.py),
+    and layers keep that order among candidates of one rung and priority that cost the same.
+
 Note [Floors]
     A model keeps `floor` device pages for its weights and its caches together. So each candidate is passed over that
     would leave it with less once all before it are taken. The core may take some and not others (a thread leases them),
@@ -26,7 +33,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final
+from fractions import Fraction
+from typing import Final, Protocol
 
 
 class Rung(IntEnum):
@@ -98,6 +106,28 @@ class Candidate:
     def lever(self) -> str:
         """As events call it."""
         return (Rung.LEND if self.borrowed else self.rung).label
+
+
+class GivingModel(Protocol):
+    """A managed model (remap.Model)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def active(self) -> bool: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def used(self) -> float: ...
+    @property
+    def mru(self) -> bool: ...
+
+
+def weights_order(model: GivingModel, given: Fraction) -> tuple[bool, int, Fraction, float, str]:
+    """The key by which models give layers, the lowest next, when such a part of its weights is `given` already. See
+    Note [Who gives layers]."""
+    recency = model.used if model.mru else -model.used
+    return model.active, model.priority, given if model.active else Fraction(), -recency, model.name
 
 
 def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:

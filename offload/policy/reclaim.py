@@ -23,9 +23,9 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
-from .ladder import Candidate, Rung
+from .ladder import Candidate, Rung, weights_order
 from .plan import smallest
-from .remap import Model, victims
+from .remap import Model
 
 
 @lru_cache(maxsize=256)
@@ -51,10 +51,10 @@ def nested(pages: tuple[int, ...], streamed: tuple[int, ...] = ()) -> tuple[int,
 def listing(
     models: Iterable[Model], gone: Mapping[str, Collection[int]]
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """(model, layer) of all that may be taken, in the order of `remap.victims`: idle models each until it has given
-    what it can, then those that run, in turns. The first list stays within the caps, the second goes on beyond them.
-    `gone`: layers of each that have no pages of their own. See Note [As much as can be arranged]."""
-    givers = [_Giver.of(model, gone[model.name]) for model in victims(models)]
+    """(model, layer) of all that may be taken, in the order of `ladder.weights_order`: idle models each until it has
+    given what it can, then those that run, in turns. The first list stays within the caps, the second goes on beyond
+    them. `gone`: layers of each that have no pages of their own. See Note [As much as can be arranged]."""
+    givers = [_Giver.of(model, gone[model.name]) for model in models]
     within = _in_turns(givers)
     for giver in givers:
         giver.left += giver.beyond
@@ -88,7 +88,7 @@ def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:
     """What each gives of what is `left` to give."""
     givers, taken = list(those), []
     while givers:
-        giver = givers[0] if not givers[0].model.active else min(givers, key=lambda it: (it.model.priority, it.part))
+        giver = min(givers, key=lambda it: weights_order(it.model, it.given))
         layer = next((each for each in giver.order if giver.model.plan.pages[each] <= giver.left), None)
         if layer is None:
             givers.remove(giver)
@@ -118,7 +118,7 @@ class _Giver:
         return cls(model, order, within, most - within, model.freed)
 
     @property
-    def part(self) -> Fraction:
+    def given(self) -> Fraction:
         return Fraction(self.freed, max(1, sum(self.model.plan.pages)))
 
     def give(self, layer: int) -> None:

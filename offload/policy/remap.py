@@ -7,11 +7,9 @@ Note [Algorithm 1]
     (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always leaves one
     layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
 
-Note [Who gives]
-    Idle models first, of them the one with the lowest priority; of equals the one used last, which in a round of models
-    is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
-    in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing).
-    Given back is in the reverse order: to those that run, first where the most time is lost; then to the idle ones.
+Note [Given back]
+    In the reverse of the order of giving (ladder.py, Note [Who gives layers]): to those that run, first where the most
+    time is lost; then to the idle ones.
 
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
@@ -29,6 +27,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from .interval import Costs
+from .ladder import weights_order
 from .plan import Plan, fewest, smallest, spread
 from .tuning import DEFAULT
 
@@ -69,6 +68,11 @@ class Model:
     def freed(self) -> int:
         """Device pages of its weights that serve something else."""
         return sum(self.plan.pages) - self.plan.device_pages
+
+    @property
+    def given(self) -> Fraction:
+        """The part of its weights that serves something else."""
+        return Fraction(self.freed, max(1, sum(self.plan.pages)))
 
     @property
     def stall(self) -> float:
@@ -113,11 +117,6 @@ def standing(
     return found
 
 
-def victims(models: Iterable[Model]) -> list[Model]:
-    """In the order in which they give. See Note [Who gives]."""
-    return sorted(models, key=lambda it: (it.active, it.priority, -it.used if it.mru else it.used, it.name))
-
-
 @dataclass(frozen=True, slots=True)
 class RemapStep:
     """A model's next plan, and the device pages that it frees beyond those of the plan before it."""
@@ -129,9 +128,9 @@ class RemapStep:
 
 def reclaimable(models: Iterable[Model]) -> Iterator[RemapStep]:
     """All that weights can give, in the order in which they do: the list to take from while pages are wanted."""
-    giving = {each.name: each for each in victims(models)}
+    giving = {each.name: each for each in models}
     while giving:
-        giver = _next(giving.values())
+        giver = min(giving.values(), key=lambda each: weights_order(each, each.given))
         plan = _freeing_more(giver)
         if plan is None:
             del giving[giver.name]
@@ -209,15 +208,6 @@ def observe(
     if now - calm.since < dwell:
         return calm, 0
     return None, max(0, calm.free - mark - max(0, calm.first - free))
-
-
-def _next(giving: Iterable[Model]) -> Model:
-    idle = [each for each in giving if not each.active]
-    return idle[0] if idle else min(giving, key=lambda each: (each.priority, _part(each)))
-
-
-def _part(model: Model) -> Fraction:
-    return Fraction(model.freed, max(1, sum(model.plan.pages)))
 
 
 def _freeing_more(model: Model) -> Plan | None:

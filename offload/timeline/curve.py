@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...allocator.errors import ConfigError
 
@@ -25,10 +26,9 @@ def check(path: str | Path) -> None:
         raise ConfigError(f"{path} cannot be written: there is no such folder")
 
 
-def draw(
-    path: str | Path, sizes: Sequence[int], rates: Mapping[str, Sequence[float]], capacity: int, infinite: float
-) -> None:
-    """`sizes`: blocks; `rates`: at each, by policy; `capacity`: the size that was asked about. ConfigError."""
+@contextmanager
+def picture(path: str | Path) -> Iterator[Any]:
+    """Hands over axes, and at the end writes what was drawn on them to `path`. ConfigError where that cannot be."""
     check(path)
     import matplotlib
 
@@ -36,17 +36,27 @@ def draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for policy, found in rates.items():
-        axes.plot(sizes, found, marker="o", markersize=4, label=_NAMES[policy], color=_COLORS[policy])
-    axes.axhline(infinite, color="#404040", linestyle="--", label=f"a cache that evicts nothing ({infinite:.4f})")
-    axes.axvline(capacity, color="#d0d0d0", zorder=0)
-    axes.set(xscale="log", xlabel="blocks that the cache holds", ylabel="hit rate", title="Prefix cache: blocks found")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
     try:
+        yield axes
+        axes.set_ylim(bottom=0)
+        figure.tight_layout()
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     finally:
         pyplot.close(figure)
+
+
+def draw(
+    path: str | Path, sizes: Sequence[int], rates: Mapping[str, Sequence[float]], capacity: int, infinite: float
+) -> None:
+    """`sizes`: blocks; `rates`: at each, by policy; `capacity`: the size that was asked about. ConfigError."""
+    with picture(path) as axes:
+        for policy, found in rates.items():
+            axes.plot(sizes, found, marker="o", markersize=4, label=_NAMES[policy], color=_COLORS[policy])
+        axes.axhline(infinite, color="#404040", linestyle="--", label=f"a cache that evicts nothing ({infinite:.4f})")
+        axes.axvline(capacity, color="#d0d0d0", zorder=0)
+        axes.set(
+            xscale="log", xlabel="blocks that the cache holds", ylabel="hit rate", title="Prefix cache: blocks found"
+        )
+        axes.legend(loc="lower right")

@@ -1,8 +1,8 @@
 """A run, recorded: owners of pages, budget, decisions. `timeline(path)` writes it down at the end.
 
 Note [Several recorders]
-    A device hands over each row once. So whoever collects gives the rows to all recorders of the device; each of them
-    begins with the owners as they were then, and skips what is older.
+    A device hands over each row once. So whoever collects gives the rows to all recorders of the device (`Recorders`,
+    which its runtime keeps); each of them begins with the owners as they were then, and skips what is older.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ...allocator import runtime
+from ...allocator._native import Device
 from ...allocator.events import Counts, Events, LoggedEvent, more
+from ...allocator.runtime import Runtime
 from ..policy.tuning import DEFAULT, Timelines
 from .file import check as check
 from .file import write
@@ -38,41 +40,75 @@ class TimelineSource(Protocol):
         """The numbers of this moment: page_size, budget, pages, host_pages."""
 
 
+class Recorders:
+    """Everyone who records one device. Whoever uses the list, or collects, holds the lock."""
+
+    def __init__(self, source: TimelineSource, events: Events | None = None) -> None:
+        self.source = source
+        self.log = Events() if events is None else events
+        self.all: list[Recorder] = []
+        self.lock = threading.Lock()
+
+    def collect(self) -> None:
+        """Gives all of them what the device has. See Note [Several recorders]."""
+        rows, snapshot = self.source.timeline(), self.source.snapshot()
+        for recorder in self.all:
+            recorder.take(rows, snapshot)
+
+    def mark(self, name: str) -> None:
+        """Something begins that a reader of the timelines should see, such as "generate()"."""
+        for recorder in self.all:
+            recorder.mark(name)
+
+    def served(self, note: Callable[[Served], object]) -> None:
+        """Tells what is known of the requests of a loop to all who record, if any does."""
+        if self.all:
+            with self.lock:
+                for recorder in self.all:
+                    note(recorder.served)
+
+    def forget(self) -> None:
+        """In a child after a fork: it has no thread that collects, and whoever held the lock is not there."""
+        self.lock = threading.Lock()
+        self.all.clear()
+
+
+def recorders_of(found: Runtime) -> Recorders:
+    """Returns those of the device of a runtime."""
+    return found.parts.of(Recorders, lambda: Recorders(found.device, found.events))
+
+
 class Recorder:
     """Collects in a thread what a device does, until `stop()`. A context manager. Memory is bounded: rows and events
     are thinned when they become too many."""
 
-    def __init__(
-        self,
-        source: TimelineSource,
-        events: Events | None = None,
-        tuning: Timelines = DEFAULT.timeline,
-    ) -> None:
-        self._source = source
-        self._log = Events() if events is None else events
+    def __init__(self, recorders: Recorders, tuning: Timelines = DEFAULT.timeline) -> None:
+        """`recorders`: of the device, which this one joins until its end."""
+        self._recorders = recorders
+        self._log = recorders.log
         self._tuning = tuning
         self._rows: list[Row] = []
         self._levels: list[Level] = []
         self._events: list[LoggedEvent] = []
         self._missing = 0
         self._marks: list[tuple[int, str]] = []
-        self._served = Served(tuning.requests, tuning.batches)
+        self.served = Served(tuning.requests, tuning.batches)
         self._counts: Counts = {}
         self._done = threading.Event()
         self._error: Exception | None = None
         self._stop: int | None = None
-        with _collecting:
-            _collect(source)
+        with recorders.lock:
+            recorders.collect()
             self._start, self._began = time.monotonic_ns(), time.time()
-            snapshot = source.snapshot()
+            snapshot = recorders.source.snapshot()
             self._page_size: int = snapshot["page_size"]
             self._log.hear()
             self._cursor = self._log.since().cursor
             self._before = self._log.counts()
             pages = snapshot["pages"]
             first = (self._start, pages["free"], pages["weights"], pages["activations"], pages["kv"], pages["retiring"])
-            self._take([first], snapshot)
-            _recorders.append(self)
+            self.take([first], snapshot)
+            recorders.all.append(self)
         self._thread = threading.Thread(target=self._run, name="ballonet-timeline", daemon=True)
         self._thread.start()
 
@@ -91,9 +127,9 @@ class Recorder:
 
     def recording(self) -> SeriesRecording:
         """All up to now, or up to the end."""
-        with _collecting:
+        with self._recorders.lock:
             if self._stop is None:
-                _collect(self._source)
+                self._recorders.collect()
             return SeriesRecording(
                 self._start,
                 time.monotonic_ns() if self._stop is None else self._stop,
@@ -104,9 +140,9 @@ class Recorder:
                 tuple(sorted(self._events, key=lambda event: event.when)),
                 self._counts if self._stop is not None else more(self._log.counts(), self._before),
                 self._missing,
-                tuple(map(copy.copy, self._served.requests)),
-                self._served.missing,
-                {loop: tuple(batches) for loop, batches in self._served.batches.items()},
+                tuple(map(copy.copy, self.served.requests)),
+                self.served.missing,
+                {loop: tuple(batches) for loop, batches in self.served.batches.items()},
                 tuple(self._marks),
             )
 
@@ -119,22 +155,28 @@ class Recorder:
         self.stop()
 
     def _run(self) -> None:
+        recorders = self._recorders
         try:
             while not self._done.wait(self._tuning.interval):
-                with _collecting:
-                    _collect(self._source)
-            with _collecting:
-                _collect(self._source)
+                with recorders.lock:
+                    recorders.collect()
+            with recorders.lock:
+                recorders.collect()
                 self._counts = more(self._log.counts(), self._before)
                 self._stop = time.monotonic_ns()
         except Exception as error:
             self._error = error
         finally:
-            with _collecting:
-                _recorders.remove(self)
+            with recorders.lock:
+                recorders.all.remove(self)
 
-    def _take(self, rows: list[Row], snapshot: Mapping[str, Any]) -> None:
-        """The caller holds the lock."""
+    def mark(self, name: str) -> None:
+        """See Recorders.mark."""
+        if len(self._marks) < self._tuning.marks:
+            self._marks.append((time.monotonic_ns(), name))
+
+    def take(self, rows: list[Row], snapshot: Mapping[str, Any]) -> None:
+        """What the device has done, and how it is now. The caller holds the lock."""
         most_rows, most_events = self._tuning.rows, self._tuning.events
         self._rows = thinned([*self._rows, *((max(row[0], self._start), *row[1:]) for row in rows)], most_rows)
         self._log.hear()
@@ -153,41 +195,20 @@ class Recorder:
         self._missing += heard.lost + len(came) - len(self._events)
 
 
-def mark(name: str) -> None:
-    """Something begins that a reader of the timelines should see, such as "generate()"."""
-    for recorder in _recorders:
-        if len(recorder._marks) < recorder._tuning.marks:
-            recorder._marks.append((time.monotonic_ns(), name))
-
-
-def served(note: Callable[[Served], object]) -> None:
-    """Tells what is known of the requests of a loop to all who record, if any does."""
-    if _recorders:
-        with _collecting:
-            for recorder in _recorders:
-                note(recorder._served)
-
-
-_recorders: list[Recorder] = []
-_collecting = threading.Lock()
+def mark(name: str, device: Device | None = None) -> None:
+    """As `Recorders.mark`, on the device, for None that of the first runtime. Does nothing where there is none."""
+    found = [each for each in runtime.every() if device in (None, each.device)]
+    if found:
+        recorders_of(found[0]).mark(name)
 
 
 def _forget() -> None:
-    """In a child after a fork: it has no thread that collects, and whoever held the lock is not there."""
-    global _collecting
-    _collecting = threading.Lock()
-    _recorders.clear()
+    for each in runtime.every():
+        if (found := each.parts.get(Recorders)) is not None:
+            found.forget()
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def _collect(source: TimelineSource) -> None:
-    """Gives all recorders of the device what it has. The caller holds the lock. See Note [Several recorders]."""
-    rows, snapshot = source.timeline(), source.snapshot()
-    for recorder in _recorders:
-        if recorder._source is source:
-            recorder._take(rows, snapshot)
 
 
 @contextmanager
@@ -230,5 +251,4 @@ class _Finish:
 def _begin(path: str | os.PathLike[str], tells: bool = False) -> _Finish:
     target = os.path.abspath(path)
     check(target)
-    found = runtime.of()
-    return _Finish(Recorder(found.device, found.events), target, os.getpid(), tells)
+    return _Finish(Recorder(recorders_of(runtime.of())), target, os.getpid(), tells)

@@ -433,7 +433,7 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     pair = Pair(60)
     assert not pair.kv_range.pages.worth_copying(ROWS + 1)  # it is all here
     assert press(device, 3) == 3
-    flat = pair.kv_range._mapped.flat
+    flat = pair.kv_range.shown.mapped.flat
     assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in pair.update(ROWS))
     copies = pair.update(ROWS + 1)
     for part, shown in zip(copies, (pair.elastic.keys, pair.elastic.values), strict=True):

@@ -20,7 +20,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import governors
-from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.kv import shown
 from ballonet.offload.policy.ladder import LISTED, Rung
 
 from ..kv.pressure import around_appends, poison, press
@@ -281,7 +281,7 @@ class Life:
                 tier.client.write_behind(self.draw.randint(0, 3))
 
     def _evict(self, talker: Talker) -> None:
-        self.done["evicted"] += talker.store.pressure.give_up(self.device, self.draw.randint(1, 20))
+        self.done["evicted"] += talker.store.pressure.give_up(self.draw.randint(1, 20))
 
     def _limit(self, talker: Talker) -> None:
         talker.store.limit = self.draw.choice((None, None, 40 * PAGE, 150 * PAGE))
@@ -339,16 +339,16 @@ class Life:
     def _break(self, talker: Talker) -> None:
         """A request is broken off in the middle, by an error or as by Ctrl-C."""
         error, count = self.draw.choice((ZeroDivisionError, KeyboardInterrupt)), iter(range(99))
-        at, write = self.draw.randrange(8), kv_range.KVRange._write
+        at, write = self.draw.randrange(8), shown.ShownTokens.write
 
-        def fails(kv_range: Any, *args: Any) -> Any:
+        def fails(tokens: Any, *args: Any) -> Any:
             if next(count) == at:
                 raise error
-            return write(kv_range, *args)
+            return write(tokens, *args)
 
         prompt = torch.tensor([self._prompt(talker)])[:, : CONTEXT - 8]
         with pytest.MonkeyPatch.context() as patch, suppress(error):
-            patch.setattr(kv_range.KVRange, "_write", fails)
+            patch.setattr(shown.ShownTokens, "write", fails)
             talker.model.generate(prompt, do_sample=False, max_new_tokens=4)
 
     _BETWEEN = (*_ANYTIME, "switch", "switch", "switch", "write", "anew", "flush", "break", "break")

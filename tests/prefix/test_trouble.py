@@ -181,11 +181,11 @@ def test_ctrl_c_anywhere() -> None:
 
 def test_ctrl_c_while_blocks_are_evicted() -> None:
     """Before lines of the index, from the first to the last."""
-    generator, device, times = torch.Generator().manual_seed(3), runtime.require(), 0
+    generator, times = torch.Generator().manual_seed(3), 0
     with sides() as both:
         for at in range(1, 200, 8):
             both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
-            times += interrupted(lambda: both.store.pressure.give_up(device, 1), at, *INDEX)
+            times += interrupted(lambda: both.store.pressure.give_up(1), at, *INDEX)
             both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
             both.check()
             both.store.clear()

@@ -71,7 +71,7 @@ def outcome(
     play_faults(keeper, faults)
 
     def hurries() -> None:
-        assert run.agenda.now < 1000, f"requests {[*keeper._asked]} wait for nothing"
+        assert run.agenda.now < 1000, f"requests {[*keeper.requests.asked]} wait for nothing"
         keeper.controller.check()
 
     run.every(1.0, hurries)
@@ -99,14 +99,14 @@ def check(found: Outcome) -> None:
         return
     keeper.controller.check()
     assert [*keeper.controller.book.held] == []
-    assert keeper._asked == {}
+    assert keeper.requests.asked == {}
     placed = [member for members in keeper.controller.cluster.groups for member in members]
     assert sorted(placed) == sorted(member for members in found.run.pipes for member in members)
-    assert {*keeper.controller.cluster.groups} == {*keeper.groups}
-    for members, group in keeper.groups.items():
+    assert {*keeper.controller.cluster.groups} == {*keeper.formed.groups}
+    for members, group in keeper.formed.groups.items():
         pipe = found.run.pipes[members]
         assert pipe.stages.streamed == 0
-        assert pipe.capacity == (keeper.capacity(group) if group.is_dropped else fleet.tokens)
+        assert pipe.capacity == (keeper.formed.capacity(group) if group.is_dropped else fleet.tokens)
         for member, span in zip(members, group.spans, strict=True):
             assert keeper.pulls.held[member] >= {*span.layers}, "nobody computes layers that it does not have"
 
@@ -118,10 +118,10 @@ def _is_empty(keeper: Drop) -> None:
         host = keeper.host(pipe)
         assert (host.room, host.away, host.copies) == (len(pipe.members) * keeper.run.fleet.host_budget, [], [])
     assert {*keeper._hosts} <= {*keeper.run.pipes.values()}
-    assert keeper._in == {}
+    assert keeper.requests.pipes == {}
     assert keeper.changes._changes == []
     assert keeper.changes.prepared.groups == {}
     assert keeper.changes.exchanging == set()
-    assert keeper.early == {}
+    assert keeper.requests.early == {}
     assert keeper.pulls._chains == {}
     assert [each._messages for each in keeper.run.wires if each._messages] == []

@@ -192,7 +192,7 @@ class Watched(Drop):
 
     def tell(self, event: Event) -> None:
         if isinstance(event, Load):
-            members = next(each for each in self.groups if event.member in each)
+            members = next(each for each in self.formed.groups if event.member in each)
             pipe = self.run.pipes[members]
             waits = prompt_pages((job.known for job in [*pipe.waiting, *self.host(pipe).away]), self.kv)
             self.told.append((event, waits if event.member == members[0] else 0))

@@ -68,7 +68,7 @@ class Epochs:
         else:
             self.restores += 1
         for group in groups:
-            self._keeper.early[group.members] = []
+            self._keeper.requests.early[group.members] = []
             self._committed.update(dict.fromkeys(group.members, epoch))
         if drops:
             sets = [(pipes_of(self._run, [group]), [group]) for group in groups]
@@ -110,8 +110,8 @@ class Epochs:
         keeper = self._keeper
         jobs, sends = list[Job](), dict.fromkeys(change.members, 0)
         for old in change.olds:
-            held = keeper.groups.pop(old.members)
-            mine = keeper.hand_over(old)
+            held = keeper.formed.groups.pop(old.members)
+            mine = keeper.formed.hand_over(old)
             for member, span in zip(held.members, held.spans, strict=True):
                 sends[member] += sum(self.leaves(job, member, span, change.news, change.homes) for job in mine)
             jobs += mine
@@ -122,7 +122,7 @@ class Epochs:
             if group.is_dropped:
                 for member, span in zip(group.members, group.spans, strict=True):
                     keeper.pulls.held[member] = {*span.layers}
-            self.exchanging.add(keeper.form(group, change.epoch, own))
+            self.exchanging.add(keeper.formed.form(group, change.epoch, own))
         self._send(change, sends)
 
     def _send(self, change: Change, sends: dict[int, int]) -> None:
@@ -194,8 +194,8 @@ class Epochs:
                 continue
             for change in [change for change in self._changes if one in change.members and change.switched]:
                 self._break(change)  # what was on the way is lost
-            if epoch == self._keeper.epochs[one]:
-                self._keeper.halt(one)
+            if epoch == self._keeper.formed.epochs[one]:
+                self._keeper.formed.halt(one)
             self._lose(epoch, one, other)
             self._lose(epoch, other, one)
 
@@ -212,14 +212,14 @@ class Epochs:
             self._run.wire(member).take_back(change)
         if not change.switched:
             for old in change.olds:
-                self._keeper.abort(old)
+                self._keeper.formed.abort(old)
 
     def _bonds(self, member: int) -> set[tuple[int, int]]:
         """Epochs and members of the links that a replica has."""
         keeper = self._keeper
-        pipe = keeper.pipe_of(member)
+        pipe = keeper.formed.pipe_of(member)
         group = () if pipe is None else pipe.members
-        found = {(keeper.epochs[member], other) for other in group}
+        found = {(keeper.formed.epochs[member], other) for other in group}
         for change in self._changes:
             if member in change.members:
                 found |= {(change.epoch, other) for other in change.members}
@@ -234,9 +234,9 @@ class Epochs:
 
         def finds() -> None:
             if epoch not in self.prepared.groups:
-                if epoch != max(self._keeper.epochs.get(by, 0), self._committed.get(by, 0)):
+                if epoch != max(self._keeper.formed.epochs.get(by, 0), self._committed.get(by, 0)):
                     return  # it is in another epoch
-                self._keeper.halt(by)
+                self._keeper.formed.halt(by)
             self._keeper.tell(Suspected(self._run.agenda.now, epoch, by, of))
 
         self._keeper.crew.does(by, finds, self._run.tuning.noticing)

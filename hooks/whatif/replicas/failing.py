@@ -44,7 +44,7 @@ def _happens(keeper: Drop, fault: PlayedFault) -> None:
         case DamagedKV():
             keeper.changes.damaging.add(fault.member)
         case ClientLeft():
-            keeper.leave(keeper.run.jobs[fault.request], "its client is gone")
+            keeper.requests.leave(keeper.run.jobs[fault.request], "its client is gone")
         case NewReplica():
             keeper.replicas.join(fault.member)
         case SupervisorFails():

@@ -137,11 +137,11 @@ class Swap(RecomputePolicy):
         host = self.host(pipe)
         if not host.copies:
             last = max((each for each in pipe.jobs() if not each.flying), key=_number)
-            if self._bytes(last) > host.room:
+            if self.nbytes(last) > host.room:
                 return super().make_room(pipe, job)
             pipe.remove(last)
             last.stalled = True
-            host.room -= self._bytes(last)
+            host.room -= self.nbytes(last)
             self._copy(pipe, last, lambda: self._went(pipe, last), back=False)
         return False
 
@@ -158,7 +158,13 @@ class Swap(RecomputePolicy):
         if pipe in self._settling and not self.host(pipe).copies:
             self._settling.pop(pipe)()
 
-    def _bytes(self, job: Job) -> int:
+    def close(self, pipe: Pipe) -> _Host:
+        """A group is no more: returns what it had on the host."""
+        self._settling.pop(pipe, None)
+        return self._hosts.pop(pipe)
+
+    def nbytes(self, job: Job) -> int:
+        """The bytes of its KV."""
         return job.kv * self.run.fleet.shape.kv
 
     def _copy(self, pipe: Pipe, job: Job, then: Callable[[], None], *, back: bool) -> None:
@@ -174,7 +180,7 @@ class Swap(RecomputePolicy):
                 then()
                 self._settle(pipe)
 
-        for nbytes, member in zip(shares(self._bytes(job), pipe.spans, None), pipe.members, strict=True):
+        for nbytes, member in zip(shares(self.nbytes(job), pipe.spans, None), pipe.members, strict=True):
             self.run.host_wire(member, back=back).send(nbytes, copied, owner=pipe)
 
     def _went(self, pipe: Pipe, job: Job) -> None:
@@ -183,7 +189,7 @@ class Swap(RecomputePolicy):
         pipe.pump()
 
     def _came(self, pipe: Pipe, job: Job) -> None:
-        self.host(pipe).room += self._bytes(job)
+        self.host(pipe).room += self.nbytes(job)
         pipe.resume(job)
         pipe.pump()
 

@@ -65,7 +65,7 @@ class Preparation:
         if self._pulling == epoch:
             self._pulling = None
             for pipe in pipes_of(self._run, groups):
-                pipe.capacity = self._keeper.capacity(self._keeper.groups[pipe.members])
+                pipe.capacity = self._keeper.formed.capacity(self._keeper.formed.groups[pipe.members])
                 pipe.pump()
 
     def start_restore(self, action: StartRestore) -> None:
@@ -76,7 +76,7 @@ class Preparation:
             fleet = self._run.fleet
             room = fleet.pages - sum(fleet.layer_pages)
             for pipe in pipes_of(self._run, groups):  # which has as much memory as its members would have on their own
-                held = self._keeper.groups[pipe.members]
+                held = self._keeper.formed.groups[pipe.members]
                 pipe.capacity = group_tokens(held, dict.fromkeys(pipe.members, room), self._keeper.kv)
         for member in {pull.member for pull in action.pulls}:
             self._pull(action, member)

@@ -56,16 +56,16 @@ class Presence:
     def shut(self, why: str) -> None:
         """The supervisor ends, and so do all replicas and requests."""
         keeper = self._keeper
-        keeper.end_all(why)
+        keeper.requests.end_all(why)
         self.failed, self.are_shut = why, True
         keeper.changes.end()
         for member in self._members:
             keeper.crew.end(member)
-            keeper.part(member)
+            keeper.formed.part(member)
 
     def fence(self, member: int) -> None:
         """Nobody listens to a replica any more. Its process is ended, unless it stands still out of reach."""
-        self._keeper.part(member)
+        self._keeper.formed.part(member)
         if self._keeper.crew.returns(member):
             self._keeper.crew.fenced.add(member)
         else:
@@ -76,17 +76,17 @@ class Presence:
         if member in crew.ended:
             return
         crew.go_on(member)
-        if (pipe := keeper.pipe_of(member)) is not None:
+        if (pipe := keeper.formed.pipe_of(member)) is not None:
             pipe.stages.wake(member)
         keeper.changes.turn()
         if member in crew.fenced:
-            keeper.tell(Load(self._run.agenda.now, member, keeper.epochs[member], 0, 0, 0, keeper.looks))
+            keeper.tell(Load(self._run.agenda.now, member, keeper.formed.epochs[member], 0, 0, 0, keeper.looks))
 
     def _lost(self, member: int) -> None:
         """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
-        self._keeper.part(member)
+        self._keeper.formed.part(member)
         self._members.discard(member)
         self._keeper.tell(Lost(self._run.agenda.now, member))
         if not self._members and self.failed is None:
             self.failed = NOBODY_LEFT
-            self._keeper.leave_all(NOBODY_LEFT)
+            self._keeper.requests.leave_all(NOBODY_LEFT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,11 @@ def tell(facts: Any, show: Callable[[Any], object], *, as_json: bool) -> None:
         print(json.dumps(facts))
     else:
         show(facts)
+
+
+def say(line: str) -> None:
+    """Tells people on stderr how far it is."""
+    print(f"ballonet: {line}", file=sys.stderr, flush=True)
 
 
 def show_rows(rows: Iterable[tuple[str, str]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
 from ..hooks.watch.ports import check_free
 from . import arguments, serve_replicas
+from .output import say
 from .run import add_options
 
 
@@ -102,7 +102,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     if where is None or where.hosts:
         check_free(args.host, args.port)
     if where is not None and where.hosts:
-        return serve_replicas.server(args, where, address, _say)
+        return serve_replicas.server(args, where, address, say)
     if args.log is not None and (where is None or where.rank is None):
         raise ConfigError("--log is of the server that has --replicas: it writes what their controller decides")
     if args.costs is not None and where is None:
@@ -118,8 +118,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}
     if where is not None:
-        return serve_replicas.replica(args, where, options, batching, _say)
-    return Server(args.models, runtime.require(), options, address, _say, **batching).run
+        return serve_replicas.replica(args, where, options, batching, say)
+    return Server(args.models, runtime.require(), options, address, say, **batching).run
 
 
 def _page_size(models: list[str], budget: str | None) -> int | None:
@@ -136,9 +136,5 @@ def _page_size(models: list[str], budget: str | None) -> int | None:
     if found is None:
         return None
     lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"
-    _say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
+    say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
     return found.page
-
-
-def _say(line: str) -> None:
-    print(f"ballonet: {line}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from typing import Any
 from ..allocator.config import parse_host_budget, parse_size
 from ..allocator.errors import BallonetError, ManageError, PoolExhausted
 from . import arguments
+from .output import say
 
 
 def add(commands: Any) -> None:
@@ -123,7 +124,7 @@ def _replicas(args: argparse.Namespace) -> None:
     )
     cost = _chunk_cost(args, arrivals)
     slos = (args.ttft_slo, args.tpot_slo)
-    file = None if args.log is None else DecisionFile(args.log, _say)
+    file = None if args.log is None else DecisionFile(args.log, say)
     log: Callable[[Any], object] = _ignore if file is None else file
     try:
         _rows(policies, lambda each: run(fleet, cost, arrivals, each, slos, _noting(len(arrivals)), log, faults))
@@ -146,7 +147,7 @@ def _chunk_cost(args: argparse.Namespace, arrivals: Any) -> Any:
         return of_parts(_costs(args, 0, arrivals, {**sizes, "host_budget": parse_host_budget(args.host_budget)}, {}))
     cost, fitted = read_costs(path)
     if fitted is not None:
-        _say(f"fitted {asdict(cost)}; batches that were held out differ by {fitted.error:.1%} on average")
+        say(f"fitted {asdict(cost)}; batches that were held out differ by {fitted.error:.1%} on average")
     return cost
 
 
@@ -236,13 +237,9 @@ def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str
     path = None if args.costs is None else args.costs[min(number, len(args.costs) - 1)]
     if path is not None and path.exists():
         return costs_of(path)
-    _say(f"measuring {name}")
+    say(f"measuring {name}")
     costs, wrong = measured(name, arrivals, batching=batching, **sizes)
-    _say(f"a step takes {asdict(costs)} seconds; half of those measured are within {wrong:.1%} of that")
+    say(f"a step takes {asdict(costs)} seconds; half of those measured are within {wrong:.1%} of that")
     if path is not None:
         path.write_text(json.dumps(asdict(costs)) + "\n")
     return costs
-
-
-def _say(line: str) -> None:
-    print(f"ballonet: {line}", file=sys.stderr, flush=True)

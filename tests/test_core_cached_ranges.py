@@ -1,4 +1,4 @@
-"""Slots: addresses of closed ranges of KV whose pages are free and still mapped there (eLLM §4.2.2)."""
+"""Cached ranges: addresses of closed ranges of KV whose pages are free and still mapped there (eLLM §4.2.2)."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .core import (
 LONG = 0.1
 
 
-class Slot(NamedTuple):
+class Cached(NamedTuple):
     address: int
     pieces: int
     mapped: int
 
 
-def closed(core: Core, *sizes: tuple[int, int]) -> list[Slot]:
-    return [Slot(address, *size) for address, size in zip(core.cached_ranges(*sizes), sizes, strict=True)]
+def closed(core: Core, *sizes: tuple[int, int]) -> list[Cached]:
+    return [Cached(address, *size) for address, size in zip(core.cached_ranges(*sizes), sizes, strict=True)]
 
 
 def test_the_pages_of_a_closed_range_are_free_and_stay_where_they_are() -> None:
@@ -93,36 +93,36 @@ def test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more() 
         assert physical() == 32 * PAGE
 
 
-def best(slots: list[Slot], pieces: int, expected: int) -> Slot | None:
+def best(cached: list[Cached], pieces: int, expected: int) -> Cached | None:
     """The paper's rule over all of them; where none has so much mapped, the one with most."""
-    fitting = [slot for slot in slots if slot.pieces >= pieces and slot.mapped >= expected]
+    fitting = [each for each in cached if each.pieces >= pieces and each.mapped >= expected]
     if fitting:
-        return min(reversed(fitting), key=lambda slot: (slot.mapped, slot.pieces))
-    others = [slot for slot in slots if slot.pieces >= pieces]
-    return min(reversed(others), key=lambda slot: (-slot.mapped, slot.pieces), default=None)
+        return min(reversed(fitting), key=lambda each: (each.mapped, each.pieces))
+    others = [each for each in cached if each.pieces >= pieces]
+    return min(reversed(others), key=lambda each: (-each.mapped, each.pieces), default=None)
 
 
-def test_the_slot_taken_is_the_smallest_that_fits() -> None:
+def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:
     random_of = random.Random(5)
     with opened(budget=400) as core:
         taken = 0
         for _ in range(60):
             sizes = [random_of.randint(1, 8) for _ in range(random_of.randint(0, 6))]
-            slots = closed(core, *((pieces, random_of.randint(1, pieces)) for pieces in sizes))
+            cached = closed(core, *((pieces, random_of.randint(1, pieces)) for pieces in sizes))
             for _ in range(3):
                 pieces, expected = random_of.randint(1, 9), random_of.randint(0, 9)
                 some = core.device.reserve(pieces * PAGE, "kv", core.device.group(), expected=expected * PAGE)
-                wanted = best(slots, pieces, expected)
+                wanted = best(cached, pieces, expected)
                 if wanted is None:
                     assert [some.backing(piece) for piece in range(pieces)] == ["none"] * pieces
                 else:
                     assert some.address == wanted.address
                     assert some.pieces == pieces
-                    slots.remove(wanted)
+                    cached.remove(wanted)
                     taken += 1
                 some.close()
                 if wanted is not None:
-                    slots.append(wanted)  # closed again, and now the newest
+                    cached.append(wanted)  # closed again, and now the newest
                 core.device.check()
             core.device.trim()
             assert physical() == 0
@@ -132,13 +132,13 @@ def test_the_slot_taken_is_the_smallest_that_fits() -> None:
 def test_expected_bytes_are_counted_in_whole_pages() -> None:
     with opened() as core:
         small, large = closed(core, (4, 1), (4, 2))
-        for expected, slot in [(PAGE + 1, large), (PAGE, small), (1, small), (0, small), (2 * PAGE, large)]:
+        for expected, fitting in [(PAGE + 1, large), (PAGE, small), (1, small), (0, small), (2 * PAGE, large)]:
             some = core.device.reserve(PAGE, "kv", core.device.group(), expected=expected)
-            assert some.address == slot.address
+            assert some.address == fitting.address
             some.close()
 
 
-def test_a_slot_is_for_kv_that_wants_one() -> None:
+def test_a_cached_range_is_for_kv_that_wants_one() -> None:
     with opened() as core:
         [(address, _, _)] = closed(core, (4, 2))
         weights = core.range(4, "weights")
@@ -147,12 +147,12 @@ def test_a_slot_is_for_kv_that_wants_one() -> None:
         weights.map(0, 2)
         weights.close()
         core.device.reap(wait=True)
-        assert core.kept() <= 2  # weights leave no slot, and what they took they took from this one
+        assert core.kept() <= 2  # weights are not cached, and what they took they took from this one
         assert core.pages()["free"] >= 2
         twin.close()
 
 
-def test_what_is_still_in_use_is_no_slot() -> None:
+def test_what_is_still_in_use_is_not_cached() -> None:
     """Work that was submitted may touch the old pages: another stream's writes would not be ordered after it."""
     with opened() as core:
         stream = core.stream()
@@ -174,7 +174,7 @@ def test_what_is_still_in_use_is_no_slot() -> None:
         write(address, 1, 2 * PAGE)
 
 
-def test_a_range_under_a_tensor_becomes_a_slot_with_its_last_one() -> None:
+def test_a_range_under_a_tensor_is_cached_with_its_last_one() -> None:
     with opened() as core:
         some = core.range(3)
         address = some.address
@@ -227,11 +227,11 @@ def test_a_page_that_another_range_shows_is_not_kept() -> None:
 # -- who needs pages --
 
 
-def test_pages_are_taken_out_of_the_oldest_slot_before_new_ones_are_made() -> None:
+def test_pages_are_taken_out_of_the_oldest_cached_range_before_new_ones_are_made() -> None:
     with opened(budget=64) as core:
         idle = core.range(2, "weights")
         idle.map(0, 2)
-        first, second = (slot.address for slot in closed(core, (4, 3), (4, 3)))
+        first, second = (each.address for each in closed(core, (4, 3), (4, 3)))
         idle.retire(0, 2)
         core.device.reap(wait=True)
         other = core.range(20, "weights")
@@ -311,7 +311,7 @@ def test_other_pages_go_where_something_is_kept() -> None:
         assert weights.backing(0) == "alias"
 
 
-def test_a_lower_budget_a_trim_and_the_end_empty_the_slots() -> None:
+def test_a_lower_budget_a_trim_and_the_end_empty_the_cached_ranges() -> None:
     with opened(budget=16) as core:
         closed(core, (8, 8))
         core.device.set_budget(5 * PAGE)
@@ -322,7 +322,7 @@ def test_a_lower_budget_a_trim_and_the_end_empty_the_slots() -> None:
         closed(core, (8, 8))
 
 
-def test_addresses_come_back_with_the_last_page_of_a_slot() -> None:
+def test_addresses_come_back_with_the_last_page_of_a_cached_range() -> None:
     with opened() as core:
         [(address, _, _)] = closed(core, (4, 2))
         before = calls()["cuMemAddressFree"]
@@ -331,7 +331,7 @@ def test_addresses_come_back_with_the_last_page_of_a_slot() -> None:
         assert all(one.place is None and one.access != "---p" for one in maps(address, 4 * PAGE))
 
 
-def test_a_device_that_is_dropped_leaves_no_slot() -> None:
+def test_a_device_that_is_dropped_leaves_no_cached_range() -> None:
     with opened() as core:
         one = make(budget=16)
         some, open_one = (one.reserve(4 * PAGE, "kv", one.group()) for _ in range(2))

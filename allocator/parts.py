@@ -1,0 +1,39 @@
+"""What the rooms above keep for a runtime, which does not know them: its governor, its recorders, what it shares."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Part = TypeVar("Part")
+
+
+class RuntimeParts:
+    """At most one object of each class, for as long as the runtime lives. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._parts: dict[type, Any] = {}
+
+    def get(self, kind: type[Part]) -> Part | None:
+        """Returns the one of this class, None where there is none."""
+        found: Part | None = self._parts.get(kind)
+        return found
+
+    def of(self, kind: type[Part], make: Callable[[], Part]) -> Part:
+        """Returns the one of this class, made by `make` where there is none yet. What that raises leaves none."""
+        with self._lock:
+            found = self.get(kind)
+            return self.put(make()) if found is None else found
+
+    def put(self, part: Part) -> Part:
+        """Keeps it in the place of one of its class that was kept before, and returns it."""
+        with self._lock:
+            self._parts[type(part)] = part
+        return part
+
+    def drop(self, kind: type) -> None:
+        """Keeps none of this class. Idempotent."""
+        with self._lock:
+            self._parts.pop(kind, None)

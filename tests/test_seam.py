@@ -1,0 +1,86 @@
+"""A part of another library that is replaced while anybody uses what is in its place (allocator/patches.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from ballonet.allocator.patches import Seam, Undo
+
+
+class Library:
+    """With two parts, of which the second may refuse to be replaced."""
+
+    def __init__(self) -> None:
+        self.parts = SimpleNamespace(first="stock", second="stock", third="stock")
+        self.refuses = False
+        self.done: list[str] = []
+
+    def put(self, name: str) -> Undo:
+        setattr(self.parts, name, "ours")
+
+        def undo() -> None:
+            setattr(self.parts, name, "stock")
+            self.done.append(name)
+
+        return undo
+
+    def replace(self) -> Iterator[Undo]:
+        yield self.put("first")
+        if self.refuses:
+            raise AttributeError("second")
+        yield self.put("second")
+
+    @property
+    def ours(self) -> list[str]:
+        return [name for name, value in vars(self.parts).items() if value == "ours"]
+
+
+def test_it_is_replaced_with_the_first_user_and_put_back_with_the_last() -> None:
+    library = Library()
+    seam = Seam[str](library.replace)
+    seam.add(1, "a")
+    seam.add(2, "b")
+    seam.also("third", lambda: library.put("third"))
+    seam.also("third", lambda: library.put("third"))
+    assert (seam.users, seam.get(1), seam.get(3)) == (("a", "b"), "a", None)
+    seam.remove(1)
+    seam.remove(1)
+    assert library.ours == ["first", "second", "third"]
+    seam.remove(2)
+    assert (library.ours, library.done, seam.users) == ([], ["third", "second", "first"], ())
+    seam.add(1, "a")
+    seam.also("third", lambda: library.put("third"))
+    assert library.ours == ["first", "second", "third"]
+
+
+def test_what_fails_in_the_middle_replaces_nothing_and_adds_nobody() -> None:
+    library = Library()
+    library.refuses = True
+    seam = Seam[str](library.replace)
+    with pytest.raises(AttributeError, match="second"):
+        seam.add(1, "a")
+    assert (library.ours, seam.users) == ([], ())
+
+
+def test_what_is_put_back_goes_on_where_it_was_interrupted() -> None:
+    library = Library()
+    seam = Seam[str](library.replace)
+    seam.add(1, "a")
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted() -> Undo:
+        def undo() -> None:
+            if interrupts:
+                raise interrupts.pop()
+
+        return undo
+
+    seam.also("interrupted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        seam.remove(1)
+    assert library.ours == ["first", "second"]
+    seam.remove(1)
+    assert library.ours == []
