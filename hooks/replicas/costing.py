@@ -44,10 +44,11 @@ def measured(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
 
 
 def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
-    """The batches of one round."""
+    """The batches of one round, the same in each."""
     ran: list[Ran] = []
     times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
     stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
+    stage.cache.model = replace(stage.cache.model, fast=False)  # else batches depend on what earlier ones took
     leader = stage.leader
     assert leader is not None
     for request in made(tuning, int(member.settings.batching.max_batch_tokens)):
