@@ -53,7 +53,7 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
     assert leader is not None
     for request in made(tuning, int(member.settings.batching.max_batch_tokens)):
         try:
-            leader.add(request)
+            leader.requests.add(request)
         except RequestTooLarge:
             continue
         stage.step()
