@@ -290,9 +290,6 @@ LARGE = {  # and what has more
     # These have several concepts yet.
     "KVRange": "tokens, what is shown of them, a prefix that is released",
     "Drop": "requests, groups, what the controller says",
-    "HeldLayers": "what is dropped, what is offered to peers",
-    "Leader": "microbatches, requests, what followers say",
-    "Supervisor": "replicas, clients, the controller",
 }
 
 

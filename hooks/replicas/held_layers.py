@@ -16,19 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...allocator._native import Range, Transfer
-from ...allocator.errors import ManageError, PoolExhausted
+from ...allocator._native import Range
+from ...allocator.errors import ManageError
 from ...offload.policy.ladder import Rung
 from ...offload.policy.replicas.groups import Span
-from ...offload.residency.layer_parts import StreamedLayer
-from ...offload.residency.slots import open_pages
 from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
 from ..weights.layers import decoder_layers
-from ..weights.moving import flat_over
-from ..weights.storages import like_over
-from .checksum import checksum
-from .ready import ReadyLayers, lying_in, sums
+from .layer_bytes import Came, LayerBytes
+from .ready import ReadyLayers
+from .restore_pages import RestorePages
 
 Source = Callable[[int], Mapping[str, torch.Tensor] | None]
 
@@ -69,7 +66,8 @@ class HeldLayers:
         self._governor = governors.of(self._device)
         self._ready = ReadyLayers(self._model, self._weights, governors.composed_with().interpreter)
         self._pages = RestorePages(self._weights)
-        self._bytes = LayerBytes(self._weights, self._elastic.name, self._module)
+        name = elastic.name
+        self._bytes = LayerBytes(self._weights, name, lambda layer: decoder_layers(_model_of(handle, name))[layer])
         self._lock = threading.RLock()
         self._withdraw: Callable[[], None] | None = None
 
@@ -249,10 +247,14 @@ class HeldLayers:
 
     @property
     def _model(self) -> nn.Module:
-        model = self._handle.model
-        if model is None or managed_as(model) is not self._handle:
-            raise ManageError(f"this {self._elastic.name} is managed no more: make HeldLayers of what manage() returns")
-        return model
+        return _model_of(self._handle, self._elastic.name)
 
     def _module(self, layer: int) -> nn.Module:
         return decoder_layers(self._model)[layer]
+
+
+def _model_of(handle: Managed, name: str) -> nn.Module:
+    model = handle.model
+    if model is None or managed_as(model) is not handle:
+        raise ManageError(f"this {name} is managed no more: make HeldLayers of what manage() returns")
+    return model

@@ -17,8 +17,8 @@ from torch import nn
 from ...allocator._native import Range, Transfer
 from ...allocator.errors import ManageError
 from ...offload.residency.layer_parts import StreamedLayer
-from ..weights.ranges import XX
 from ..weights.moving import flat_over
+from ..weights.ranges import Weights
 from ..weights.storages import like_over
 from .checksum import checksum
 from .ready import lying_in, sums
@@ -30,7 +30,7 @@ Came = dict[int, dict[int, bytes]] | None
 class LayerBytes:
     """Used under the lock of HeldLayers. See Note [Where a layer comes home from]."""
 
-    def __init__(self, weights: XX, name: str, module: Callable[[int], nn.Module]) -> None:
+    def __init__(self, weights: Weights, name: str, module: Callable[[int], nn.Module]) -> None:
         """`name`: of the model; `module(layer)`: of a decoder layer."""
         self._weights = weights
         self._name = name

@@ -9,13 +9,13 @@ import torch
 from ...allocator._native import Range
 from ...allocator.errors import PoolExhausted
 from ...offload.residency.slots import open_pages
-from ..weights.ranges import XX
+from ..weights.ranges import Weights
 
 
 class RestorePages:
     """Used under the lock of HeldLayers."""
 
-    def __init__(self, weights: XX) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._kept: dict[int, Range] = {}  # by layer
 
