@@ -73,7 +73,7 @@ def _batches(member: Member, mark: Callable[[], Mark], chosen: Options) -> Itera
     for number in range(REQUESTS):
         prompt = min(900, max(8, round(random.lognormvariate(4.5, 1.0))))
         ids = tuple(random.randrange(member.model.config.vocab_size) for _ in range(prompt))
-        leader.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
+        leader.requests.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
     while not leader.idle:
         stage.step()
     while not times.told_all:

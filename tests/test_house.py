@@ -287,10 +287,6 @@ LARGE = {  # and what has more
     "ElasticPagedCache": "a paged cache of transformers",
     "Elastic": "what a governor asks of a model (ModelClient)",
     "SectorClient": "what a governor asks of pages (PageClient)",
-    # These have several concepts yet.
-    "HeldLayers": "what is dropped, what is offered to peers",
-    "Leader": "microbatches, requests, what followers say",
-    "Supervisor": "replicas, clients, the controller",
 }
 
 

@@ -81,9 +81,9 @@ class Coming:
         leader = stage.leader
         assert leader is not None
         handed = []
-        for name in list(leader.requests):
-            held = leader.held(name)
-            request = leader.release(name)
+        for name in list(leader.requests.by_name):
+            held = leader.requests.held(name)
+            request = leader.requests.release(name)
             assignment = requests.give(name)
             if assignment is not None:
                 handed.append(Handed(request, held, assignment))

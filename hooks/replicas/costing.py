@@ -19,6 +19,7 @@ from random import Random
 from ...allocator.errors import RequestTooLarge
 from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
 from ...offload.policy.replicas.groups import alone
+from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .member import Member
 from .requests import Request
@@ -44,15 +45,16 @@ def measured(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
 
 
 def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
-    """The batches of one round."""
+    """The batches of one round, the same in each."""
     ran: list[Ran] = []
     times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
     stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
+    stage.cache.model = replace(stage.cache.model, costs=_Unlearned())
     leader = stage.leader
     assert leader is not None
     for request in made(tuning, int(member.settings.batching.max_batch_tokens)):
         try:
-            leader.add(request)
+            leader.requests.add(request)
         except RequestTooLarge:
             continue
         stage.step()
@@ -61,6 +63,18 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
     while not times.told_all:
         times.look()
     yield from ran
+
+
+class _Unlearned(StepCosts):
+    """Costs of steps with which batches do not depend on what earlier ones took, and the layers of the model stay: what
+    is measured is not their copies."""
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learns nothing."""
+
+    def faster(self, one: Step, other: Step) -> bool:
+        """Prefers the step whose memory the layers do not give."""
+        return True
 
 
 def made(tuning: Replicas, most: int) -> Iterator[Request]:

@@ -51,7 +51,7 @@ def state_of(
     replaced: int,
 ) -> State:
     """The state now. `controller`: None before the first replica; `requests` that have not ended; `counts`: of actions,
-    by the names that Supervisor gives them; `told`: by each replica, also those that are gone; `replaced`:
+    by the names that ActionPerformer gives them; `told`: by each replica, also those that are gone; `replaced`:
     replicas that were started instead of others."""
     groups = [] if controller is None else [each.group for each in tuple(controller.cluster.groups.values())]
     spans = {

@@ -219,7 +219,7 @@ class Handover:
                 self._took(coming.handed)
                 leader.adopt(request, coming.handed.held)
                 if name in self._cancelled:
-                    leader.cancel(name)
+                    leader.requests.cancel(name)
                 continue
             leader.forget(name)
             damaged = [member for member, each in coming.arrivals.items() if each is Arrival.DAMAGED]
@@ -229,7 +229,7 @@ class Handover:
                 self._damaged(damaged[0], name)
                 continue
             self._took(coming.handed)
-            leader.add(request)
+            leader.requests.add(request)
         return bool(done)
 
 

@@ -5,12 +5,6 @@ Note [A drop is a plan with a pinned span]
     governor's plan has them (hooks/streaming/arrangement.py, Note [Dropped layers]). So a replica that has to run alone
     goes on at once, and slowly, where the paper restores first. Everything is done between two forwards, and takes no
     copy to the host where the layers were made ready before (ready.py).
-
-Note [Where a layer comes home from]
-    Its bytes come to new pages while forwards run, and the pages to its addresses between two of them. A peer's bytes
-    are taken only if their checksum is that of the layer's backing. What has come from a file needs no look, as nobody
-    but the layer can have been shown it; what lies in host pages may have been written to there, so it is copied, or
-    compared with a peer's, between the forwards.
 """
 
 from __future__ import annotations
@@ -22,23 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...allocator._native import Range, Transfer
-from ...allocator.errors import ManageError, PoolExhausted
+from ...allocator._native import Range
+from ...allocator.errors import ManageError
 from ...offload.policy.ladder import Rung
 from ...offload.policy.replicas.groups import Span
-from ...offload.residency.layer_parts import StreamedLayer
-from ...offload.residency.slots import open_pages
 from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
 from ..weights.layers import decoder_layers
-from ..weights.moving import flat_over
-from ..weights.storages import like_over
-from .checksum import checksum
-from .ready import ReadyLayers, lying_in, sums
+from .layer_bytes import Came, LayerBytes
+from .ready import ReadyLayers
+from .restore_pages import RestorePages
 
 Source = Callable[[int], Mapping[str, torch.Tensor] | None]
-# What came to new pages: the checksums of a peer's bytes by range and offset, none of a file's; None: nothing did
-Came = dict[int, dict[int, bytes]] | None
 
 
 class Prepared(NamedTuple):
@@ -76,10 +65,11 @@ class HeldLayers:
         self._device = self._weights.device
         self._governor = governors.of(self._device)
         self._ready = ReadyLayers(self._model, self._weights, governors.composed_with(self._device).interpreter)
-        self._transfer = Transfer(self._device)
+        self._pages = RestorePages(self._weights)
+        name = elastic.name
+        self._bytes = LayerBytes(self._weights, name, lambda layer: decoder_layers(_model_of(handle, name))[layer])
         self._lock = threading.RLock()
         self._withdraw: Callable[[], None] | None = None
-        self._kept: dict[int, Range] = {}  # pages for layers that come home, by layer
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -157,20 +147,12 @@ class HeldLayers:
         """Takes the pages that dropped layers need, as far as they are free, so that nobody else has them until
         `restore` does: KV would, and the layers would stream as long as there are requests."""
         with self._lock:
-            for layer in self.dropped:
-                each = self._weights.ring.layer(layer)
-                if each is None or layer in self._kept:
-                    continue
-                try:
-                    self._kept[layer] = self._open(layer, each.pages)
-                except torch.OutOfMemoryError:
-                    return
+            self._pages.keep(self.dropped)
 
     def give_back(self) -> None:
         """Gives up the pages that `keep_room` took. Idempotent."""
         with self._lock:
-            while self._kept:
-                self._kept.popitem()[1].close()
+            self._pages.give_back()
 
     def release(self) -> None:
         """The governor decides about all layers again, and brings home what there are pages for. Idempotent.
@@ -239,9 +221,9 @@ class HeldLayers:
         if each is None:  # an interrupt came between
             return None
         given = None if source is None else source(layer)
-        filled = self._kept.pop(layer, None) or self._open(layer, each.pages)
+        filled = self._pages.take(layer, each.pages)
         try:
-            came = self._fill(each, filled, given)
+            came = self._bytes.fill(each, filled, given)
             peer = between_forwards(self._handle, lambda: self._bring(layer, filled, came))
         finally:
             filled.close()  # where it was adopted there is nothing left
@@ -249,76 +231,14 @@ class HeldLayers:
         self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._elastic.name)
         return Restored(layer, each.pages, peer)
 
-    def _open(self, layer: int, pages: int) -> Range:
-        """Pages that are free: what others have they keep."""
-        device = self._device
-        if device.available < pages:
-            device.trim()
-            device.reap(wait=True)
-        try:
-            if device.available < pages:
-                raise PoolExhausted(f"it has {pages} pages, and {device.available} are free")
-            return open_pages(device, self._weights.group, "weights", pages)
-        except PoolExhausted as error:
-            raise torch.OutOfMemoryError(f"no room for layer {layer}, which is dropped: {error}") from error
-
-    def _fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
-        """Brings a layer's bytes to new pages while forwards run. See Note [Where a layer comes home from]."""
-        if given is not None:
-            return self._fill_from(each, filled, given)
-        if not _in_files(each):
-            return None
-        self._copy(each, filled, self._weights.stream())
-        return {}
-
-    def _fill_from(
-        self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor]
-    ) -> dict[int, dict[int, bytes]]:
-        """The same from a peer. Returns the checksums of what came, by range and offset. ManageError."""
-        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
-        if wrong := sorted(
-            name
-            for name, (_, tensor) in lying.items()
-            if name not in given or (given[name].dtype, given[name].shape) != (tensor.dtype, tensor.shape)
-        ):
-            raise ManageError(
-                f"what a peer gave for layer {each.layer} of {self._elastic.name} lacks, or has in other shapes or "
-                f"dtypes: {', '.join(wrong)}"
-            )
-        found: dict[int, dict[int, bytes]] = {part.range.address: {} for part in each.parts}
-        flat = flat_over(filled, 0, filled.nbytes)
-        with torch.no_grad():
-            for name, (opened, tensor) in lying.items():
-                new = like_over(tensor, flat, _place(each, tensor.data_ptr(), self._device.page_size))
-                new.copy_(given[name])
-                found[opened.address][tensor.data_ptr() - opened.address] = checksum(new)
-        return found
-
     def _bring(self, layer: int, filled: Range, came: Came) -> bool:
         """Between two forwards: the layer is resident again with those pages. Were they filled by a peer?"""
         each = self._weights.ring.layer(layer)
         if each is None or each.pages != filled.pieces:
             raise ManageError(f"layer {layer} of {self._elastic.name} has changed while it came home: try again")
-        peer = bool(came) and came == self._sums(each)
-        if not (peer or (came == {} and _in_files(each))):
-            self._copy(each, filled, None)
+        peer = self._bytes.complete(each, filled, came)
         self._elastic.restore(layer, filled)
         return peer
-
-    def _sums(self, each: StreamedLayer) -> dict[int, dict[int, bytes]]:
-        """The checksums of a layer on the host, by range and offset; empty where nobody knows."""
-        if _in_files(each):
-            return {part.range.address: dict(part.backing.sums) for part in each.parts}
-        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
-        return {part.range.address: sums(part.range, lying) for part in each.parts}
-
-    def _copy(self, each: StreamedLayer, filled: Range, after: int | None) -> None:
-        """From the layer's backing. WeightsFileChanged, DriverError."""
-        each.check()
-        try:
-            self._transfer.copy(each.copies(filled), after=after, owner="weights", to="device").wait()
-        finally:
-            each.check()
 
     # -- the model
 
@@ -327,24 +247,14 @@ class HeldLayers:
 
     @property
     def _model(self) -> nn.Module:
-        model = self._handle.model
-        if model is None or managed_as(model) is not self._handle:
-            raise ManageError(f"this {self._elastic.name} is managed no more: make HeldLayers of what manage() returns")
-        return model
+        return _model_of(self._handle, self._elastic.name)
 
     def _module(self, layer: int) -> nn.Module:
         return decoder_layers(self._model)[layer]
 
 
-def _in_files(each: StreamedLayer) -> bool:
-    """Does all of a layer on the host lie in files, so that nobody has been shown it?"""
-    return all(part.backing.file is not None for part in each.parts)
-
-
-def _place(each: StreamedLayer, address: int, page: int) -> int:
-    """Returns where the byte at an address of the layer's lies in its slot."""
-    for part in each.parts:
-        offset = address - part.range.address - part.first * page
-        if 0 <= offset < part.count * page:
-            return offset + part.offset * page
-    raise AssertionError(f"{address:#x} is no address of layer {each.layer}")
+def _model_of(handle: Managed, name: str) -> nn.Module:
+    model = handle.model
+    if model is None or managed_as(model) is not handle:
+        raise ManageError(f"this {name} is managed no more: make HeldLayers of what manage() returns")
+    return model

@@ -27,7 +27,7 @@ class LedRequests:
             return
         self._assignments[start.request.name] = start.assignment
         try:
-            leader.add(start.request)
+            leader.requests.add(start.request)
         except BallonetError as error:
             self.told(start.request, error)
 

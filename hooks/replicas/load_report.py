@@ -58,7 +58,7 @@ def pages_of(stage: Stage, layers: int) -> tuple[int, int, int]:
     cache = stage.cache
     page = cache.on.page_size
     cache.pool.try_to_free_sectors()  # of requests that have ended: nobody asks while nothing runs
-    waiting = () if stage.leader is None else stage.leader.waiting
+    waiting = () if stage.leader is None else stage.leader.requests.waiting
     size = KVSize(round(cache.token_bytes * layers / len(cache.layers)), page)
     away = cache.pages.client.displaced
     return cache.pages.nbytes // page - away, cache.on.available, prompt_pages(waiting, size) + away

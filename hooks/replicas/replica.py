@@ -170,7 +170,7 @@ class Replica:
         if self._place.handover is not None:
             self._place.handover.cancel(request)
         if self._place.leader is not None:
-            self._place.leader.cancel(request)
+            self._place.leader.requests.cancel(request)
 
     # -- layers
 

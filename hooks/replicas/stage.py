@@ -11,7 +11,8 @@ from ...offload.policy.replicas.groups import Group
 from .errors import NoAnswer
 from .follower import Follower
 from .forming import Form, by_tokens
-from .leader import Leader, Told
+from .group_requests import Told
+from .leader import Leader
 from .link import Link
 from .member import Member, cache_of, most_tokens, room_of, runner_of
 from .stage_link import tensor_of, text_of

@@ -9,17 +9,17 @@ Note [One supervisor]
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from ...offload.policy.replicas import actions, events
+from ...offload.policy.replicas import events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Note, decide
-from ...offload.policy.replicas.events import Event, Reason
+from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
+from .action_performer import ActionPerformer, Tells
 from .bell import Bell
 from .client_requests import ClientRequests
 from .fleet_state import State, state_of
@@ -29,7 +29,7 @@ from .recording import Recording
 from .requests import Request
 
 
-class Hears(Protocol):
+class Hears(Tells, Protocol):
     """The replicas, as the supervisor hears and tells them."""
 
     def take(self) -> tuple[int, Message] | None:
@@ -37,9 +37,6 @@ class Hears(Protocol):
 
     def has(self) -> bool:
         """Is anything here?"""
-
-    def post(self, member: int, message: Message) -> None:
-        """Tells one something."""
 
 
 class Supervisor:
@@ -75,11 +72,8 @@ class Supervisor:
         self._note = note
         self._clients = ClientRequests(clock, told, self._on, recording)
         self._ranks = Ranks(ranks, processes, cost, clock, say, tuning)
-        self._kinds: dict[int, bool] = {}  # epochs that are prepared: does one drop?
+        self._actions = ActionPerformer(replicas, self._clients, self._ranks, self.ready, say, recording)
         self._hello: Hello | None = None
-        self._members_of: set[int] = set()  # of the epoch that is prepared
-        self._counts: Counter[str] = Counter()
-        self._declined: Counter[str] = Counter()
         self._counted: dict[int, Counted] = {}
         self._recording = recording
         self._ticked = -float("inf")
@@ -142,7 +136,12 @@ class Supervisor:
         """What is to be seen of it now."""
         counted = dict(self._counted)
         return state_of(
-            self._controller, len(self._clients), self._counts, self._declined, counted, self._ranks.replaced
+            self._controller,
+            len(self._clients),
+            self._actions.counts,
+            self._actions.declined,
+            counted,
+            self._ranks.replaced,
         )
 
     # -- its thread
@@ -235,82 +234,7 @@ class Supervisor:
     def _on(self, event: Event) -> None:
         assert self._controller is not None
         for action in decide(self._controller, event, self._note):
-            self._do(action)
-
-    def _do(self, action: actions.Action) -> None:
-        match action:
-            case actions.Dispatch():
-                self._give((action.request,), action.epoch, action.members)
-            case actions.Recompute():
-                self._counts["recompute"] += len(action.requests)
-                self._give(action.requests, action.epoch, action.members)
-            case actions.Refuse():
-                self._clients.refuse(action.request, f"no replicas can compute it: {action.reason.value}")
-            case actions.Cancel():
-                self._replicas.post(action.members[0], action)
-            case actions.Prepare():
-                self._kinds[action.epoch] = any(group.is_dropped for group in action.groups)
-                self._members_of = {member for group in action.groups for member in group.members}
-                self._to(self._members_of, action)
-            case actions.Commit():
-                self._committed(action)
-            case actions.Discard():
-                self._counts["discard"] += 1
-                self._mark(f"epoch {action.epoch} is given up")
-                self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
-                self._to(self._members_of, action)
-            case actions.Alone():
-                self._replicas.post(action.member, action)
-                self.ready.set()
-            case actions.StartRestore():
-                comes = Counter(each.member for each in action.pulls)
-                parts = ", ".join(f"{count} to replica {member}" for member, count in sorted(comes.items()))
-                self._say(f"epoch {action.epoch}: layers come home: {parts}")
-                self._to({each.member for each in action.pulls}, action)
-            case actions.Fence():
-                self._counts["fence"] += 1
-                self._fence(action)
-            case actions.Decline():
-                self._declined[action.reason.value] += 1
-            case actions.Rejoin():
-                self._replicas.post(action.member, action)
-            case actions.Hold():
-                pass  # what is held waits in the controller
-
-    def _fence(self, action: actions.Fence) -> None:
-        """Ends a process of this machine. One of another may only have stood still: when it goes on it joins anew."""
-        ended = self._ranks.end(action.member)
-        ends = ended or action.reason is Reason.FILE_CHANGED
-        what = f"replica {action.member} is {'ended' if ends else 'shut out until it joins anew'}"
-        self._mark(what)
-        self._say(f"{what}: {action.reason.value}")
-        self._replicas.post(action.member, End() if ends else actions.Rejoin(action.member))
-
-    def _committed(self, action: actions.Commit) -> None:
-        drops = self._kinds.pop(action.epoch, True)
-        self._counts["drop" if drops else "restore"] += 1
-        self._mark(f"epoch {action.epoch}: {'drop' if drops else 'restore'}")
-        assert self._controller is not None
-        groups = [each.group for each in self._controller.cluster.groups.values() if each.epoch == action.epoch]
-        for group in groups:
-            parts = ", ".join(
-                f"replica {member} holds layers {span.begin} to {span.end - 1}"
-                for member, span in zip(group.members, group.spans, strict=True)
-            )
-            self._say(f"epoch {action.epoch}: {parts}")
-        self._to(self._members_of, action)
-
-    def _mark(self, what: str) -> None:
-        if self._recording is not None:
-            self._recording.mark(what)
-
-    def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
-        for start in self._clients.given(names, epoch):
-            self._replicas.post(members[0], start)
-
-    def _to(self, members: set[int], message: Message) -> None:
-        for member in sorted(members):
-            self._replicas.post(member, message)
+            self._actions.perform(action, self._controller.cluster)
 
     def _end(self) -> None:
         why = self._failed or "the server shuts down"

@@ -6,9 +6,7 @@ import json
 import math
 import os
 import random
-import socket
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +32,7 @@ from ballonet.offload.policy.tuning import DEFAULT, Replicas
 
 from ..models import build
 from ..serving.test_server import saved
+from .processes import ENVIRONMENT, free_port, wait
 
 LAYERS = 8
 PATIENCE = 120.0  # s, that a replica has to say how many pages it has
@@ -73,13 +72,6 @@ def made(folder: Path) -> str:
     name = saved(folder, LAYERS)
     build("llama", num_hidden_layers=LAYERS, max_position_embeddings=2048, **SHAPE).save_pretrained(folder)
     return name
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def semaphores(process: int) -> list[str]:
@@ -185,9 +177,7 @@ class Fleet:
 
     def wait(self, until: Callable[[], object]) -> None:
         """Returns once that is so; how long that takes is not judged."""
-        while not until():
-            assert self.server.supervisor.failed is None, self.said
-            time.sleep(0.01)
+        wait(until, lambda: self.server.supervisor.failed and self.said)
 
     @property
     def members(self) -> list[int]:
@@ -294,9 +284,8 @@ def serving(
     faults.write(file, ())
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
+            **ENVIRONMENT,
             "BALLONET_REPLICA_FAULTS": str(file),
-            "BALLONET_DEVICE": "cpu",
-            "OMP_NUM_THREADS": "1",
             **more,
         }.items():
             environment.setenv(name, value)

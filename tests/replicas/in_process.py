@@ -11,8 +11,9 @@ import torch
 
 from ballonet.hooks.replicas.follower import Follower
 from ballonet.hooks.replicas.forming import Form, by_tokens
+from ballonet.hooks.replicas.group_requests import Told
 from ballonet.hooks.replicas.handover import Handed, HandedOver, Handover
-from ballonet.hooks.replicas.leader import Leader, Told
+from ballonet.hooks.replicas.leader import Leader
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.sending import State
@@ -101,7 +102,7 @@ class InProcess:
         return [stage.cache for stage in self.stages]
 
     def add(self, request: Request) -> None:
-        self.leader.add(request)
+        self.leader.requests.add(request)
 
     def step(self) -> bool:
         """Each stage does what it can, the last one first. Did anything happen?"""
@@ -112,7 +113,7 @@ class InProcess:
         for _ in range(steps):
             if not self.step() and self.leader.idle:
                 return
-        raise AssertionError(f"after {steps} steps there are requests yet: {sorted(self.leader.requests)}")
+        raise AssertionError(f"after {steps} steps there are requests yet: {sorted(self.leader.requests.by_name)}")
 
     def drain(self) -> None:
         """Brings what is in flight to its end; nothing new is planned from now on."""
@@ -124,8 +125,8 @@ class InProcess:
         """Drains, and lets all requests go."""
         self.drain()
         leader = self.leader
-        held = {name: leader.held(name) for name in leader.requests}
-        handed = tuple(Handed(leader.release(name), tokens, 0) for name, tokens in held.items())
+        held = {name: leader.requests.held(name) for name in leader.requests.by_name}
+        handed = tuple(Handed(leader.requests.release(name), tokens, 0) for name, tokens in held.items())
         return HandedOver(self.group.members[0], self.group, handed)
 
 
@@ -155,7 +156,9 @@ class Regroup:
             taken.add(name)
             leader = gets[homes[name].members[0]].leader
             assert leader is not None
-            leader.add(next(each.request for one in told for each in one.requests if each.request.name == name))
+            leader.requests.add(
+                next(each.request for one in told for each in one.requests if each.request.name == name)
+            )
 
         self.parts = {
             n: Handover(n, had.get(n), stage, homes.__getitem__, ends[n], leaders, took, damaged, most)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import (
     Action,
     Alone,
@@ -27,19 +28,6 @@ from ballonet.offload.policy.replicas.actions import (
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.drop_plan import group_slots
-from ballonet.offload.policy.replicas.events import (
-    Arrived,
-    Committed,
-    Event,
-    Exchanged,
-    Finished,
-    Joined,
-    Left,
-    Load,
-    Prepared,
-    Restored,
-    Tick,
-)
 from ballonet.offload.policy.replicas.groups import Span, check_groups
 from ballonet.offload.policy.tuning import Replicas
 
@@ -88,10 +76,10 @@ class Played:
 
     # What replicas and clients say
 
-    def on(self, event: Event) -> list[Action]:
-        if isinstance(event, Arrived):
+    def on(self, event: events.Event) -> list[Action]:
+        if isinstance(event, events.Arrived):
             self.where[event.request] = None
-        if isinstance(event, Finished | Left):
+        if isinstance(event, events.Finished | events.Left):
             self._end(event.request, "done")
         actions = self.controller.on(event)
         self.log += actions
@@ -100,7 +88,7 @@ class Played:
         self._check()
         return actions
 
-    def tell(self, kind: Callable[..., Event], *what: Any) -> list[Action]:
+    def tell(self, kind: Callable[..., events.Event], *what: Any) -> list[Action]:
         """What is heard now."""
         return self.on(kind(self.at, *what))
 
@@ -110,7 +98,7 @@ class Played:
         until = self.at + seconds
         while self.at < until - 1e-9:
             self.at = min(until, self.at + 0.1)
-            found += self.on(Tick(self.at))
+            found += self.on(events.Tick(self.at))
         return found
 
     def alive(self, seconds: float, **load: int) -> list[Action]:
@@ -122,8 +110,8 @@ class Played:
         return found
 
     def join(self, member: int) -> list[Action]:
-        actions = self.on(Joined(self.at, member, MEMORY))
-        return actions + self.on(Committed(self.at, self.epoch(member), member))
+        actions = self.on(events.Joined(self.at, member, MEMORY))
+        return actions + self.on(events.Committed(self.at, self.epoch(member), member))
 
     def load(
         self, used: int = 10, free: int = 690, pending: int = 0, members: Iterable[int] | None = None
@@ -132,13 +120,13 @@ class Played:
         self.progress += 1
         found = []
         for member in list(self.controller.cluster.replicas if members is None else members):
-            found += self.on(Load(self.at, member, self.epoch(member), used, free, pending, self.progress))
+            found += self.on(events.Load(self.at, member, self.epoch(member), used, free, pending, self.progress))
         return found
 
     def arrive(self, prompt: int, new: int) -> str:
         self.names += 1
         name = f"r{self.names}"
-        self.on(Arrived(self.at, name, prompt, new))
+        self.on(events.Arrived(self.at, name, prompt, new))
         return name
 
     def burst(self) -> list[Action]:
@@ -161,15 +149,15 @@ class Played:
 
     def finish_all(self) -> None:
         for name in list(self.where):
-            self.on(Finished(self.at, name))
+            self.on(events.Finished(self.at, name))
 
     def all_prepared(self) -> list[Action]:
-        return self._all(Prepared)
+        return self._all(events.Prepared)
 
     def all_restored(self) -> list[Action]:
-        return self._all(Restored)
+        return self._all(events.Restored)
 
-    def _all(self, kind: type[Prepared | Restored]) -> list[Action]:
+    def _all(self, kind: type[events.Prepared | events.Restored]) -> list[Action]:
         assert self.prepared is not None
         epoch, members = self.proposed, [m for group in self.prepared.groups for m in group.members]
         return [action for member in members for action in self.tell(kind, epoch, member)]
@@ -177,7 +165,7 @@ class Played:
     def settled(self) -> None:
         """All replicas take up their epochs, and have their KV and their layers."""
         for member in list(self.controller.cluster.replicas):
-            for kind in (Committed, Exchanged, Restored):
+            for kind in (events.Committed, events.Exchanged, events.Restored):
                 self.on(kind(self.at, self.epoch(member), member))
 
     def drop(self) -> None:

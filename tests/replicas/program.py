@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,10 @@ from typing import Final
 
 from openai import OpenAI
 
-from .fleet import COST, Asked, free_port, made, text_of
+from .fleet import COST, Asked, made, text_of
+from .processes import ENVIRONMENT, free_port, wait
 
 SIZES: Final = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
-ENVIRONMENT: Final = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 class Program:
@@ -50,9 +49,7 @@ class Program:
 
     def wait(self, until: Callable[[], object]) -> None:
         """Returns once that is so; how long that takes is not judged."""
-        while not until():
-            assert self.process.poll() is None, self.said()
-            time.sleep(0.05)
+        wait(until, lambda: None if self.process.poll() is None else self.said())
 
     def figure(self, name: str) -> float:
         """The sum of what `/metrics` has by a name."""
@@ -104,5 +101,4 @@ def given_costs(folder: Path) -> list[str]:
 
 def wait_gone(processes: Sequence[int]) -> None:
     """Returns once none of them is there any more; how long that takes is not judged."""
-    while any(Path(f"/proc/{each}").exists() for each in processes):
-        time.sleep(0.01)
+    wait(lambda: not any(Path(f"/proc/{each}").exists() for each in processes))

@@ -89,18 +89,18 @@ def test_a_replica_keeps_or_refuses_what_a_request_asks() -> None:
         stage = Stage(members[0], alone(0, 2), 0, 1, {}, told)
         leader = stage.leader
         assert leader is not None
-        scheduler = leader._scheduler
-        leader.add(loose)
+        scheduler = leader.requests.scheduler
+        leader.requests.add(loose)
         leader.cache.model.costs.parts = SLOW
         with pytest.raises(SLOError, match=r"tpot of 0\.5 s cannot be kept; the nearest that can is 1 s"):
-            leader.add(replace(late, tpot=0.5))
+            leader.requests.add(replace(late, tpot=0.5))
         with pytest.raises(SLOError, match="ttft of 8 s"):
-            leader.add(replace(late, ttft=8.0, waited=7.5))
-        assert late.name not in leader.requests
+            leader.requests.add(replace(late, ttft=8.0, waited=7.5))
+        assert late.name not in leader.requests.by_name
         assert scheduler.promises.asked(late.name) == NOTHING
-        leader.add(replace(late, ttft=8.0, waited=2.0))
+        leader.requests.add(replace(late, ttft=8.0, waited=2.0))
         assert scheduler.promises.asked(late.name).ttft == 8.0
-        given = leader.release(late.name)
+        given = leader.requests.release(late.name)
         assert given.waited >= 2.0
         assert scheduler.promises.asked(late.name) == NOTHING
         while not leader.idle:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost, is_decode
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit
+from ballonet.offload.policy.step_costs import Parts, Step
 
 PLAIN = ChunkCost(2e-9, 1e-5, 5e-3)
 seconds = st.floats(1e-9, 1e-3)
@@ -43,6 +44,13 @@ def test_a_decoding_request_has_its_own_cost_and_the_weights_are_read_once() -> 
     assert cost.seconds(0, 1) == 2 + 3 + 5, "the first token of a prompt is no decoding one"
     assert cost.batch([(10, 1), (10, 1)]) == 2 * (0.5 * 11 + 1) + 4
     assert cost.batch([(10, 1), (0, 2)]) == 0.5 * 11 + 1 + 2 * 3 + 3 * 2 + 5
+
+
+def test_where_attention_knows_no_sequences_a_batch_takes_what_its_packed_row_does() -> None:
+    parts = Parts(5.0, 3.0, 0.5, 2.0)
+    cost = ChunkCost.packed(parts.fixed, parts.row, parts.key, parts.pair)
+    for chunks in ([(4, 3)], [(4, 3), (0, 2)], [(10, 1), (7, 1), (0, 6)]):
+        assert cost.batch(iter(chunks)) == parts.seconds(Step.of((new, before) for before, new in chunks))
 
 
 @given(costs, st.integers(0, 10_000), st.floats(0, 10))
@@ -92,6 +100,16 @@ def test_the_fit_finds_what_made_the_samples(square: float | None, prefix: float
     assert found.cost.gamma == pytest.approx(truth.gamma, rel=1e-3)
     for chunk in [(0, 900), (5000, 100), (800, 1)]:
         assert found.cost.seconds(*chunk) == pytest.approx(truth.seconds(*chunk), rel=1e-3)
+
+
+def test_the_fit_finds_pairs_of_different_requests() -> None:
+    truth = ChunkCost.packed(5e-3, 1e-4, 2e-6, 3e-8)
+    found = fit(samples(truth, 0.0))
+    assert found.error < 1e-6
+    for field in ("alpha", "beta", "gamma", "within", "prefix", "others"):
+        assert getattr(found.cost, field) == pytest.approx(getattr(truth, field), rel=1e-3)
+    assert fit(samples(truth, 0.05)).cost.others > 0, "although the times are disturbed"
+    assert fit(samples(ChunkCost(2e-8, 1e-5, 5e-3, decode=ChunkCost(0.0, 4e-5, 4e-3)), 0.05)).cost.others == 0
 
 
 def test_the_error_is_that_of_batches_that_were_held_out() -> None:

@@ -10,25 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import Alone, Commit, Discard, Prepare, Recompute, StartRestore
-from ballonet.offload.policy.replicas.events import (
-    Committed,
-    Damaged,
-    Event,
-    Exchanged,
-    Finished,
-    Joined,
-    Left,
-    Load,
-    Lost,
-    Prepared,
-    PrepareFailed,
-    PullFailed,
-    Reason,
-    Restored,
-    Suspected,
-    Tick,
-)
 
 from .played import MEMORY, Played
 
@@ -84,7 +67,7 @@ PAIRS_ONLY = [
     "settled",
 ]
 STARTS = [script[:length] for script in (SCRIPT, PAIRS_ONLY) for length in range(len(script) + 1)]
-ANSWERS = (Prepared, Committed, Exchanged, Restored)
+ANSWERS = (events.Prepared, events.Committed, events.Exchanged, events.Restored)
 
 
 def pick(items: object, number: int) -> str | None:
@@ -130,29 +113,33 @@ def move(played: Played, what: str, a: int, b: int) -> None:
             played.arrive(1 + 700 * a, 1 + 100 * b)
         case "finish" | "leave":
             if name := pick(played.where, a):
-                played.on(Finished(at, name) if what == "finish" else Left(at, name))
+                played.on(events.Finished(at, name) if what == "finish" else events.Left(at, name))
         case "join":
-            played.on(Joined(at, a, MEMORY if b else 310))
+            played.on(events.Joined(at, a, MEMORY if b else 310))
         case "lost":
-            played.on(Lost(at, member))
+            played.on(events.Lost(at, member))
         case "suspect":
             placement = played.controller.cluster.placement(member)
             peers = placement.group.members if placement and b < 6 else (other,)
-            played.on(Suspected(at, proposed if b % 2 else epoch, member, peers[b % len(peers)]))
+            played.on(events.Suspected(at, proposed if b % 2 else epoch, member, peers[b % len(peers)]))
         case "damaged":
             if name := pick(played.where, b):
-                played.on(Damaged(at, epoch, member, name))
+                played.on(events.Damaged(at, epoch, member, name))
         case "failed":
-            reason = [*Reason][b % 5]
-            kind = PrepareFailed if a % 2 else PullFailed
+            reason = [*events.Reason][b % 5]
+            kind = events.PrepareFailed if a % 2 else events.PullFailed
             played.on(kind(at, proposed if b % 2 else epoch, member, reason))
         case "one":
             played.on(ANSWERS[b % 4](at, proposed if b < 4 else epoch, member))
         case "old":
             old = max(0, epoch - 1 - b)
-            events: list[Event] = [kind(at, old, member) for kind in ANSWERS]
-            events += [Load(at, member, old, 1, 1, 1, 1), Suspected(at, old, member, other), Tick(at)]
-            played.on(events[a % len(events)])
+            possible: list[events.Event] = [kind(at, old, member) for kind in ANSWERS]
+            possible += [
+                events.Load(at, member, old, 1, 1, 1, 1),
+                events.Suspected(at, old, member, other),
+                events.Tick(at),
+            ]
+            played.on(possible[a % len(possible)])
 
 
 @settings(max_examples=100)
@@ -243,7 +230,7 @@ def test_a_decision_takes_n_log_n_calls(what: str) -> None:
         if what == "lost":
             played.all_prepared()
             played.settled()
-            count = calls(lambda played=played: played.on(Lost(played.at, 1)))
+            count = calls(lambda played=played: played.on(events.Lost(played.at, 1)))
         counts[replicas] = count
     small = counts[250] / (250 * log2(250))
     assert all(count <= 1.5 * small * replicas * log2(replicas) for replicas, count in counts.items()), counts

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ballonet.hooks.batching.seams import batched
+from ballonet.hooks.device import governors
 from ballonet.hooks.replicas import costing
 from ballonet.hooks.replicas.costing import made, measured
 from ballonet.hooks.replicas.plan import Chunk
@@ -53,6 +55,36 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.error < 1e-3
     assert found.cost.seconds(40, 20) == pytest.approx(COST.seconds(40, 20), rel=1e-2)
     assert any(len({new == 1 for _, new in sizes}) == 2 for sizes in seen), "prompts and decoding requests together"
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although what a batch takes, by the clock that its scheduler learns from, differs from one round to the next."""
+    now, rounds = [0.0], list[list[tuple[tuple[int, int], ...]]]()
+    run, stock = SpanRunner._run, costing._batches
+
+    def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
+        sizes = tuple((each.before, len(each.ids)) for each in chunks)
+        rounds[-1].append(sizes)
+        new, read = sum(size for _, size in sizes), sum(sum(size) for size in sizes)
+        now[0] += COST.batch(sizes) + (1e-3 * new * read if len(rounds) > 1 else 0.0)
+        return run(self, chunks, *rest)
+
+    def batches(*given: Any) -> Any:
+        rounds.append([])
+        return stock(*given)
+
+    monkeypatch.setattr(SpanRunner, "_run", computed)
+    monkeypatch.setattr(costing, "_batches", batches)
+    install()
+    with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
+        known = batched(member.model)
+        assert known is not None
+        assert known.fast
+        monkeypatch.setattr(governors.of(known.device), "clock", lambda: now[0])
+        measured(member, LAYERS, HostMarks(lambda: now[0]), replace(FEW, rounds_measured=4))
+    assert len(rounds) == 4
+    assert all(each == rounds[0] for each in rounds)
 
 
 @pytest.mark.usefixtures("nothing_is_left")

@@ -25,6 +25,7 @@ from ballonet.hooks.whatif.replicas.faults import (
     Shutdown,
     SupervisorFails,
 )
+from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import (
     Alone,
     Cancel,
@@ -37,24 +38,11 @@ from ballonet.offload.policy.replicas.actions import (
     Rejoin,
     StartRestore,
 )
-from ballonet.offload.policy.replicas.events import (
-    Committed,
-    Damaged,
-    Event,
-    Exchanged,
-    Joined,
-    Lost,
-    Prepared,
-    PullFailed,
-    Reason,
-    Restored,
-    Suspected,
-)
 
 from .faulty import SLOWLY, Outcome, outcome
 from .fleets import burst, fleet
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=events.Event)
 
 
 @cache
@@ -75,11 +63,11 @@ def phase(name: str) -> float:
     """A moment in a phase of the burst."""
     begins, ends = {
         "alone": (1.0, 3.0),
-        "prepare": (quiet().actions(Prepare)[0][0], at(Prepared, 3)),
-        "turn": (at(Prepared, 3), at(Committed, 3)),
-        "exchange": (at(Committed, 3), at(Exchanged, 3)),
-        "pipeline": (at(Exchanged, 3) + 1, at(Exchanged, 3) + 3),
-        "pull": (at(Prepared, 4), at(Restored, 4)),
+        "prepare": (quiet().actions(Prepare)[0][0], at(events.Prepared, 3)),
+        "turn": (at(events.Prepared, 3), at(events.Committed, 3)),
+        "exchange": (at(events.Committed, 3), at(events.Exchanged, 3)),
+        "pipeline": (at(events.Exchanged, 3) + 1, at(events.Exchanged, 3) + 3),
+        "pull": (at(events.Prepared, 4), at(events.Restored, 4)),
     }[name]
     assert begins < ends
     return (begins + ends) / 2
@@ -96,9 +84,9 @@ PHASES = ("alone", "prepare", "turn", "exchange", "pipeline", "pull")
 def test_a_replica_is_killed(name: str, member: int) -> None:
     found = outcome([Killed(phase(name), member)])
     assert found.errors == {}
-    assert [each.member for each in found.events(Lost)] == [member]
+    assert [each.member for each in found.events(events.Lost)] == [member]
     assert [*found.run.pipes] == [(1 - member,)]
-    told = found.events(Suspected)
+    told = found.events(events.Suspected)
     assert [each.of for each in told] == ([] if name == "alone" else [member])
     if told:
         assert told[0].at == pytest.approx(phase(name) + 0.05)
@@ -106,7 +94,7 @@ def test_a_replica_is_killed(name: str, member: int) -> None:
     assert all(each.members == (1 - member,) for each in again)
     assert bool(again) == (name != "pull"), "the load has calmed down, so nothing runs then"
     discarded = [each.reason for _, each in found.actions(Discard)]
-    assert discarded == ([Reason.LINK] if name in ("prepare", "pull") else [])
+    assert discarded == ([events.Reason.LINK] if name in ("prepare", "pull") else [])
     commits = [each.epoch for _, each in found.actions(Commit)]
     assert commits == ([] if name in ("alone", "prepare") else [3])
 
@@ -114,13 +102,13 @@ def test_a_replica_is_killed(name: str, member: int) -> None:
 @pytest.mark.parametrize("name", ["turn", "exchange", "pipeline", "pull"])
 def test_who_lost_its_group_is_valid_at_once_and_pulls_from_its_backing(name: str) -> None:
     found = outcome([Killed(phase(name), 1)])
-    (suspected,) = found.events(Suspected)
+    (suspected,) = found.events(events.Suspected)
     answered = found.answer(suspected)
-    assert Alone(found.events(Committed)[-1].epoch, 0) in answered
+    assert Alone(found.events(events.Committed)[-1].epoch, 0) in answered
     pulls = [each for each in answered if isinstance(each, StartRestore) and each.pulls[0].member == 0]
     assert [pull.source for each in pulls for pull in each.pulls] == [None] * 4
     assert [each.layer for each in pulls[0].pulls] == [4, 5, 6, 7], "the one that is needed next first"
-    assert found.events(Restored)[-1].at - suspected.at < 0.01
+    assert found.events(events.Restored)[-1].at - suspected.at < 0.01
 
 
 def test_what_a_replica_that_is_killed_was_to_send_comes_from_the_backing() -> None:
@@ -129,11 +117,11 @@ def test_what_a_replica_that_is_killed_was_to_send_comes_from_the_backing() -> N
     arrivals = burst(300, 0.05, 60, 150) + burst(12, 6.0, 20, 20, begin=60.0)
     calm = outcome([], arrivals, four)
     (lost, survivor), (source, _) = (group.members for group in calm.actions(Prepare)[0][1].groups)
-    time = max(each.at for each in calm.events(Exchanged) if each.epoch == calm.actions(Commit)[0][1].epoch) + 1
+    time = max(each.at for each in calm.events(events.Exchanged) if each.epoch == calm.actions(Commit)[0][1].epoch) + 1
     found = outcome([Killed(time, lost), Killed(time + 0.4, source)], arrivals, four)
     pulls, *_ = [action.pulls for _, action in found.actions(StartRestore) if action.pulls[0].member == survivor]
     assert [each.source for each in pulls] == [source] * 4
-    restored = next(each for each in found.events(Restored) if each.member == survivor)
+    restored = next(each for each in found.events(events.Restored) if each.member == survivor)
     assert 0.4 < restored.at - time < 0.42, "a layer takes 0.26 s from a peer, and 1 ms from the backing"
     assert found.errors == {}
     assert sorted(found.run.pipes) == sorted((each,) for each in range(4) if each not in (lost, source))
@@ -145,7 +133,7 @@ def test_requests_are_refused_once_they_were_lost_too_often() -> None:
     for n in range(14):
         faults += [NewReplica(1.5 + n, 2 + n), Killed(1.6 + n, n)]
     found = outcome(faults, burst(20, 0.01, 200, 5000), fleet(2, 12000, network=SLOWLY))
-    assert {*found.errors.values()} <= {Reason.LIVES.value}
+    assert {*found.errors.values()} <= {events.Reason.LIVES.value}
     assert found.errors
 
 
@@ -167,10 +155,10 @@ def test_a_replica_that_hangs_is_as_dead(name: str) -> None:
     found = outcome([Hung(phase(name), 1)])
     assert found.errors == {}
     ((fenced, fence),) = found.actions(Fence)
-    assert fence == Fence(1, Reason.HUNG)
+    assert fence == Fence(1, events.Reason.HUNG)
     assert 0.85 < fenced - phase(name) < 1.3, "a second after it spoke last"
     assert [*found.run.pipes] == [(0,)]
-    assert [each.member for each in found.events(Lost)] == [1], "its process is ended"
+    assert [each.member for each in found.events(events.Lost)] == [1], "its process is ended"
 
 
 @pytest.mark.parametrize("name", PHASES)
@@ -185,12 +173,16 @@ def test_a_replica_that_is_back_before_it_is_missed_goes_on(name: str) -> None:
 def test_a_replica_that_is_back_after_it_was_fenced_joins_anew(name: str) -> None:
     found = outcome([Hung(phase(name), 1, 4.0)])
     assert found.errors == {}
-    assert [each for _, each in found.actions(Fence)] == [Fence(1, Reason.HUNG)]
+    assert [each for _, each in found.actions(Fence)] == [Fence(1, events.Reason.HUNG)]
     assert [each for _, each in found.actions(Rejoin)] == [Rejoin(1)]
-    assert [each.member for each in found.events(Joined)] == [0, 1, 1]
+    assert [each.member for each in found.events(events.Joined)] == [0, 1, 1]
     assert sorted(found.run.pipes) == [(0,), (1,)]
-    begun = found.events(Joined)[-1].at
-    late = [each for each in found.decisions if each.event.at == begun and isinstance(each.event, Prepared | Restored)]
+    begun = found.events(events.Joined)[-1].at
+    late = [
+        each
+        for each in found.decisions
+        if each.event.at == begun and isinstance(each.event, events.Prepared | events.Restored)
+    ]
     assert all(each.actions == () for each in late), "what it says before it knows"
 
 
@@ -201,14 +193,14 @@ def test_a_replica_that_is_back_after_it_was_fenced_joins_anew(name: str) -> Non
 def test_a_link_is_lost_and_both_ends_live(name: str) -> None:
     found = outcome([LinkLost(phase(name), 0, 1)])
     assert found.errors == {}
-    assert (found.actions(Fence), found.events(Lost)) == ([], [])
+    assert (found.actions(Fence), found.events(events.Lost)) == ([], [])
     assert sorted(found.run.pipes) == [(0,), (1,)]
-    told = found.events(Suspected)
+    told = found.events(events.Suspected)
     if name == "alone":
         assert told == [], "there is none"
         return
     if name == "prepare":
-        assert [each.reason for _, each in found.actions(Discard)] == [Reason.LINK]
+        assert [each.reason for _, each in found.actions(Discard)] == [events.Reason.LINK]
         assert found.actions(Recompute) == [], "nothing was dropped"
         return
     answered = found.answer(told[0])
@@ -237,8 +229,8 @@ def test_the_supervisor_ends(name: str, kind: type[PlayedFault], error: str) -> 
 # No pages, no host memory, another file
 
 
-@pytest.mark.parametrize("why", [Reason.PAGES, Reason.HOST_MEMORY])
-def test_who_cannot_prepare_refuses_and_the_next_rung_is_asked(why: Reason) -> None:
+@pytest.mark.parametrize("why", [events.Reason.PAGES, events.Reason.HOST_MEMORY])
+def test_who_cannot_prepare_refuses_and_the_next_rung_is_asked(why: events.Reason) -> None:
     found = outcome([FaultRefused(1.0, 1, why)])
     assert found.errors == {}
     assert [each.reason for _, each in found.actions(Discard)] == [why]
@@ -255,7 +247,7 @@ def test_a_restore_that_cannot_be_prepared_is_tried_again() -> None:
 
 def test_who_has_another_file_refuses_to_drop() -> None:
     found = outcome([FileChanged(1.0, 1)])
-    assert [each.reason for _, each in found.actions(Discard)] == [Reason.FILE_CHANGED]
+    assert [each.reason for _, each in found.actions(Discard)] == [events.Reason.FILE_CHANGED]
     assert found.actions(Commit) == [], "never again"
     assert found.errors == {}
 
@@ -267,8 +259,8 @@ def test_who_lost_its_group_and_its_file_pulls_from_a_peer_or_is_ended() -> None
     assert [{each.source for each in one} for one in pulls] == [{2}]
     assert sorted(found.run.pipes) == [(0,), (2,)]
     none = outcome([FileChanged(5.0, 0), Killed(6.0, 1)])
-    assert [each.reason for each in none.events(PullFailed)] == [Reason.FILE_CHANGED]
-    assert [each for _, each in none.actions(Fence)] == [Fence(0, Reason.FILE_CHANGED)]
+    assert [each.reason for each in none.events(events.PullFailed)] == [events.Reason.FILE_CHANGED]
+    assert [each for _, each in none.actions(Fence)] == [Fence(0, events.Reason.FILE_CHANGED)]
     assert {*none.errors.values()} == {"no replica is left"}
 
 
@@ -278,8 +270,8 @@ def test_who_lost_its_group_and_its_file_pulls_from_a_peer_or_is_ended() -> None
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_request_whose_kv_is_damaged_is_computed_again_and_others_go_on(member: int) -> None:
     found = outcome([DamagedKV(phase("alone"), member)])
-    (damaged,) = found.events(Damaged)
-    assert (damaged.member, damaged.at) == (member, at(Exchanged, 3))
+    (damaged,) = found.events(events.Damaged)
+    assert (damaged.member, damaged.at) == (member, at(events.Exchanged, 3))
     assert [each.requests for _, each in found.actions(Recompute)] == [(damaged.request,)]
     assert found.errors == {}
     assert len(found.actions(Commit)) == 2

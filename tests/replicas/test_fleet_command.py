@@ -86,6 +86,7 @@ def test_costs_of_steps_are_costs_of_chunks(tmp_path: Path) -> None:
     parts = Parts(0.02, 1e-3, 1e-5, 1e-6)
     for before, new in [(0, 1), (0, 50), (300, 7), (999, 1)]:
         assert of_parts(parts).seconds(before, new) == pytest.approx(parts.seconds(Step(new, before + new)))
+    assert of_parts(parts).batch([(300, 7), (999, 1)]) == pytest.approx(parts.seconds(Step.of([(7, 300), (1, 999)])))
     (tmp_path / "steps.json").write_text(json.dumps({"fixed": 0.02, "row": 1e-3, "key": 1e-5, "pair": 1e-6}))
     assert read_costs(tmp_path / "steps.json") == (of_parts(parts), None)
 

@@ -150,7 +150,7 @@ def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int)
         stock = group.caches[stage].store
 
         def store(state: Any, tokens: int) -> bool:
-            if len(refused) < 2 and not group.leader.requests:
+            if len(refused) < 2 and not group.leader.requests.by_name:
                 refused.append(state.request_id)
                 return False
             return stock(state, tokens)
@@ -186,7 +186,7 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
 
     def act(group: InProcess, change: Regroup) -> None:
         if not served:
-            group.leader._told = lambda request, error: (heard if request.name.startswith("n") else stock)(
+            group.leader.requests._told = lambda request, error: (heard if request.name.startswith("n") else stock)(
                 request, error
             )
             for each in more:

@@ -4,7 +4,6 @@ log, which has the decisions of the simulation of the same script."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import urllib.request
@@ -23,27 +22,15 @@ from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Commit, Prepare
 from ballonet.offload.policy.replicas.decisions import Decision, Entry, Setup, replayed
 from ballonet.offload.policy.replicas.events import Arrived, Joined
-from ballonet.offload.policy.tuning import DEFAULT
 
-from .fleet import Answer, Asked, Stock, drawn, made, serving
+from .fleet import EAGER, Answer, Asked, Stock, drawn, made, serving
 from .same import outline, script
 
 TOKENS = 48
 BURST = 40  # which is about twice what two replicas have KV for
-# A drop whatever it is predicted to gain, and nobody is dead on a loaded machine. One drop only until the restore,
-# which comes when all has been quiet for some seconds. `chunk`: --batch-tokens, as of the replicas.
-TUNING = replace(
-    DEFAULT.replicas,
-    gain=-math.inf,
-    full=0.3,
-    dwell=3.0,
-    settle=1e9,
-    again=1.0,
-    silent=300.0,
-    answer=300.0,
-    bulk=900.0,
-    chunk=128,
-)
+# One drop only until the restore, which comes when all has been quiet for some seconds. `chunk`: --batch-tokens, as of
+# the replicas.
+TUNING = replace(EAGER, dwell=3.0, settle=1e9, again=1.0, chunk=128)
 LATER = 300.0  # seconds by which what follows the restore comes later in simulation, however long that took live
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from .fleet import Stock, drawn, free_port
-from .program import ENVIRONMENT, SIZES, Program, given_costs, wait_gone
+from .fleet import Stock, drawn
+from .processes import ENVIRONMENT, free_port
+from .program import SIZES, Program, given_costs, wait_gone
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/serve_on_ray.py")

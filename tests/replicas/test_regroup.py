@@ -104,7 +104,7 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
             held = {}
             current.drain()
             for each in asked:
-                held[each.name] = current.leader.held(each.name)
+                held[each.name] = current.leader.requests.held(each.name)
                 blocks = -(-held[each.name] // 16)
                 k = len(current.stages)
                 assert pages_of(current, each.name) == [blocks * 4 // k] * k

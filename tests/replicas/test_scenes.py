@@ -134,7 +134,7 @@ def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
             group.step()
         for name in ("q0", "q3"):
             if name not in told.over:
-                group.leader.cancel(name)
+                group.leader.requests.cancel(name)
         if "q0" not in told.over:
             told.tokens.pop("q0", None)
             group.add(waiting[0])

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from .fleet import NEEDS_ALL, Asked, drawn, free_port, made, post
+from .fleet import NEEDS_ALL, Asked, drawn, made, post
+from .processes import ENVIRONMENT, free_port, wait
 
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 SECRET = "BALLONET_REPLICA_SECRET"
-ENVIRONMENT = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 class Program:
@@ -47,9 +46,7 @@ class Program:
 
     def wait(self, until: Callable[[], object]) -> None:
         """Returns once that is so; how long that takes is not judged."""
-        while not until():
-            assert self.process.poll() is None, self.said
-            time.sleep(0.02)
+        wait(until, lambda: None if self.process.poll() is None else self.said)
 
     def serves(self) -> None:
         """Waits until both replicas do."""
@@ -90,8 +87,7 @@ def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
     finally:
         program.process.kill()
         program.process.wait()
-        while program.left():
-            time.sleep(0.02)  # nobody has to end them
+        wait(lambda: not program.left())  # nobody has to end them
 
 
 def begin(asked: Asked, program: Program) -> str:
@@ -135,8 +131,7 @@ def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_pat
         code = program.process.wait()
         for each in answers:
             assert each.result()
-        while program.left():
-            time.sleep(0.02)
+        wait(lambda: not program.left())
         if phase != "as they load" and number is not signal.SIGKILL:
             assert code == 0, program.said
             assert "Traceback" not in program.said

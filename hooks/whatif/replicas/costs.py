@@ -15,8 +15,9 @@ from ..machine import costs_of
 
 def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
     """Returns the cost in a file, and the fit where it was fitted. JSON: alpha, beta, gamma, and if need be square,
-    prefix and decode (a cost of its own); or a list of batches, each with `seconds` and `chunks`, pairs of tokens
-    before and new ones; or fixed, row, key and pair, as without replicas. ManageError where it is none; OSError."""
+    prefix, others and decode (a cost of its own); or a list of batches, each with `seconds` and `chunks`, pairs of
+    tokens before and new ones; or fixed, row, key and pair, as without replicas. ManageError where it is none;
+    OSError."""
     try:
         found = json.loads(path.read_text())
         if isinstance(found, list):
@@ -30,9 +31,8 @@ def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
 
 
 def of_parts(parts: Parts) -> ChunkCost:
-    """Returns the cost of chunks that take what steps of one request do: p + c keys are read by c new tokens."""
-    beta = max(0.0, parts.row + parts.key - parts.pair)
-    return ChunkCost(parts.pair, beta, parts.fixed, square=2 * parts.pair, prefix=parts.key)
+    """Returns the cost of batches that take what steps do: p + c keys are read by c new tokens."""
+    return ChunkCost.packed(parts.fixed, parts.row, parts.key, parts.pair)
 
 
 def _given(found: dict[str, Any]) -> ChunkCost:

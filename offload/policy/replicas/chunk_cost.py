@@ -14,6 +14,12 @@ Note [The cost of a chunk]
     then `square` stands for alpha in the second term. Reading the keys of the prefix takes `prefix` seconds per token,
     however few new ones attend to them. And a decoding request (one new token) runs in other kernels than a prompt: it
     has a cost of its own (`decode`). fit_cost.py says which of these help.
+
+Note [Pairs of different requests]
+    Attention that does not know the sequences of a packed row (offload/policy/step_costs.py, Note [A row without
+    sequences]) compares each new token of a batch with each key of the batch. Pairs of different chunks take `others`
+    seconds each, so a batch takes longer than the sum of its chunks. What a chunk `added` to a batch, and what a `cut`
+    takes, are without these: they depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -21,12 +27,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
     """Seconds per pair of tokens (`alpha`), per new token (`beta`), per batch (`gamma`). See Note [The cost of a
-    chunk]; `square`: None where it is alpha; `decode`: None where one new token behind others costs as any chunk."""
+    chunk]; `square`: None where it is alpha; `decode`: None where one new token behind others costs as any chunk;
+    `others`: per pair of a new token and a token of another chunk, see Note [Pairs of different requests]."""
 
     alpha: float
     beta: float
@@ -34,10 +42,17 @@ class ChunkCost:
     square: float | None = None
     prefix: float = 0.0
     decode: ChunkCost | None = None
+    others: float = 0.0
+
+    @classmethod
+    def packed(cls, fixed: float, row: float, key: float, pair: float) -> Self:
+        """The cost where attention knows no sequences: seconds of a batch, of a new token, of a token that is read (the
+        new ones are), and of a pair of both, whosever they are."""
+        return cls(pair, max(0.0, row + key - pair), fixed, square=2 * pair, prefix=key, others=pair)
 
     def __post_init__(self) -> None:
         """ValueError where a part is no time."""
-        parts = (self.alpha, self.beta, self.gamma, self.within, self.prefix)
+        parts = (self.alpha, self.beta, self.gamma, self.within, self.prefix, self.others)
         if not all(math.isfinite(each) and each >= 0 for each in parts):
             raise ValueError(f"a cost has a part that is no number of seconds from 0 on: {self}")
 
@@ -55,14 +70,16 @@ class ChunkCost:
         """Returns what a batch of chunks (before, new) takes; 0 for none. Where prompts and decoding requests have
         different gammas the larger one counts, once."""
         total = gamma = 0.0
+        row = read = own = 0
         for before, new in chunks:
             part = self._of(before, new)
             total += part._growing(before, new)
             gamma = max(gamma, part.gamma)
-        return total + gamma
+            row, read, own = row + new, read + before + new, own + new * (before + new)
+        return total + gamma + self.others * (row * read - own)
 
     def added(self, before: int, new: int) -> float:
-        """Returns what a chunk adds to a batch that has others."""
+        """Returns what a chunk adds to a batch that has others, but for pairs of them and it."""
         return self._of(before, new)._growing(before, new)
 
     def cut(self, target: float, before: int) -> int:

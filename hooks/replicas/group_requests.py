@@ -1,0 +1,145 @@
+"""Requests of a group, as its first stage has them: taken, given away, moved on by tokens, computed again, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ...offload.policy.request_slo import NOTHING
+from .requests import Request, state_of
+from .scheduling import GroupPreemption, GroupScheduler
+from .settings import GroupSettings
+from .span_cache import SpanCache
+
+Told = Callable[[Request, Exception | None], object]  # of a request after each token, or that it has failed
+
+
+class GroupRequests:
+    """Used by one thread. `by_name`: those that are not over, as far as their tokens have come. `scheduler`,
+    `preemption`: what has transformers' states of them."""
+
+    def __init__(
+        self,
+        cache: SpanCache,
+        settings: GroupSettings,
+        stages: int,
+        told: Told,
+        room: Callable[[], float],
+        most: Callable[[], float],
+    ) -> None:
+        """`room`, `most`: see GroupScheduler."""
+        self.by_name: dict[str, Request] = {}
+        self.scheduler = GroupScheduler(cache, settings, stages, room, most)
+        self.preemption = GroupPreemption(cache, self.scheduler, settings)
+        self._told = told
+        self._lacking = 0  # answers in a row from which something was left out
+
+    # -- coming and going
+
+    def add(self, request: Request) -> None:
+        """Takes a request that has no KV, which may have delivered tokens before. RequestTooLarge, SLOError,
+        ManageError."""
+        self._promise(request)
+        self.scheduler.add_waiting_request(state_of(request))
+        self.by_name[request.name] = request
+
+    def adopt(self, request: Request, held: int) -> None:
+        """Takes a request `held` tokens of which have KV."""
+        self._promise(request)
+        self.scheduler.active_requests[request.name] = state_of(request, held)
+        self.by_name[request.name] = request
+
+    def cancel(self, request: str) -> None:
+        """Ends a request, whose tokens are told no more; its name is free at once."""
+        if self.by_name.pop(request, None) is not None:
+            self.scheduler.set_request_cancellation(request)
+            for state in self.scheduler.clear_cancelled_requests():
+                self.preemption.free_request_cpu_cache(state)
+
+    def release(self, request: str) -> Request:
+        """Gives a request to somebody else; its KV stays in the caches until it is freed there. Nothing is in
+        flight."""
+        scheduler = self.scheduler
+        scheduler.active_requests.pop(request, None)
+        if scheduler.waiting_requests.pop(request, None) is not None:
+            scheduler.waiting_requests_order.remove(request)
+        slo, found = scheduler.promises.asked(request), self.by_name.pop(request)
+        scheduler.promises.note(request, NOTHING)
+        return found if slo == NOTHING else replace(found, waited=scheduler.clock() - slo.arrived)
+
+    def held(self, request: str) -> int:
+        """Tokens of a request that have KV. To be asked while nothing is in flight."""
+        state = self.scheduler.active_requests.get(request) or self.scheduler.waiting_requests.get(request)
+        return 0 if state is None else int(state.current_len())
+
+    @property
+    def waiting(self) -> list[int]:
+        """Tokens of the prompts that wait to begin."""
+        return [len(state.initial_tokens) for state in self.scheduler.waiting_requests.values()]
+
+    def runs(self, state: RequestState) -> bool:
+        """Is it the state of a request that has begun?"""
+        return self.scheduler.active_requests.get(state.request_id) is state
+
+    # -- what came out
+
+    def take_tokens(self, states: Mapping[str, RequestState], tokens: Iterable[tuple[str, int]]) -> None:
+        """Moves requests on by one token each; those that have no state were cancelled."""
+        for name, token in tokens:
+            state = states.get(name)
+            if state is None:
+                continue
+            request = self.by_name[name] = self.by_name[name].with_token(token)
+            if state.update_and_check_completion(token, None):
+                self.scheduler.finish_request(name)
+                self.scheduler.block_new_requests = False
+                del self.by_name[name]
+            self._told(request, None)
+
+    def compute_again(self, lacking: Sequence[tuple[RequestState, int]]) -> None:
+        """Requests that a stage (its number) had no memory for wait, and begin again with all of their tokens; one that
+        is alone fails in the end."""
+        if lacking:
+            self._lacking += 1
+        if any(stage == 0 for _, stage in lacking):
+            self.scheduler.lacked()
+        for state, _ in reversed(lacking):
+            alone = len(self.scheduler.active_requests) == 1
+            if alone and self._lacking > self.scheduler.tuning.lonely:
+                self.fail(state, no_room(state.request_id))
+            else:
+                self.preemption.compute_again(state)
+
+    def lacked_nothing(self) -> None:
+        """A microbatch was computed from which nothing was left out."""
+        self._lacking = 0
+
+    def fail(self, state: RequestState, error: Exception) -> None:
+        """Ends a request, and tells why."""
+        self.scheduler.finish_request(state.request_id)
+        request = self.by_name.pop(state.request_id, None)
+        if request is not None:
+            self._told(request, error)
+
+    def landed(self, requests: Iterable[str]) -> None:
+        """One microbatch less of each of these is in flight."""
+        flying = self.scheduler.in_flight
+        names = list(requests)
+        flying.subtract(names)
+        for name in names:
+            if flying[name] <= 0:
+                del flying[name]
+
+    def _promise(self, request: Request) -> None:
+        self.scheduler.promises.note(request.name, request.slo(self.scheduler.clock()))
+
+
+def no_room(request: str) -> torch.OutOfMemoryError:
+    """The error of a request that no stage can go on with."""
+    return torch.OutOfMemoryError(
+        f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it "
+        "on a replica of its group. Give a larger budget, or drop what is not needed"
+    )

@@ -1,0 +1,58 @@
+"""Iterations of a group: which requests the next one has, and who gives way where none can go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .group_requests import GroupRequests, no_room
+from .span_cache import SpanCache
+
+
+class Iterations:
+    """Used by one thread."""
+
+    def __init__(self, cache: SpanCache, requests: GroupRequests, reads: float) -> None:
+        """`reads`: tokens that each follower can read in a microbatch."""
+        self._cache = cache
+        self._requests = requests
+        self._reads = int(min(reads, cache.max_tokens_read))
+
+    def next(self, awaited: bool) -> list[Any]:
+        """What transformers has scheduled of each request; empty where none can run now. `awaited`: is a microbatch in
+        flight?"""
+        scheduler, preemption = self._requests.scheduler, self._requests.preemption
+        if not scheduler.active_requests:
+            scheduler.block_new_requests = False  # no end of a request would allow them
+        for state, why in [*scheduler.late(), *preemption.hopeless()]:
+            self._requests.fail(state, why)
+        found = self._scheduled(awaited) if scheduler.has_pending_requests() else []
+        scheduler.begins(bool(found) or awaited)
+        if not found:
+            self._cache.pool.try_to_free_sectors()
+            return []
+        preemption.scheduled()
+        preemption.restore_scheduled_requests(found)
+        return found
+
+    def _scheduled(self, awaited: bool) -> list[Any]:
+        scheduler, preemption = self._requests.scheduler, self._requests.preemption
+        while True:
+            found, *_ = scheduler.schedule_batch(self._cache.max_batch_tokens, self._reads)
+            if found is not None:
+                if scheduler.starved_requests:
+                    preemption.offload_requests()
+                return list(found)
+            if preemption.offload_requests():
+                continue
+            if not awaited and scheduler.active_requests:
+                self._give_way()
+            return []
+
+    def _give_way(self) -> None:
+        """No request can go on, and no answer is awaited: the newest begins again later, or fails if it is alone."""
+        active, preemption = self._requests.scheduler.active_requests, self._requests.preemption
+        state = next(reversed(active.values()))
+        if len(active) > 1 or preemption.may_wait():
+            preemption.compute_again(state)
+        else:
+            self._requests.fail(state, no_room(state.request_id))

@@ -1,0 +1,109 @@
+"""The bytes of a layer that comes home, on new pages.
+
+Note [Where a layer comes home from]
+    Its bytes come to new pages while forwards run, and the pages to its addresses between two of them. A peer's bytes
+    are taken only if their checksum is that of the layer's backing. What has come from a file needs no look, as nobody
+    but the layer can have been shown it; what lies in host pages may have been written to there, so it is copied, or
+    compared with a peer's, between the forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from ...allocator._native import Range, Transfer
+from ...allocator.errors import ManageError
+from ...offload.residency.layer_parts import StreamedLayer
+from ..weights.moving import flat_over
+from ..weights.ranges import Weights
+from ..weights.storages import like_over
+from .checksum import checksum
+from .ready import lying_in, sums
+
+# What came to new pages: the checksums of a peer's bytes by range and offset, none of a file's; None: nothing did
+Came = dict[int, dict[int, bytes]] | None
+
+
+class LayerBytes:
+    """Used under the lock of HeldLayers. See Note [Where a layer comes home from]."""
+
+    def __init__(self, weights: Weights, name: str, module: Callable[[int], nn.Module]) -> None:
+        """`name`: of the model; `module(layer)`: of a decoder layer."""
+        self._weights = weights
+        self._name = name
+        self._module = module
+        self._transfer = Transfer(weights.device)
+
+    def fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
+        """Brings a layer's bytes to new pages while forwards run: those that a peer has `given`, else its backing's, if
+        nobody but the layer can have been shown that. WeightsFileChanged, DriverError; ManageError for what is not the
+        layer's."""
+        if given is not None:
+            return self._fill_from(each, filled, given)
+        if not _in_files(each):
+            return None
+        self._copy(each, filled, self._weights.stream())
+        return {}
+
+    def _fill_from(
+        self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor]
+    ) -> dict[int, dict[int, bytes]]:
+        """The same from a peer. Returns the checksums of what came, by range and offset. ManageError."""
+        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
+        if wrong := sorted(
+            name
+            for name, (_, tensor) in lying.items()
+            if name not in given or (given[name].dtype, given[name].shape) != (tensor.dtype, tensor.shape)
+        ):
+            raise ManageError(
+                f"what a peer gave for layer {each.layer} of {self._name} lacks, or has in other shapes or "
+                f"dtypes: {', '.join(wrong)}"
+            )
+        found: dict[int, dict[int, bytes]] = {part.range.address: {} for part in each.parts}
+        flat = flat_over(filled, 0, filled.nbytes)
+        with torch.no_grad():
+            for name, (opened, tensor) in lying.items():
+                new = like_over(tensor, flat, _place(each, tensor.data_ptr(), self._weights.device.page_size))
+                new.copy_(given[name])
+                found[opened.address][tensor.data_ptr() - opened.address] = checksum(new)
+        return found
+
+    def complete(self, each: StreamedLayer, filled: Range, came: Came) -> bool:
+        """Between two forwards: the pages have the layer's bytes now. Are they those that a peer gave?
+        WeightsFileChanged, DriverError."""
+        peer = bool(came) and came == self._sums(each)
+        if not (peer or (came == {} and _in_files(each))):
+            self._copy(each, filled, None)
+        return peer
+
+    def _sums(self, each: StreamedLayer) -> dict[int, dict[int, bytes]]:
+        """The checksums of a layer on the host, by range and offset; empty where nobody knows."""
+        if _in_files(each):
+            return {part.range.address: dict(part.backing.sums) for part in each.parts}
+        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
+        return {part.range.address: sums(part.range, lying) for part in each.parts}
+
+    def _copy(self, each: StreamedLayer, filled: Range, after: int | None) -> None:
+        """From the layer's backing. WeightsFileChanged, DriverError."""
+        each.check()
+        try:
+            self._transfer.copy(each.copies(filled), after=after, owner="weights", to="device").wait()
+        finally:
+            each.check()
+
+
+def _in_files(each: StreamedLayer) -> bool:
+    """Does all of a layer on the host lie in files, so that nobody has been shown it?"""
+    return all(part.backing.file is not None for part in each.parts)
+
+
+def _place(each: StreamedLayer, address: int, page: int) -> int:
+    """Returns where the byte at an address of the layer's lies in its slot."""
+    for part in each.parts:
+        offset = address - part.range.address - part.first * page
+        if 0 <= offset < part.count * page:
+            return offset + part.offset * page
+    raise AssertionError(f"{address:#x} is no address of layer {each.layer}")
