@@ -19,10 +19,6 @@ from .pool import bytes_that_exist, take_out, take_out_leftovers
 
 BUDGET: Final = 2**25
 HOST: Final = 2**24
-# With small pages each layer has a range of its own and several pages; with large ones all layers share one.
-# Pages of which a cache here fills many, and pages that most tokens leave as they are. A module runs on one of them.
-SMALL: Final = {"params": [4096], "ids": ["4KiB"]}
-LARGE: Final = {"params": [65536], "ids": ["64KiB"]}
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import ctypes
 import functools
 import gc
 import os
+import socket
+import sys
 import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -13,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from .pool import take_out_leftovers
+import ballonet
+from ballonet.allocator import runtime
+
+from .pool import take_out, take_out_leftovers
 from .tuned import Clock, Tuned, tuning
 
 # Most tests are about what happens when device pages run out. Those about spilling, which hides that, turn it on.
@@ -89,6 +94,64 @@ def tuned() -> Iterator[Tuned]:
     """Gives values to what is composed from now on, until the test ends. See tuned.py."""
     with tuning() as found:
         yield found
+
+
+@pytest.fixture(scope="module", params=[4096], ids=["4KiB"])
+def small_pages(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A pool whose pages a cache fills many of: each layer has a range of its own. Bytes per page."""
+    from .caches import installed
+
+    with installed(request.param) as size:
+        yield size
+
+
+@pytest.fixture(scope="module", params=[65536], ids=["64KiB"])
+def large_pages(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A pool whose pages most tokens leave as they are: all layers share a range. Bytes per page."""
+    from .caches import installed
+
+    with installed(request.param) as size:
+        yield size
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Takes the pool out at the end of a test, when no page of KV may be left and the device is whole."""
+    yield
+    gc.collect()
+    if (found := runtime.current()) is not None:
+        found.device.reap(wait=True)
+        found.device.check()
+        assert found.device.snapshot()["pages"]["kv"] == 0
+    take_out()
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Takes out, at the end of a test, what that has installed."""
+    yield
+    gc.collect()
+    ballonet.restore()
+    assert runtime.current() is None
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may ask the network."""
+
+    def refuse(*_: object) -> None:
+        pytest.fail("something asks the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -59,6 +59,13 @@ def prompts(batch: int, longest: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """What it makes of two prompts, [2, 9, vocabulary]."""
+    found: torch.Tensor = model(**prompts(2, 9)).logits
+    return found
+
+
 def questions(name: str, batch: int, longest: int = 12, *, padded: bool = False) -> dict[str, torch.Tensor]:
     """Inputs that the architecture of that name takes, for `generate()`. Prompts repeat themselves, so that prompt
     lookup finds something in them; with `padded` they are of different lengths."""

@@ -6,6 +6,7 @@ That process is a fork of one which has imported torch and transformers (gpu/for
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,13 @@ else:
     sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
     runpy.run_path(command[0], run_name="__main__")
 """
+
+
+def gone() -> int:
+    """The pid of a process that has ended."""
+    done = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    done.wait()
+    return done.pid
 
 
 class Program:

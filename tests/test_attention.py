@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,17 +20,11 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy import geometry
 
-from .caches import SMALL, installed
 from .models import build, generate, prompts
 from .pool import in_pool
 
+pytestmark = pytest.mark.usefixtures("small_pages")
 INPUTS = prompts(batch=3, longest=12)
-
-
-@pytest.fixture(scope="module", autouse=True, **SMALL)
-def page(request: pytest.FixtureRequest) -> Iterator[int]:
-    with installed(request.param) as size:
-        yield size
 
 
 def not_compiled(implementation: str) -> AbstractContextManager[Any]:
@@ -144,7 +137,7 @@ def test_at_the_int32_bound_the_stock_layer_takes_over(first: int, monkeypatch: 
     assert ours.elastic == (stock.get_seq_length() <= 63)
 
 
-def test_so_many_layers_share_a_range_as_stay_below_the_bound(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+def test_so_many_layers_share_a_range_as_stay_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "INT32", 2**12)
     ranges = CacheRanges(layers=6, longest=20, expected=1)
     layers = [ElasticLayer(ranges) for _ in range(6)]
@@ -153,7 +146,7 @@ def test_so_many_layers_share_a_range_as_stay_below_the_bound(monkeypatch: pytes
     kv_ranges = {id(layer._range): layer._range for layer in layers}
     for kv_range in kv_ranges.values():
         assert kv_range.geometry.tokens * kv_range.geometry.token_stride < 2**12
-        assert kv_range.geometry.layers == 1 or page == 65536
+        assert kv_range.geometry.layers == 1
 
 
 def test_a_layer_beyond_the_bound_is_refused_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

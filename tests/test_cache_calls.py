@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,12 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.hooks.kv.cache import KVCache
 
-from .caches import LARGE, filled, installed, is_elastic, same, tensors
+from .caches import filled, is_elastic, same, tensors
 from .models import build
 from .pool import in_pool
 from .programs import run
 
-
-@pytest.fixture(scope="module", autouse=True, **LARGE)
-def page(request: pytest.FixtureRequest) -> Iterator[int]:
-    with installed(request.param) as size:
-        yield size
-
-
+pytestmark = pytest.mark.usefixtures("large_pages")
 LOAD_WITHOUT_BALLONET = """
 import sys
 sys.modules["ballonet"] = None
@@ -71,14 +65,15 @@ def test_a_saved_kv_cache_is_elastic_again() -> None:
     same(tensors(loaded), tensors(cache))
 
 
-def test_what_is_exposed_is_mapped_and_no_more(page: int, tmp_path: Path) -> None:
+def test_what_is_exposed_is_mapped_and_no_more(large_pages: int, tmp_path: Path) -> None:
     model = build("llama")
     cache = filled(model, past_key_values=KVCache(model.config, max_length=100_000))
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values, layer.keys[:, :, -1:]):
             assert in_pool(tensor)
             storage = tensor.untyped_storage()
-            assert storage.nbytes() <= -(-2 * layer.get_seq_length() * 3 * 128 // page) * page + page
+            pages = 1 - (-2 * layer.get_seq_length() * 3 * 128 // large_pages)
+            assert storage.nbytes() <= pages * large_pages
             assert len(bytes(storage)) == storage.nbytes()  # read byte by byte
             torch.save(tensor, tmp_path / "tensor")
             assert (tmp_path / "tensor").stat().st_size < storage.nbytes() + 5000

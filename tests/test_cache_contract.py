@@ -21,19 +21,14 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, LARGE, filled, forget, installed, is_elastic, same, tensors
+from .caches import BUDGET, filled, forget, is_elastic, same, tensors
 from .models import build, generate, prompts
 from .pool import in_pool
 
+pytestmark = pytest.mark.usefixtures("large_pages")
 INPUTS = prompts(batch=3, longest=12)
 ONE = {name: tensor[:1] for name, tensor in INPUTS.items()}
 Run = Callable[[Any], Any]
-
-
-@pytest.fixture(scope="module", autouse=True, **LARGE)
-def page(request: pytest.FixtureRequest) -> Iterator[int]:
-    with installed(request.param) as size:
-        yield size
 
 
 def as_stock(run: Run, *, elastic: bool = True) -> None:
@@ -260,7 +255,7 @@ def test_a_cache_outlives_its_model_and_serves_an_equal_one() -> None:
     same(tensors(cache), before)
 
 
-def test_a_cache_is_usable_after_the_release_and_after_restore(page: int) -> None:
+def test_a_cache_is_usable_after_the_release_and_after_restore(large_pages: int) -> None:
     def use() -> None:
         model = build("llama")
         with ballonet.manage(model):
@@ -281,4 +276,4 @@ def test_a_cache_is_usable_after_the_release_and_after_restore(page: int) -> Non
     gc.collect()
     ballonet.restore()
     assert runtime.current() is None
-    ballonet.install(BUDGET, page_size=page, device="cpu")
+    ballonet.install(BUDGET, page_size=large_pages, device="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,17 +23,12 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, SMALL, forget, full_host, installed, kv_pages
+from .caches import BUDGET, forget, full_host, kv_pages
 from .lines import interrupted
 from .models import Output, build, generate, prompts
 
+pytestmark = pytest.mark.usefixtures("small_pages")
 INPUTS = prompts(batch=3, longest=12)
-
-
-@pytest.fixture(scope="module", autouse=True, **SMALL)
-def page(request: pytest.FixtureRequest) -> Iterator[int]:
-    with installed(request.param) as size:
-        yield size
 
 
 def step(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,7 +83,7 @@ def test_what_ends_a_forward_inside_a_layer(error: type[BaseException], where: s
     handle.release()
 
 
-def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(page: int) -> None:
+def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(small_pages: int) -> None:
     with install.stock():
         model = build("llama")
         expected = decode(model, DynamicCache(config=model.config), INPUTS["input_ids"], 150)
@@ -99,7 +94,7 @@ def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(page: int) -> 
         gc.collect()
         device.trim()
         used = device.snapshot()
-        ballonet.set_budget(used["created"] * page + (2 * page if page == 4096 else 0))
+        ballonet.set_budget((used["created"] + 2) * small_pages)
         failed = 0
         try:
             while ids.shape[1] < 160 and not failed:
@@ -180,7 +175,7 @@ def test_ctrl_c_between_any_two_lines(act: str) -> None:
     assert nth > 5
 
 
-def test_several_generations_at_once(page: int) -> None:
+def test_several_generations_at_once(small_pages: int) -> None:
     """One model on three threads, another managed one, and one that is not managed but has an elastic cache."""
     with install.stock():
         shared, other, free = build("llama"), build("qwen2"), build("gpt2")

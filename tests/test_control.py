@@ -34,6 +34,8 @@ from ballonet.allocator.errors import (
     NotReachable,
 )
 
+from .programs import gone
+
 PAGE = 65536
 ME = os.getpid()
 
@@ -209,13 +211,6 @@ def test_a_folder_that_is_open_or_another_s_is_not_used(
 def test_a_folder_with_too_long_a_name_is_passed_over(folder: Path) -> None:
     with pytest.raises(OSError, match="too long for a socket"):
         Control(lambda nbytes, timeout, number: None, [folder.parent / ("d" * 120)])
-
-
-def gone() -> int:
-    """The pid of a process that has ended."""
-    done = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    done.wait()
-    return done.pid
 
 
 def test_sockets_of_the_dead_go_and_those_of_the_living_stay(listening: Listening, folder: Path) -> None:

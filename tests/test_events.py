@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,15 +166,6 @@ def test_a_decision_of_this_moment_is_of_the_thread_that_makes_it() -> None:
     assert (first.by, first.predicted, first.measured) == (threading.current_thread().name, 1.0, None)
     assert (second.by, second.what) == ("a model", "a cache")
     assert second.to_dict()["lever"] == "idle KV"
-
-
-@pytest.fixture
-def hasty() -> Iterator[None]:
-    """Threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -19,6 +19,7 @@ from ballonet.hooks.forward.lease import current
 from ballonet.testing import chaos_of
 
 from . import models
+from .models import logits
 from .pool import in_pool, installing
 
 
@@ -26,12 +27,6 @@ from .pool import in_pool, installing
 def device() -> Iterator[Device]:
     with installing(96 * 2**20, 64 * 2**10) as install:
         yield install()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(**models.prompts(2, 9)).logits
-    return found
 
 
 class Recursive(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -31,7 +30,7 @@ from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 
 from .lines import interrupted
-from .models import build, prompts
+from .models import build, logits, prompts
 from .pool import tiny_layers
 from .portrait import Portrait, all_in_pool, none_in_pool
 from .tuned import Clock, Tuned
@@ -54,20 +53,6 @@ def installed(tuned: Tuned) -> Iterator[None]:
 def model() -> Any:
     with install.stock():
         return build("llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture
-def busy_threads() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**INPUTS).logits
-    return found
 
 
 def tokens(model: Any, **more: Any) -> torch.Tensor:
@@ -408,7 +393,7 @@ def test_a_report_is_made_while_another_thread_measures_its_first_step(
     handle.release()
 
 
-def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: None) -> None:
+def test_threads_that_use_a_model_that_comes_and_goes(model: Any, hasty: None) -> None:
     expected, over = tokens(model), threading.Event()
     wrong = list[torch.Tensor]()
 
@@ -435,7 +420,7 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: 
     assert wrong == []
 
 
-def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, busy_threads: None) -> None:
+def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, hasty: None) -> None:
     expected = tokens(model)
     watching = FirstUse(ManageOptions(interval=1))
     try:

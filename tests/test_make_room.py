@@ -15,14 +15,13 @@ from ballonet.hooks.device import governors
 from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.policy.tuning import DEFAULT
 
-from .models import build, prompts
+from .models import build, logits
 from .pool import tiny_layers
 from .tuned import Clock, Tuned
 
 PAGE = 4096
 BUDGET = 2**21
 LAYERS = 8
-INPUTS = prompts(batch=2, longest=9)
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +33,6 @@ def installed(tuned: Tuned) -> Iterator[None]:
 def llama() -> Any:
     with install.stock():
         return build("llama", num_hidden_layers=LAYERS)
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**INPUTS).logits
-    return found
 
 
 def used() -> int:

@@ -20,6 +20,7 @@ from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, 
 from ballonet.testing import chaos_of
 
 from . import models
+from .models import logits
 from .pool import bytes_that_exist, in_pool, installing, mapped
 from .portrait import Portrait, all_in_pool, bits, conserved, none_in_pool, tensors
 
@@ -40,12 +41,6 @@ def install() -> Iterator[Callable[[], Device]]:
 @pytest.fixture
 def device(install: Callable[[], Device]) -> Device:
     return install()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(**models.prompts(2, 9)).logits
-    return found
 
 
 # Where the weights lie

@@ -24,6 +24,7 @@ from ballonet.hooks.weights import follow
 from ballonet.hooks.weights.moving import MoveIn
 
 from . import models
+from .models import logits
 from .pool import bytes_that_exist, in_pool, installing
 from .portrait import all_in_pool, bits, conserved, contents, none_in_pool, tensors
 from .test_managed_lives import Wrapper
@@ -51,12 +52,6 @@ def build() -> Any:
 
 def tokens(model: Any) -> torch.Tensor:
     return models.generate(model, "greedy", models.prompts(2, 7), tokens=6).tokens
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**models.prompts(2, 7)).logits
-    return found
 
 
 # Pages

@@ -20,6 +20,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError
 
 from . import models
+from .models import logits
 from .pool import in_pool, installing
 from .portrait import Portrait, all_in_pool, none_in_pool, tensors
 
@@ -35,12 +36,6 @@ def device() -> Iterator[Device]:
 def build() -> Any:
     with install.stock():
         return models.build("llama")
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**models.prompts(2, 7)).logits
-    return found
 
 
 # accelerate

@@ -55,12 +55,6 @@ def tokens(model: Any) -> torch.Tensor:
     return models.generate(model, "greedy", inputs, tokens=6).tokens
 
 
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**models.prompts(2, 7)).logits
-    return found
-
-
 def hooks(model: nn.Module) -> list[int]:
     return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,15 +16,8 @@ from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS, CudaAllocator
 
+pytestmark = pytest.mark.usefixtures("restored")
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    gc.collect()
-    restore()
-    assert runtime.current() is None
 
 
 class FakeTorch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,17 +9,10 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, runtime, torch_stats
-from ballonet.allocator.install import install, restore, set_budget
+from ballonet.allocator.install import install, set_budget
 
+pytestmark = pytest.mark.usefixtures("restored")
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "device": "cpu"}
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    gc.collect()
-    restore()
-    assert runtime.current() is None
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +18,14 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .caches import LARGE, installed
 from .models import build, generate, prompts
 from .pool import in_pool
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("large_pages")]
 
 
 INPUTS = prompts(batch=2, longest=10)
 LABELS = INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)
-
-
-@pytest.fixture(scope="module", autouse=True, **LARGE)
-def page(request: pytest.FixtureRequest) -> Iterator[int]:
-    with installed(request.param) as size:
-        yield size
 
 
 def plain(model: Any) -> list[torch.Tensor]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,8 @@ from ballonet.hooks.watch.processes import SeenProcess, WatchedProcesses, progra
 from ballonet.hooks.watch.rates import copy_rates, plain_look
 from ballonet.hooks.watch.tiers import kv_tiers
 from ballonet.hooks.watch.wording import bar, format_age, sections_of, title_of
+
+from .programs import gone
 
 PAGE = 65536
 ME = os.getpid()
@@ -258,13 +258,6 @@ def listening(folder: Path, installed: runtime.Runtime) -> Iterator[Control]:
     opened = Control(lambda nbytes, timeout, number: None, [folder])
     yield opened
     opened.close()
-
-
-def gone() -> int:
-    """The pid of a process that has ended."""
-    done = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    done.wait()
-    return done.pid
 
 
 @pytest.mark.usefixtures("listening")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,7 @@ from . import weights
 from .models import build
 from .programs import run
 
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        pytest.fail("something asks the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def saved(folder: Path, name: str = "llama", shard: str = "1GB", **changes: Any) -> Path:

@@ -12,11 +12,11 @@ import ballonet
 from ballonet.allocator import install, runtime
 
 from .. import models
-from ..caches import SMALL, installed
+from ..caches import installed
 from .pressure import Taker, around_appends
 
 
-@pytest.fixture(scope="module", autouse=True, **SMALL)
+@pytest.fixture(scope="module", autouse=True, params=[4096], ids=["4KiB"])
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param, budget=2**22) as size:
         yield size

@@ -12,7 +12,7 @@ import ballonet
 from ballonet.allocator import runtime
 
 from ..models import build
-from .batches import BLOCK, answers, prompts, stock
+from .batches import BLOCK, answers, install, prompts, stock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -31,10 +31,6 @@ def conversation(model: Any, turns: int, first: list[list[int]], seen: list[int]
         said_next = range(3 + turn, 3 + turn + NEW)
         asked = [[*prompt, *each.tokens, *said_next] for prompt, each in zip(asked, found, strict=True)]
     return said, tokens
-
-
-def install(pages: int) -> None:
-    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo3"])
