@@ -18,7 +18,7 @@ from common import Figure, Options
 from llama import build, few
 
 import ballonet
-from ballonet.hooks.replicas.costing import measured
+from ballonet.hooks.replicas.costing import Unlearned, measured
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.settings import GroupSettings
@@ -63,10 +63,11 @@ def _error(cost: ChunkCost, samples: list[Sample]) -> float:
 
 
 def _batches(member: Member, mark: Callable[[], Mark], chosen: Options) -> Iterator[Ran]:
-    """The batches of one round, in their order."""
+    """The batches of one round, the same in each."""
     ran: list[Ran] = []
     times = StageTimes(LAYERS, None, time.perf_counter, mark, ran.append)
     stage = Stage(replace(member, times=times), alone(0, LAYERS), 0, 1, {}, lambda *_: None)
+    stage.cache.model = replace(stage.cache.model, costs=Unlearned())
     leader = stage.leader
     assert leader is not None
     random = Random(1)

@@ -6,8 +6,8 @@ Note [Measured as served]
     56 % of what batches took, one that is fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a
     group of one replica serves made-up requests, which come one after the other, as its stages will.
 
-    On a CPU batches with prompts beside many decoding requests take a third longer than predicted: probably because
-    attention is computed there between all new tokens and all keys of the batch, which no sum over chunks says.
+    What disturbs a batch shows in single runs, so the least of several counts; and so the batches are the same in each
+    round: a scheduler that learns what steps take chooses others each time, most of which come once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
     ran: list[Ran] = []
     times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
     stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
-    stage.cache.model = replace(stage.cache.model, costs=_Unlearned())
+    stage.cache.model = replace(stage.cache.model, costs=Unlearned())
     leader = stage.leader
     assert leader is not None
     for request in made(tuning, int(member.settings.batching.max_batch_tokens)):
@@ -65,7 +65,7 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
     yield from ran
 
 
-class _Unlearned(StepCosts):
+class Unlearned(StepCosts):
     """Costs of steps with which batches do not depend on what earlier ones took, and the layers of the model stay: what
     is measured is not their copies."""
 

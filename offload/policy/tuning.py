@@ -452,7 +452,7 @@ class Replicas:
     # What a replica serves to measure its cost when it starts: so many requests, with prompts of up to so many batches
     # and answers of up to so many tokens, so many times, of which the least counts. Chosen: some 60 batches, as many
     # tokens as 25. Prompts that end in their first batch say nothing of the tokens before a chunk. Measured (sdpa on a
-    # loaded CPU, its own time): 2 to 4 % error on held-out batches; 7 to 8 % where rounds had other batches, most of
+    # loaded CPU, its own time): 3 to 4 % error on held-out batches; 6 to 7 % where rounds had other batches, most of
     # which came once.
     requests_measured: int = 32
     batches_measured: float = 4.0
