@@ -44,6 +44,7 @@ class Seam(Generic[User]):
         self.lock: Final = threading.RLock()
         self._replace = replace
         self._users: dict[int, User] = {}
+        self.users: tuple[User, ...] = ()  # in the order in which they came; an attribute, as some look per layer
         self._undo: list[Undo] = []
         self._also: set[Hashable] = set()
 
@@ -52,6 +53,7 @@ class Seam(Generic[User]):
         and nobody was added."""
         with self.lock:
             self._users[key] = user  # first: another one that leaves meanwhile, in a finalizer, is not the last
+            self.users = tuple(self._users.values())
             if self._undo:
                 return
             try:
@@ -76,13 +78,9 @@ class Seam(Generic[User]):
         """The user of this key is gone. Idempotent, and to be called again where it was interrupted."""
         with self.lock:
             self._users.pop(key, None)
+            self.users = tuple(self._users.values())
             if not self._users:
                 self._also.clear()
             while self._undo and not self._users:
                 self._undo[-1]()
                 self._undo.pop()
-
-    @property
-    def users(self) -> tuple[User, ...]:
-        """Returns who is there, in the order in which they came."""
-        return tuple(self._users.values())
