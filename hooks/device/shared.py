@@ -8,7 +8,7 @@ Note [How a part moves]
     its ladder, then its part, and answers; what has become free can be taken then. Whoever does not answer in time is
     passed over, and not asked again for a while. Beside that the thread looks now and then whether few pages are left
     to a process that works, and takes more of what is free; or, where something of it lies on the host for want of
-    pages, of what others have no use for.
+    pages, all that it is due.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Share:
         return max(self.part, self._total - self._others_floors)
 
     def reserve(self, nbytes: int) -> None:
-        """Takes so many bytes more, as far as they can be had; waits for others."""
-        self._grow(nbytes, others=True, urgent=True)
+        """Takes so many bytes more, as far as they are due; waits for others, unless they have refused a moment ago."""
+        self._grow(nbytes, others=True)
 
     # -- what happens in the thread
 
@@ -198,8 +198,8 @@ class Share:
                 device.answer_shortage(raised)
 
     def _keep_ahead(self) -> None:
-        """Takes more while it works and little is left: of what is free, and of what others have no use for where
-        something of it lies on the host."""
+        """Takes more while it works: of what is free where little is left, and all that it is due where something of it
+        lies on the host."""
         device = self._runtime.device
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
@@ -209,7 +209,7 @@ class Share:
         page, free = device.page_size, device.available * device.page_size
         slack = self._total // self._tuning.step
         if standing.away:
-            self._grow(max(page, min(standing.away * page, slack)), others=True)
+            self._grow(standing.away * page, others=True)
         elif free < max(slack, self.part // 3):
             self._grow(slack, others=False)
 
@@ -417,7 +417,7 @@ def reach(device: Device) -> int:
 
 
 def reserve(device: Device, pages: int) -> None:
-    """Where the budget is shared, takes so many pages more, as far as they can be had."""
+    """Where the budget is shared, takes so many pages more, as far as they are due."""
     share = _of(device)
     if share is not None and pages > 0:
         with suppress(BallonetError, OSError):

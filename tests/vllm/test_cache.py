@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import ballonet
 from ballonet.allocator.config import Config
 from ballonet.hooks.sectors.pages import RESERVED
 from ballonet.hooks.vllm.cache import EngineCache
@@ -57,3 +58,21 @@ def test_no_more_is_opened_than_the_budget_has_pages_for(make: Callable[[], Engi
     assert RESERVED + len(opened) >= cache.limit
     assert len(opened) < BLOCKS - RESERVED
     assert bytes_that_exist() <= BUDGET
+
+
+def test_a_block_is_not_opened_at_the_cost_of_another(make: Callable[[], EngineCache]) -> None:
+    """Of a smaller budget blocks go to the host. They are said to be there until they are closed, or come back."""
+    cache = make()
+    opened = step(cache, range(RESERVED, BLOCKS), NONE, idle=False)
+    assert not cache.away
+    ballonet.set_budget(BUDGET // 2)
+    step(cache, NONE, NONE, idle=False)
+    away = cache.away
+    assert BUDGET // 2 // PAGE <= len(away) < len(opened)
+    assert step(cache, range(opened[-1] + 1, BLOCKS), NONE, idle=False) == ()
+    assert cache.away == away
+    cache.close(away)
+    assert not cache.away
+    assert step(cache, range(opened[-1] + 1, BLOCKS), NONE, idle=False) == ()
+    ballonet.set_budget(BUDGET)
+    assert step(cache, range(opened[-1] + 1, BLOCKS), NONE, idle=False)
