@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
 from ballonet.hooks.device import shared
 from ballonet.hooks.watch import registry
-from ballonet.offload.policy.tuning import DEFAULT, Sharing
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .models import build, prompts
 from .sharing import PAGE, SIZES, Process, Watcher
@@ -103,7 +102,7 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
 
     monkeypatch.setattr(shared, "facts_of", counted)
     os.kill(process.pid, signal.SIGSTOP)
-    with here(True, replace(DEFAULT.sharing, dwell=0.0, again=0.0)) as share:
+    with here(True) as share:
         assert asked.count(process.pid) == 0, "its floor was free"
         share.reserve(8 * MIB)
         share.reserve(8 * MIB)
@@ -116,11 +115,11 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
 
 
 @contextmanager
-def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared.Share]:
+def here(wanted: int | bool, **settings: Any) -> Iterator[shared.Share]:
     """Has this process share it, too."""
     runtime.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
-        shared.join(runtime.of(), wanted, 0, 0, sharing)
+        shared.join(runtime.of(), wanted, 0, 0, DEFAULT.sharing)
         found = runtime.of().shared
         assert isinstance(found, shared.Share)
         yield found

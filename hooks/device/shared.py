@@ -8,7 +8,7 @@ Note [How a part moves]
     its ladder, then its part, and answers; what has become free can be taken then. Whoever does not answer in time is
     passed over, and not asked again for a while. Beside that the thread looks now and then whether few pages are left
     to a process that works, and takes more of what is free; or, where something of it lies on the host for want of
-    pages, all that it is due.
+    pages, or requests wait for some (`lacks`), all that it is due.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Share:
         self._moving = threading.Lock()  # held while the part and the budget change
         self._raised = -math.inf  # when the part was raised last
         self._refused = -math.inf  # until then there is nothing to be had
-        self._pressed = 0, -math.inf  # what others asked it to have at most, and until when that counts
+        self._lacking = 0, -math.inf  # bytes that it could use beside what it has, and until when that counts
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
         self._total = self._others_floors = 0
         self._closed = False
@@ -127,7 +127,6 @@ class Share:
     def give(self, nbytes: int, patience: float) -> None:
         """Has no more than so many bytes, or as few as it can within `patience` seconds. BudgetInUse where that is no
         less than before."""
-        self._pressed = nbytes, self._clock() + self._tuning.pressed
         page = self._runtime.device.page_size
         with self._moving:
             wanted = max(self.floor, nbytes // page * page)
@@ -161,16 +160,24 @@ class Share:
 
     @property
     def reach(self) -> int:
-        """Bytes that the budget could become, if nobody else needed more than its floor; or what others have asked
-        this process to have, not long ago."""
-        most, until = self._pressed
-        if self._clock() < until:
-            return max(self.floor, min(most, self.part))
+        """Bytes that the budget could become, if nobody else needed more than its floor."""
         return max(self.part, self._total - self._others_floors)
 
     def reserve(self, nbytes: int) -> None:
-        """Takes so many bytes more, as far as they are due; waits for others, unless they have refused a moment ago."""
-        self._grow(nbytes, others=True)
+        """Takes so many bytes more, as far as they can be had; waits for others."""
+        self._grow(nbytes, others=True, urgent=True)
+
+    def lacks(self, nbytes: int) -> None:
+        """Who hands out memory in steps could use so many bytes more. To be said in each step, as it counts for a
+        while. Waits for nobody."""
+        before, self._lacking = self._lacks, (nbytes, self._clock() + self._tuning.lacking)
+        if nbytes > before:
+            self._runtime.device.lacks(-(-nbytes // self._runtime.device.page_size))
+
+    @property
+    def _lacks(self) -> int:
+        nbytes, until = self._lacking
+        return nbytes if self._clock() < until else 0
 
     # -- what happens in the thread
 
@@ -198,19 +205,18 @@ class Share:
                 device.answer_shortage(raised)
 
     def _keep_ahead(self) -> None:
-        """Takes more while it works: of what is free where little is left, and all that it is due where something of it
-        lies on the host."""
+        """Takes more while it works: of what is free where little is left, and all that it is due where it lacks
+        something, or something of it lies on the host."""
         device = self._runtime.device
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
         self._see(self.ledger.read())
-        if standing is None or not standing.active:
-            return
-        page, free = device.page_size, device.available * device.page_size
+        active = standing is not None and standing.active
+        lacking = self._lacks + (standing.away * device.page_size if active else 0)
         slack = self._total // self._tuning.step
-        if standing.away:
-            self._grow(standing.away * page, others=True)
-        elif free < max(slack, self.part // 3):
+        if lacking:
+            self._grow(lacking, others=True)
+        elif active and device.available * device.page_size < max(slack, self.part // 3):
             self._grow(slack, others=False)
 
     def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> bool:
@@ -307,9 +313,9 @@ class Share:
         used = owned - snapshot["heap"]["cached"] // page - (standing.idle if standing is not None else 0)
         used = max(0, used) * page
         if standing is None or not standing.active:
-            return used, used
+            return used, used + self._lacks
         used = min(self.part, used + self._total // (2 * self._tuning.step))
-        return used, used + standing.away * page
+        return used, used + standing.away * page + self._lacks
 
 
 def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
@@ -417,11 +423,18 @@ def reach(device: Device) -> int:
 
 
 def reserve(device: Device, pages: int) -> None:
-    """Where the budget is shared, takes so many pages more, as far as they are due."""
+    """Where the budget is shared, takes so many pages more, as far as they can be had."""
     share = _of(device)
     if share is not None and pages > 0:
         with suppress(BallonetError, OSError):
             share.reserve(pages * device.page_size)
+
+
+def lacks(device: Device, nbytes: int) -> None:
+    """Who hands out memory of the device in steps could use so many bytes more. See Share.lacks."""
+    share = _of(device)
+    if share is not None:
+        share.lacks(nbytes)
 
 
 def _of(device: Device) -> Share | None:

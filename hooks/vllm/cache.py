@@ -68,8 +68,7 @@ class EngineCache:
         A new page holds zeros, as vLLM's own."""
         blocks, done = list(blocks), list[int]()
         lacking = _count(self._pages.missing(each for each in blocks if each not in self._open))
-        if lacking > self._device.available:
-            shared.reserve(self._device, lacking - self._device.available)
+        shared.lacks(self._device, max(0, lacking - self._device.available) * self._device.page_size)
         room = self._room()
         for each in blocks:
             if each not in self._open:
@@ -89,7 +88,7 @@ class EngineCache:
 
     @property
     def away(self) -> frozenset[int]:
-        """Blocks of which something lies on the host, as far as known."""
+        """Blocks of which something lies on the host."""
         client = self._pages.client
         if not client.displaced:
             return frozenset()

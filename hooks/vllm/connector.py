@@ -134,8 +134,8 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(changes, Changes)
         self._idle = changes.idle
         cache.close(changes.close)
-        opened = frozenset(cache.open(changes.open))
         cache.begin()
+        opened = frozenset(cache.open(changes.open))
         self._answer = Opened(changes.number, opened, cache.limit, cache.away)
 
     def clear_connector_metadata(self) -> None:
