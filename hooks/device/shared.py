@@ -56,6 +56,7 @@ class Share:
         self._raised = -math.inf  # when the part was raised last
         self._refused = -math.inf  # until then there is nothing to be had
         self._lacking = 0, -math.inf  # bytes that it could use beside what it has, and until when that counts
+        self._open = False  # are others to be asked yet for what is lacking, or do they use what there is?
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
         self._total = self._others_floors = 0
         self._closed = False
@@ -172,7 +173,13 @@ class Share:
         while. Waits for nobody."""
         before, self._lacking = self._lacks, (nbytes, self._clock() + self._tuning.lacking)
         if nbytes > before:
+            self._open = True
             self._runtime.device.lacks(-(-nbytes // self._runtime.device.page_size))
+
+    @property
+    def may_grow(self) -> bool:
+        """Are others to be asked yet for what is lacking, or do they use what there is?"""
+        return self._open and self._lacks > 0
 
     @property
     def _lacks(self) -> int:
@@ -190,19 +197,20 @@ class Share:
             device.hear_shortages(0, 0)  # nobody waits for an answer that does not come
 
     def _hear(self, device: Device) -> None:
-        (missing, last), raised = device.shortage(round(self._tuning.look * 1e9)), False
+        (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
         try:
             if missing:
-                raised = self._grow(missing * device.page_size, others=True, urgent=last)
+                self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
                 self._keep_ahead()
         except (BallonetError, OSError) as error:
+            self._open = False
             if not self._warned and not self._closed:
                 self._warned = True
                 warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
         finally:
             if missing:
-                device.answer_shortage(raised)
+                device.answer_shortage(self.part > before)
 
     def _keep_ahead(self) -> None:
         """Takes more while it works: of what is free where little is left, and all that it is due where it lacks
@@ -211,38 +219,41 @@ class Share:
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
         self._see(self.ledger.read())
-        active = standing is not None and standing.active
-        lacking = self._lacks + (standing.away * device.page_size if active else 0)
-        slack = self._total // self._tuning.step
+        active = standing if standing is not None and standing.active else None
+        lacking = self._lacks + (0 if active is None else active.away * device.page_size)
+        slack, wanted = self._total // self._tuning.step, self.part + lacking
         if lacking:
-            self._grow(lacking, others=True)
+            due = self._grow(lacking, others=True)
+            self._open = self._open if due is None else due < wanted
         elif active and device.available * device.page_size < max(slack, self.part // 3):
             self._grow(slack, others=False)
 
-    def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> bool:
+    def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
         """Raises the part by so many bytes, and a step more if that is free. `others`: are they asked? `urgent`: as
-        nothing else helps, what they do not use counts as idle at once. Returns whether the part has grown."""
+        nothing else helps, what they do not use counts as idle at once. Returns the bytes that this process is due;
+        None where nobody was asked."""
         if self._clock() < self._refused and not urgent:
             others = False
         if not self._moving.acquire(blocking=urgent):  # it is about to give
-            return False
+            return None
         try:
             before = self.part
             most = before + nbytes + self._total // self._tuning.step
             self._put(self._found(before + nbytes, most, others=False))
         finally:
             self._moving.release()
-        if others and self.part < before + nbytes:
-            # Without the lock: whoever is asked may ask this process meanwhile.
-            due = self._ask_others(before + nbytes, urgent)
-            if self._moving.acquire(blocking=urgent):
-                try:
-                    self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
-                finally:
-                    self._moving.release()
-            if self.part < before + nbytes:
-                self._refused = self._clock() + self._tuning.again
-        return self.part > before
+        if not others or self.part >= before + nbytes:
+            return None
+        # Without the lock: whoever is asked may ask this process meanwhile.
+        due = self._ask_others(before + nbytes, urgent)
+        if self._moving.acquire(blocking=urgent):
+            try:
+                self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
+            finally:
+                self._moving.release()
+        if self.part < before + nbytes:
+            self._refused = self._clock() + self._tuning.again
+        return due
 
     def _found(self, needed: int, most: int, *, others: bool) -> int:
         """The part after it was raised, to no more than `most`, and where `others` are asked for it to `needed`."""
@@ -297,6 +308,8 @@ class Share:
     def _put(self, part: int) -> None:
         if part > self.part:
             self._runtime.device.set_budget(part)
+            lacking, until = self._lacking
+            self._lacking = max(0, lacking - part + self.part), until
             self.part, self._raised = part, self._clock()
 
     def _lower(self, part: int, patience: float) -> None:
@@ -428,6 +441,12 @@ def reserve(device: Device, pages: int) -> None:
     if share is not None and pages > 0:
         with suppress(BallonetError, OSError):
             share.reserve(pages * device.page_size)
+
+
+def may_grow(device: Device) -> bool:
+    """Is it to be asked yet for what `lacks` was told, or do other processes use that?"""
+    share = _of(device)
+    return share is not None and share.may_grow
 
 
 def lacks(device: Device, nbytes: int) -> None:
