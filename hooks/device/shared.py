@@ -9,6 +9,10 @@ Note [How a part moves]
     passed over, and not asked again for a while. Beside that the thread looks now and then whether few pages are left
     to a process that works, and takes more of what is free; or, where something of it lies on the host for want of
     pages, or requests wait for some (`lacks`), all that it is due.
+
+Note [Who gives while it works]
+    A lower budget counts at once, and a forward gives pages at its next layer only. An allocation that would fail
+    before that has the budget as it was: who gives gives nothing then, and is asked again.
 """
 
 from __future__ import annotations
@@ -38,6 +42,33 @@ from . import governors
 _joining = threading.Lock()
 
 
+class _Giving:
+    """Is the budget being lowered, and shall it be? See Note [Who gives while it works]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = self._given_up = False
+
+    def begin(self) -> None:
+        """The budget is about to be lowered."""
+        with self._lock:
+            self._now, self._given_up = True, False
+
+    def end(self) -> bool:
+        """The budget is lowered, or could not be. Was that given up meanwhile?"""
+        with self._lock:
+            self._now = False
+            return self._given_up
+
+    def give_up(self, undo: Callable[[], None]) -> bool:
+        """Calls `undo` if it is being lowered. Is it?"""
+        with self._lock:
+            if self._now:
+                self._given_up = True
+                undo()
+            return self._now
+
+
 class Share:
     """The part of this process. Thread-safe."""
 
@@ -53,6 +84,7 @@ class Share:
         self._tuning: Final = tuning
         self._clock: Final = clock
         self._moving = threading.Lock()  # held while the part and the budget change
+        self._giving = _Giving()
         self._raised = -math.inf  # when the part was raised last
         self._refused = -math.inf  # until then there is nothing to be had
         self._lacking = 0, -math.inf  # bytes that it could use beside what it has, and until when that counts
@@ -198,9 +230,12 @@ class Share:
 
     def _hear(self, device: Device) -> None:
         (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
+        kept = False
         try:
             if missing:
-                self._grow(missing * device.page_size, others=True, urgent=last)
+                kept = last and self._giving.give_up(lambda: device.set_budget(self.part))
+                if not kept:
+                    self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
                 self._keep_ahead()
         except (BallonetError, OSError) as error:
@@ -210,7 +245,7 @@ class Share:
                 warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
         finally:
             if missing:
-                device.answer_shortage(self.part > before)
+                device.answer_shortage(kept or self.part > before)
 
     def _keep_ahead(self) -> None:
         """Takes more while it works: of what is free where little is left, and all that it is due where it lacks
@@ -313,7 +348,15 @@ class Share:
             self.part, self._raised = part, self._clock()
 
     def _lower(self, part: int, patience: float) -> None:
-        install.change_budget(self._runtime, part, patience)
+        device, began = self._runtime.device, self._clock()
+        self._giving.begin()
+        try:
+            install.change_budget(self._runtime, part, patience)
+        finally:
+            given_up = self._giving.end()
+        if given_up:
+            device.set_budget(self.part)
+            raise BudgetInUse(device.snapshot()["created"] * device.page_size, part, self._clock() - began)
         self.ledger.lower_to(os.getpid(), part)
         self.part = part
 

@@ -61,7 +61,7 @@ def test_no_more_is_opened_than_the_budget_has_pages_for(make: Callable[[], Engi
 
 
 def test_a_block_is_not_opened_at_the_cost_of_another(make: Callable[[], EngineCache]) -> None:
-    """Of a smaller budget blocks go to the host. They are said to be there until they are closed."""
+    """Under a smaller budget blocks go to the host. They are said to be there until they are closed."""
     cache = make()
     opened = step(cache, range(RESERVED, BLOCKS), NONE, idle=False)
     assert not cache.away
