@@ -239,6 +239,8 @@ class Device:
     def hear_shortages(self, most: int, patience_ns: int) -> None:
         """From now on whoever lacks device pages says so to whoever asks `shortage`, waits for the answer so long, and
         takes nothing of others before that. The budget may become `most` pages; 0: that ends."""
+    def lacks(self, pages: int) -> None:
+        """So many device pages more could be used: whoever asks `shortage` hears it. Waits for no answer."""
     def shortage(self, timeout_ns: int) -> tuple[int, bool]:
         """Waits until device pages are lacking, so long at most; returns how many, 0 for none, and whether nothing else
         helps. For one thread."""

@@ -277,6 +277,10 @@ class FakeCache:
     def displaced(self) -> int:
         return len(self.away)
 
+    @property
+    def read_away(self) -> int:
+        return len(self.away)
+
     def offers(self) -> list[Offer]:
         here = [each for each in range(self.pages) if each not in self.away]
         return [Offer(each, 1, each in self.clean, resting=each in self.resting) for each in here]

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
 from ballonet.hooks.device import shared
 from ballonet.hooks.watch import registry
-from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.policy.tuning import DEFAULT, Sharing
 
 from .models import build, prompts
 from .sharing import PAGE, SIZES, Process, Watcher
@@ -114,12 +116,39 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
         assert share.part >= 8 * MIB
 
 
+def test_what_steps_lack_is_asked_for_and_may_come_as_long_as_others_use_it(start: Start) -> None:
+    process, sharing = start(16 * MIB), replace(DEFAULT.sharing, dwell=0.0, patience=60.0, answer=60.0, lacking=600.0)
+    process.do(f"get {12 * MIB}")
+    with here(True, sharing) as share:
+        assert not share.may_grow
+        before = share.part
+        share.lacks(14 * MIB)
+        until(lambda: share._refused > 0)  # it was asked
+        assert share.may_grow, "of which the other is due some"
+        assert share.facts()["wanted"] > share.part
+        share.lacks(0)
+        share.lacks(7 * MIB - share.part)
+        assert share.may_grow
+        until(lambda: not share.may_grow)  # this process is due it, and the other cannot give
+        process.do("drop")
+        until(lambda: share.part >= 7 * MIB)
+        assert share.part > before
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what must come."""
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @contextmanager
-def here(wanted: int | bool, **settings: Any) -> Iterator[shared.Share]:
+def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared.Share]:
     """Has this process share it, too."""
     runtime.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
-        shared.join(runtime.of(), wanted, 0, 0, DEFAULT.sharing)
+        shared.join(runtime.of(), wanted, 0, 0, sharing)
         found = runtime.of().shared
         assert isinstance(found, shared.Share)
         yield found

@@ -76,6 +76,9 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
           [](Device& d, std::size_t most, std::int64_t patience_ns) { d.reclaim.shortage.listen(most, patience_ns); },
           py::arg("most"), py::arg("patience_ns"), ReleaseGil())
       .def(
+          "lacks", [](Device& d, std::size_t pages) { d.reclaim.shortage.ask(pages, false, false); }, py::arg("pages"),
+          ReleaseGil())
+      .def(
           "shortage", [](Device& d, std::int64_t timeout_ns) { return d.reclaim.shortage.heard(timeout_ns); },
           py::arg("timeout_ns"), ReleaseGil())
       .def(

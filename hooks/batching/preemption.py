@@ -15,6 +15,7 @@ from typing import Any
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ..device.shared import may_grow
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
@@ -85,7 +86,9 @@ class PagePreemption(OffloadingManager):
         return page is None or again is None or 2 * page * self.cache.pages_of(state.request_id) <= again
 
     def may_wait(self) -> bool:
-        """May a request that is alone and finds no memory wait once more for that of other models?"""
+        """May a request that is alone and finds no memory wait once more for that of other models, or processes?"""
+        if may_grow(self.cache.on):
+            return True
         self._waits += 1
         return self._waits <= self.scheduler.tuning.lonely
 

@@ -20,6 +20,7 @@ from ...offload.policy.ladder import Rung
 from ...offload.policy.request_slo import NOTHING, may_begin
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
+from ..device.shared import lacks
 from ..measure.point import packed
 from ..sectors.beginnings import Beginnings
 from .cache import ElasticPagedCache
@@ -152,6 +153,9 @@ class ElasticScheduler(Scheduler):
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
             found = self._admitted(looked)
         self._make_room(found)
+        left_out = [each for each in looked if each[0].request_id not in found.where]
+        lacking = [self.demand(*each) for each in left_out]
+        lacks(self.cache.on, sum(each.kv + each.activations for each in lacking))
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
         self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
         for chosen in self._steps([each for each in looked if each[0].request_id in found.where]):
@@ -173,7 +177,6 @@ class ElasticScheduler(Scheduler):
         self._limits = self.promises.limits(
             [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
         )
-        left_out = [each for each in looked if each[0].request_id not in found.where]
         self.starved_requests += [each for each in left_out if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(left_out), fast, new, read
 

@@ -8,7 +8,11 @@ Note [How a part moves]
     its ladder, then its part, and answers; what has become free can be taken then. Whoever does not answer in time is
     passed over, and not asked again for a while. Beside that the thread looks now and then whether few pages are left
     to a process that works, and takes more of what is free; or, where something of it lies on the host for want of
-    pages, of what others have no use for.
+    pages, or requests wait for some (`lacks`), all that it is due.
+
+Note [Who gives while it works]
+    A lower budget counts at once, and a forward gives pages at its next layer only. An allocation that would fail
+    before that has the budget as it was: who gives gives nothing then, and is asked again.
 """
 
 from __future__ import annotations
@@ -38,6 +42,33 @@ from . import governors
 _joining = threading.Lock()
 
 
+class _Giving:
+    """Is the budget being lowered, and shall it be? See Note [Who gives while it works]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = self._given_up = False
+
+    def begin(self) -> None:
+        """The budget is about to be lowered."""
+        with self._lock:
+            self._now, self._given_up = True, False
+
+    def end(self) -> bool:
+        """The budget is lowered, or could not be. Was that given up meanwhile?"""
+        with self._lock:
+            self._now = False
+            return self._given_up
+
+    def give_up(self, undo: Callable[[], None]) -> bool:
+        """Calls `undo` if it is being lowered. Is it?"""
+        with self._lock:
+            if self._now:
+                self._given_up = True
+                undo()
+            return self._now
+
+
 class Share:
     """The part of this process. Thread-safe."""
 
@@ -53,9 +84,11 @@ class Share:
         self._tuning: Final = tuning
         self._clock: Final = clock
         self._moving = threading.Lock()  # held while the part and the budget change
+        self._giving = _Giving()
         self._raised = -math.inf  # when the part was raised last
         self._refused = -math.inf  # until then there is nothing to be had
-        self._pressed = 0, -math.inf  # what others asked it to have at most, and until when that counts
+        self._lacking = 0, -math.inf  # bytes that it could use beside what it has, and until when that counts
+        self._open = False  # are others to be asked yet for what is lacking, or do they use what there is?
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
         self._total = self._others_floors = 0
         self._closed = False
@@ -127,7 +160,6 @@ class Share:
     def give(self, nbytes: int, patience: float) -> None:
         """Has no more than so many bytes, or as few as it can within `patience` seconds. BudgetInUse where that is no
         less than before."""
-        self._pressed = nbytes, self._clock() + self._tuning.pressed
         page = self._runtime.device.page_size
         with self._moving:
             wanted = max(self.floor, nbytes // page * page)
@@ -161,16 +193,30 @@ class Share:
 
     @property
     def reach(self) -> int:
-        """Bytes that the budget could become, if nobody else needed more than its floor; or what others have asked
-        this process to have, not long ago."""
-        most, until = self._pressed
-        if self._clock() < until:
-            return max(self.floor, min(most, self.part))
+        """Bytes that the budget could become, if nobody else needed more than its floor."""
         return max(self.part, self._total - self._others_floors)
 
     def reserve(self, nbytes: int) -> None:
         """Takes so many bytes more, as far as they can be had; waits for others."""
         self._grow(nbytes, others=True, urgent=True)
+
+    def lacks(self, nbytes: int) -> None:
+        """Who hands out memory in steps could use so many bytes more. To be said in each step, as it counts for a
+        while. Waits for nobody."""
+        before, self._lacking = self._lacks, (nbytes, self._clock() + self._tuning.lacking)
+        if nbytes > before:
+            self._open = True
+            self._runtime.device.lacks(-(-nbytes // self._runtime.device.page_size))
+
+    @property
+    def may_grow(self) -> bool:
+        """Are others to be asked yet for what is lacking, or do they use what there is?"""
+        return self._open and self._lacks > 0
+
+    @property
+    def _lacks(self) -> int:
+        nbytes, until = self._lacking
+        return nbytes if self._clock() < until else 0
 
     # -- what happens in the thread
 
@@ -183,60 +229,66 @@ class Share:
             device.hear_shortages(0, 0)  # nobody waits for an answer that does not come
 
     def _hear(self, device: Device) -> None:
-        (missing, last), raised = device.shortage(round(self._tuning.look * 1e9)), False
+        (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
+        kept = False
         try:
             if missing:
-                raised = self._grow(missing * device.page_size, others=True, urgent=last)
+                kept = last and self._giving.give_up(lambda: device.set_budget(self.part))
+                if not kept:
+                    self._grow(missing * device.page_size, others=True, urgent=last)
             elif not self._closed:
                 self._keep_ahead()
         except (BallonetError, OSError) as error:
+            self._open = False
             if not self._warned and not self._closed:
                 self._warned = True
                 warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
         finally:
             if missing:
-                device.answer_shortage(raised)
+                device.answer_shortage(kept or self.part > before)
 
     def _keep_ahead(self) -> None:
-        """Takes more while it works and little is left: of what is free, and of what others have no use for where
-        something of it lies on the host."""
+        """Takes more while it works: of what is free where little is left, and all that it is due where it lacks
+        something, or something of it lies on the host."""
         device = self._runtime.device
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
         self._see(self.ledger.read())
-        if standing is None or not standing.active:
-            return
-        page, free = device.page_size, device.available * device.page_size
-        slack = self._total // self._tuning.step
-        if standing.away:
-            self._grow(max(page, min(standing.away * page, slack)), others=True)
-        elif free < max(slack, self.part // 3):
+        active = standing if standing is not None and standing.active else None
+        lacking = self._lacks + (0 if active is None else active.away * device.page_size)
+        slack, wanted = self._total // self._tuning.step, self.part + lacking
+        if lacking:
+            due = self._grow(lacking, others=True)
+            self._open = self._open if due is None else due < wanted
+        elif active and device.available * device.page_size < max(slack, self.part // 3):
             self._grow(slack, others=False)
 
-    def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> bool:
+    def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
         """Raises the part by so many bytes, and a step more if that is free. `others`: are they asked? `urgent`: as
-        nothing else helps, what they do not use counts as idle at once. Returns whether the part has grown."""
+        nothing else helps, what they do not use counts as idle at once. Returns the bytes that this process is due;
+        None where nobody was asked."""
         if self._clock() < self._refused and not urgent:
             others = False
         if not self._moving.acquire(blocking=urgent):  # it is about to give
-            return False
+            return None
         try:
             before = self.part
             most = before + nbytes + self._total // self._tuning.step
             self._put(self._found(before + nbytes, most, others=False))
         finally:
             self._moving.release()
-        if others and self.part < before + nbytes:
-            # Without the lock: whoever is asked may ask this process meanwhile.
-            due = self._ask_others(before + nbytes, urgent)
-            if self._moving.acquire(blocking=urgent):
-                try:
-                    self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
-                finally:
-                    self._moving.release()
-            if self.part < before + nbytes:
-                self._refused = self._clock() + self._tuning.again
-        return self.part > before
+        if not others or self.part >= before + nbytes:
+            return None
+        # Without the lock: whoever is asked may ask this process meanwhile.
+        due = self._ask_others(before + nbytes, urgent)
+        if self._moving.acquire(blocking=urgent):
+            try:
+                self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
+            finally:
+                self._moving.release()
+        if self.part < before + nbytes:
+            self._refused = self._clock() + self._tuning.again
+        return due
 
     def _found(self, needed: int, most: int, *, others: bool) -> int:
         """The part after it was raised, to no more than `most`, and where `others` are asked for it to `needed`."""
@@ -291,10 +343,20 @@ class Share:
     def _put(self, part: int) -> None:
         if part > self.part:
             self._runtime.device.set_budget(part)
+            lacking, until = self._lacking
+            self._lacking = max(0, lacking - part + self.part), until
             self.part, self._raised = part, self._clock()
 
     def _lower(self, part: int, patience: float) -> None:
-        install.change_budget(self._runtime, part, patience)
+        device, began = self._runtime.device, self._clock()
+        self._giving.begin()
+        try:
+            install.change_budget(self._runtime, part, patience)
+        finally:
+            given_up = self._giving.end()
+        if given_up:
+            device.set_budget(self.part)
+            raise BudgetInUse(device.snapshot()["created"] * device.page_size, part, self._clock() - began)
         self.ledger.lower_to(os.getpid(), part)
         self.part = part
 
@@ -307,9 +369,9 @@ class Share:
         used = owned - snapshot["heap"]["cached"] // page - (standing.idle if standing is not None else 0)
         used = max(0, used) * page
         if standing is None or not standing.active:
-            return used, used
+            return used, used + self._lacks
         used = min(self.part, used + self._total // (2 * self._tuning.step))
-        return used, used + standing.away * page
+        return used, used + standing.away * page + self._lacks
 
 
 def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
@@ -423,6 +485,19 @@ def reserve(device: Device, pages: int) -> None:
     if share is not None and pages > 0:
         with suppress(BallonetError, OSError):
             share.reserve(pages * device.page_size)
+
+
+def may_grow(device: Device) -> bool:
+    """Is it to be asked yet for what `lacks` was told, or do other processes use that?"""
+    share = _of(device)
+    return share is not None and share.may_grow
+
+
+def lacks(device: Device, nbytes: int) -> None:
+    """Who hands out memory of the device in steps could use so many bytes more. See Share.lacks."""
+    share = _of(device)
+    if share is not None:
+        share.lacks(nbytes)
 
 
 def _of(device: Device) -> Share | None:

@@ -20,8 +20,7 @@ from ...allocator import control, install, runtime
 from ...allocator._native import Lease
 from ...allocator.config import Config
 from ...allocator.errors import DriverError, InstallError
-from ...offload.policy.tuning import DEFAULT
-from ..device import shared
+from ..device import governors, shared
 from ..sectors.pages import RESERVED, SectorPages
 
 
@@ -46,7 +45,7 @@ class EngineCache:
         if self._started is not None and settings.control:
             install.listen()
         if share is not None:
-            shared.join(runtime.holding(self._device), share, 0, 0, DEFAULT.sharing)
+            shared.join(runtime.holding(self._device), share, 0, 0, governors.composed_with().tuning.sharing)
         self._blocks = blocks
         self._nbytes = nbytes
         self._group = self._device.group()
@@ -65,12 +64,18 @@ class EngineCache:
         return max(RESERVED, min(self._blocks, RESERVED + free // self._nbytes))
 
     def open(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """Backs these, in this order, as far as there are pages; returns those that are. A new page holds zeros, as
-        vLLM's own."""
-        done = []
+        """Backs these, in this order, as far as there are pages beside those of its own blocks; returns those that are.
+        A new page holds zeros, as vLLM's own."""
+        blocks, done = list(blocks), list[int]()
+        lacking = _count(self._pages.missing(each for each in blocks if each not in self._open))
+        shared.lacks(self._device, max(0, lacking - self._device.available) * self._device.page_size)
+        room = self._room()
         for each in blocks:
             if each not in self._open:
                 fresh = self._pages.missing([each])
+                room -= _count(fresh)
+                if room < 0:
+                    break
                 try:
                     self._pages.take([each])
                 except (torch.OutOfMemoryError, DriverError):
@@ -80,6 +85,15 @@ class EngineCache:
                     self._clear(range(first, first + count))
             done.append(each)
         return tuple(done)
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Blocks of which something lies on the host."""
+        client = self._pages.client
+        if not client.displaced:
+            return frozenset()
+        there = set(client.away(piece for each in self._open for piece in self._pages.pieces(each)))
+        return frozenset(each for each in self._open if not there.isdisjoint(self._pages.pieces(each)))
 
     def close(self, blocks: Iterable[int]) -> None:
         """Nobody uses these any more; their pages go back, once the device is done with them."""
@@ -109,9 +123,19 @@ class EngineCache:
         if self._started is not None:
             control.stop()
 
+    def _room(self) -> int:
+        """Free pages, and those that others in this process would give."""
+        client = self._pages.client
+        return self._device.available + client.governor.reclaim.offered(client.number).pages
+
     def _clear(self, pieces: Iterable[int]) -> None:
         for each in pieces:
             self.tensor[self._pages.of_piece(each)].zero_()
+
+
+def _count(runs: Iterable[tuple[int, int]]) -> int:
+    """Pieces of runs (first, count)."""
+    return sum(count for _, count in runs)
 
 
 class Reserving(TorchFunctionMode):

@@ -39,16 +39,19 @@ class Changes(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Opened(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The answer to the request of that number. `limit`: blocks that the budget has pages for."""
+    """The answer to the request of that number. `limit`: blocks that the budget has pages for; `away`: blocks whose
+    pages are on the host."""
 
     number: int
     blocks: frozenset[int]
     limit: int
+    away: frozenset[int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What holds for both workers."""
         assert isinstance(other, Opened)
-        return Opened(self.number, self.blocks & other.blocks, min(self.limit, other.limit))
+        limit = min(self.limit, other.limit)
+        return Opened(self.number, self.blocks & other.blocks, limit, self.away | other.away)
 
 
 @dataclass
@@ -62,6 +65,7 @@ class _Scheduling:
     keep_prefixes: bool
     gate: BlockGate | None = None
     limit: int = RESERVED
+    away: frozenset[int] = frozenset()
     requests: dict[str, Any] = field(default_factory=dict)
     said: bool = False  # that there is too little for the requests that wait
 
@@ -122,15 +126,17 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See cache.py, Note [Beside vLLM's own memory]."""
         return None if self._cache is None else Reserving(self._cache)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Before a step: does what the scheduler asks for, and holds the pages where they are."""
-        cache, changes = self._cache, self._get_connector_metadata()
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before a step: does what the scheduler asks for, and holds the pages where they are. vLLM calls it first in
+        every step; `start_load_kv` comes after the forward where nothing is loaded."""
+        cache, changes = self._cache, kv_connector_metadata
         assert cache is not None
         assert isinstance(changes, Changes)
         self._idle = changes.idle
         cache.close(changes.close)
-        self._answer = Opened(changes.number, frozenset(cache.open(changes.open)), cache.limit)
         cache.begin()
+        opened = frozenset(cache.open(changes.open))
+        self._answer = Opened(changes.number, opened, cache.limit, cache.away)
 
     def clear_connector_metadata(self) -> None:
         """After a step."""
@@ -141,6 +147,9 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> Opened | None:
         """What was opened in this step."""
         return self._answer
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Does nothing: nothing is loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: nothing is loaded."""
@@ -189,7 +198,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan, gate = self._plan, self._plan.gate
         assert gate is not None
         need = plan.need
-        closed = gate.close(2 * need, plan.limit, RESERVED, cached=not need and not plan.keep_prefixes)
+        closed = gate.close(2 * need, plan.limit, RESERVED, not need and not plan.keep_prefixes, plan.away)
         stuck = plan.requests and not scheduler_output.total_num_scheduled_tokens and gate.open >= plan.limit > RESERVED
         if stuck and not plan.said:
             plan.said = True
@@ -210,7 +219,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The workers have answered."""
         answer, gate = connector_output.kv_connector_worker_meta, self._plan.gate
         if isinstance(answer, Opened) and gate is not None:
-            self._plan.limit = answer.limit
+            self._plan.limit, self._plan.away = answer.limit, answer.away
             gate.answered(answer.number, answer.blocks)
 
 

@@ -72,10 +72,12 @@ class BlockGate:
         free = self._pool.free_block_queue.get_all_free_blocks()
         return any(each.block_id >= first and (cached or each.block_hash is None) for each in free)
 
-    def close(self, need: int, limit: int, first: int, cached: bool) -> tuple[int, ...]:
+    def close(
+        self, need: int, limit: int, first: int, cached: bool, away: Collection[int] = frozenset()
+    ) -> tuple[int, ...]:
         """Closes free blocks until no more than `need` are free and no more than `limit` open, and returns which: those
         that hold no prefix first, the highest number first. Those that hold one only where `cached`, or where the limit
-        asks for it. Blocks below `first` stay."""
+        asks for it; and all that are `away`, on the host: no request is to begin there. Blocks below `first` stay."""
         free = [each for each in self._pool.free_block_queue.get_all_free_blocks() if each.block_id >= first]
         empty = sorted((each for each in free if each.block_hash is None), key=lambda each: -each.block_id)
         kept = [each for each in free if each.block_hash is not None]  # the least recently used first
@@ -83,6 +85,9 @@ class BlockGate:
         spare = max(over, self._pool.get_num_free_blocks() - need)
         chosen = empty[:spare]
         chosen += kept[: spare - len(chosen) if cached else max(0, over - len(chosen))]
+        if away:
+            left = {each.block_id for each in chosen}
+            chosen += [each for each in free if each.block_id in away and each.block_id not in left]
         self._close(chosen)
         return tuple(each.block_id for each in chosen)
 

@@ -15,7 +15,7 @@ _NAMES: Final = {  # by module
         *("KVConnectorBase_V1.get_mem_pool_context", "KVConnectorBase_V1.bind_gpu_block_pool"),
         *("KVConnectorBase_V1.on_new_request", "KVConnectorBase_V1.build_connector_worker_meta"),
         *("KVConnectorBase_V1.update_connector_output", "KVConnectorBase_V1.clear_connector_metadata"),
-        "KVConnectorBase_V1.has_pending_push_work",
+        *("KVConnectorBase_V1.has_pending_push_work", "KVConnectorBase_V1.handle_preemptions"),
     ),
     "vllm.v1.core.block_pool": ("BlockPool.evict_blocks", "BlockPool.get_num_free_blocks"),
     "vllm.v1.core.kv_cache_utils": (

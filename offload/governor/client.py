@@ -118,8 +118,12 @@ class PageClient(Client, Protocol):
         """Pages that lie on the peer or the host and would be on the device if there were room."""
 
     @property
+    def read_away(self) -> int:
+        """The pages of these that its next iteration reads."""
+
+    @property
     def near(self) -> int:
-        """The pages of these that lie on the peer."""
+        """The pages of `displaced` that lie on the peer."""
 
     @property
     def on_peer(self) -> int:

@@ -60,8 +60,8 @@ from .situation import Lendable
 
 
 class Standing(NamedTuple):
-    """How a device stands. `idle`: pages that idle clients would give; `away`: pages of those in use whose bytes lie on
-    the host for want of room; `active`: is anyone in use?"""
+    """How a device stands. `idle`: pages that idle clients would give; `away`: pages on the host, for want of room,
+    that those in use read; `active`: is anyone in use?"""
 
     idle: int
     away: int
@@ -311,7 +311,7 @@ class Governor:
                 for state in clients.models
                 if state.number in active
             )
-            kv = sum(cache.displaced for state, cache in clients.paged if state.number in active)
+            kv = sum(cache.read_away for state, cache in clients.paged if state.number in active)
             return Standing(clients.idleness.idle_pages(self._known.list.pages, now, -1), layers + kv, bool(active))
 
     @property

@@ -56,6 +56,11 @@ class KVClient:
         return self._extents.away
 
     @property
+    def read_away(self) -> int:
+        """All of these."""
+        return self._extents.away
+
+    @property
     def held(self) -> int:
         """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
         return max(self.goal, self._extents.pieces)

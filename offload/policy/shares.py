@@ -9,7 +9,8 @@ Note [Who gives]
 Note [No ping-pong]
     What comes out depends on what each has use for and not on what it has, so once all have it nothing moves. A part
     that was raised counts as used for a while (`Sharing.dwell`), whatever is free in it between two steps; and nothing
-    that is in use moves for less than 1/`Sharing.margin` of the total.
+    that is in use moves for less than 1/`Sharing.margin` of the total, but to who has less than half of an equal share:
+    one that asks for little would get nothing as long as others are busy.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.shar
     wanted = max(0, sum(lacking) - free)
     idle = _given(parts, wanted, members, claims)
     _subtract(parts, idle)
-    if free < 0 or max(lacking, default=0) > total // tuning.margin:
-        _subtract(parts, _given(parts, wanted - sum(idle), members, fair))
+    if free >= 0 and max(lacking, default=0) <= total // tuning.margin:
+        half = _half(total, members)
+        wanted = sum(max(0, min(less, half - each.part)) for less, each in zip(lacking, members, strict=True)) - free
+    _subtract(parts, _given(parts, wanted - sum(idle), members, fair))
     caps = [part + more for part, more in zip(parts, lacking, strict=True)]
     return tuple(_poured(max(0, total - sum(parts)), parts, caps))
 
@@ -64,12 +67,17 @@ def _claim(each: Sharer, tuning: Sharing) -> int:
 def _fair(total: int, members: Sequence[Sharer], claims: Sequence[int]) -> list[int]:
     """What each is due of its claim."""
     found = _poured(total, [0] * len(members), [min(c, each.floor) for c, each in zip(claims, members, strict=True)])
-    half = total // max(1, 2 * len(members))
+    half = _half(total, members)
     found = _poured(total - sum(found), found, [min(claim, half) for claim in claims])
     for priority in sorted({each.priority for each in members}, reverse=True):
         caps = [claim if each.priority == priority else 0 for claim, each in zip(claims, members, strict=True)]
         found = _poured(total - sum(found), found, caps)
     return found
+
+
+def _half(total: int, members: Sequence[Sharer]) -> int:
+    """Half of an equal share."""
+    return total // max(1, 2 * len(members))
 
 
 def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
@@ -87,7 +95,7 @@ def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
 
 def _given(parts: Sequence[int], wanted: int, members: Sequence[Sharer], keeps: Sequence[int]) -> list[int]:
     """What each gives of `wanted`, who keeps so much."""
-    found, left = [0] * len(parts), wanted
+    found, left = [0] * len(parts), max(0, wanted)
     spare = [max(0, part - keep) for part, keep in zip(parts, keeps, strict=True)]
     for each in sorted(range(len(parts)), key=lambda at: (members[at].priority, -spare[at], at)):
         found[each] = min(left, spare[each])

@@ -583,8 +583,8 @@ class Sharing:
     silent: float = 10.0
     # Seconds that a refusal holds. Chosen: some decode steps.
     again: float = 0.2
-    # Seconds that what others have asked to be given holds for whoever hands out blocks. Chosen: as `dwell`.
-    pressed: float = 2.0
+    # Seconds that what a step has lacked counts as lacking. Chosen: as `dwell`.
+    lacking: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)

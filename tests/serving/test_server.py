@@ -59,7 +59,15 @@ LONGEST = 512  # tokens of a sequence
 class Serving:
     """A server in a process of its own, of models with so many layers."""
 
-    def __init__(self, folder: Path, *options: str, layers: Sequence[int] = (2, 3, 4), longest: int = LONGEST) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        layers: Sequence[int] = (2, 3, 4),
+        longest: int = LONGEST,
+        runtime: str | None = None,
+    ) -> None:
+        """`runtime`: the folder of its control socket, None for that of the tests."""
         self.models = [saved(folder / f"{count} layers", count, longest, chat=count != 4) for count in layers]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,7 +76,8 @@ class Serving:
         sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
         command = ["-m", "ballonet", "serve", *self.models, "--port", str(port), "--api-key", KEY, *sizes, *options]
         said = Path(tempfile.mkdtemp(dir=folder))
-        self._program = programs.Program(command, said, programs.ROOT, ENVIRONMENT)
+        more = {} if runtime is None else {"XDG_RUNTIME_DIR": runtime}
+        self._program = programs.Program(command, said, programs.ROOT, ENVIRONMENT | more)
         self.process = self._program.process
         while "ready" not in self.said():
             assert self.process.poll() is None, self.said()

@@ -2,7 +2,9 @@
 
 OPTIONS, JSON: those of the connector, or null for stock; `changes`: (wave, budget in bytes) before which wave of
 requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on; `led`: each wave waits for
-a line, and is answered by one. ANSWERS, a file: the tokens of each request, and the pages of KV after each wave.
+a line, and is answered by one, as is the start; `patient`: other processes that share the budget are waited for,
+however long they take; `squeeze`: bytes, the budget that another thread asks for in the middle of a forward. ANSWERS, a
+file: the tokens of each request, the pages of KV after each wave, and whether that budget was refused.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import random
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,12 +53,18 @@ def main(model: str, answers: str, text: str) -> None:
     from vllm import LLM, SamplingParams
 
     options = json.loads(text)
-    ours = {name: (options or {}).pop(name, None) for name in ("changes", "fail", "led")}
+    ours = {name: (options or {}).pop(name, None) for name in ("changes", "fail", "led", "patient", "squeeze")}
+    if ours["patient"]:
+        wait_for_others()
     more = {} if options is None else {"kv_transfer_config": transfer(options)}
     engine = LLM(model, skip_tokenizer_init=True, enforce_eager=True, **SIZES, **more)
     if ours["fail"]:
         fail(ours["fail"])
-    changes, said, pages = dict(ours["changes"] or ()), [], []
+    changes, said, pages, refused = dict(ours["changes"] or ()), [], [], list[bool]()
+    if ours["squeeze"]:
+        squeeze(ours["squeeze"], refused)
+    if ours["led"]:
+        print("done", flush=True)
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     for wave, each in enumerate(prompts()):
         if wave in changes:
@@ -68,8 +77,45 @@ def main(model: str, answers: str, text: str) -> None:
         said.append([list(each.outputs[0].token_ids) for each in found])
         pages.append(held() if options is not None else {})
         if ours["led"]:
-            print("done", wave, flush=True)
-    Path(answers).write_text(json.dumps({"said": said, "pages": pages}))
+            print("done", flush=True)
+    Path(answers).write_text(json.dumps({"said": said, "pages": pages, "refused": refused}))
+
+
+def squeeze(budget: int, refused: list[bool]) -> None:
+    """Has another thread ask for that budget before a layer of a decode step, and notes whether it was refused."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+    import ballonet
+
+    stock, number = LlamaDecoderLayer.forward, count()
+
+    def ask() -> None:
+        try:
+            ballonet.set_budget(budget, timeout=0.5)
+        except ballonet.BudgetInUse:
+            refused.append(True)
+        else:
+            refused.append(False)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(number) == 100:
+            asking = threading.Thread(target=ask)
+            asking.start()
+            asking.join()
+        return stock(self, *args, **kwargs)
+
+    LlamaDecoderLayer.forward = forward
+
+
+def wait_for_others() -> None:
+    """Nothing depends on how busy the machine is."""
+    from dataclasses import replace
+
+    from ballonet.hooks.device import governors
+    from ballonet.offload.policy.tuning import DEFAULT
+
+    sharing = replace(DEFAULT.sharing, patience=600.0, answer=600.0)
+    governors.compose_with(governors.Composition(tuning=replace(DEFAULT, sharing=sharing)))
 
 
 def held() -> dict[str, int]:

@@ -9,15 +9,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-
-from ..replicas.fleet import memfd_bytes
 
 PYTHON = os.environ.get("BALLONET_VLLM_PYTHON", "")
 NEEDS_VLLM = pytest.mark.skipif(not PYTHON, reason="needs vLLM in an environment of its own: make test-vllm")
@@ -44,47 +39,47 @@ def answered(folder: Path) -> dict[str, Any]:
     return found
 
 
-def change_budget(pid: int, nbytes: int) -> dict[str, Any]:
-    """Gives the process another budget as a user does; returns what the command says."""
-    command = [sys.executable, "-m", "ballonet", "budget", str(pid), str(nbytes), "--timeout", f"{UNDER}s", "--json"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=2 * UNDER)
-    found: dict[str, Any] = json.loads(said.stdout)
-    return found
+def budget(*arguments: object) -> Any:
+    """What `ballonet budget` says, as a user asks it."""
+    command = [sys.executable, "-m", "ballonet", "budget", *map(str, arguments), "--timeout", f"{UNDER}s", "--json"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=2 * UNDER).stdout)
 
 
-def held(pid: int) -> int:
-    """Bytes that the kernel holds for the device of that process; 0 where it has none or has ended."""
-    with suppress(OSError):
-        return memfd_bytes(pid, "device")
-    return 0
+class Led:
+    """An engine whose waves of requests the test begins. A context manager: it has ended well after it."""
 
+    def __init__(self, model: Path, folder: Path, options: dict[str, Any]) -> None:
+        """`folder`: to be made; `options`: of engine.py."""
+        folder.mkdir()
+        command = engine(model, folder, {**options, "led": True})
+        self.folder = folder
+        self._process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.pid = self._process.pid
 
-class Watcher(threading.Thread):
-    """Adds up all the time what several processes hold. A context manager."""
+    def begin(self) -> None:
+        """Begins the next wave."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
 
-    def __init__(self, pids: Sequence[int], allowed: int) -> None:
-        """`allowed`: bytes that they may hold together. To be changed to more before the processes know, to less
-        after."""
-        super().__init__(daemon=True)
-        self.allowed = allowed
-        self.most = dict.fromkeys(pids, 0)  # bytes that each held
-        self.together = 0  # bytes, the most of all
-        self.looks = self.over = 0  # looks, and those that found too much
-        self._end = threading.Event()
+    def end(self) -> None:
+        """Waits until the wave is done, or before the first one the engine is there."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("done"):
+                return
+        pytest.fail("the engine has ended too early")
 
-    def run(self) -> None:
-        while not self._end.wait(0.001):
-            before = self.allowed
-            there = {pid: held(pid) for pid in self.most}
-            self.looks += 1
-            self.over += sum(there.values()) > max(before, self.allowed)
-            self.together = max(self.together, sum(there.values()))
-            self.most = {pid: max(most, there[pid]) for pid, most in self.most.items()}
+    def close(self) -> dict[str, Any]:
+        """What it has answered, at its end."""
+        self._process.communicate()
+        assert self._process.returncode == 0
+        return answered(self.folder)
 
     def __enter__(self) -> Self:
-        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self.join()
+        self._process.kill()
+        self._process.wait()

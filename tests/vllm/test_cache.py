@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+import ballonet
 from ballonet.allocator.config import Config
 from ballonet.hooks.sectors.pages import RESERVED
 from ballonet.hooks.vllm.cache import EngineCache
@@ -25,11 +26,11 @@ def make() -> Iterator[Callable[[], EngineCache]]:
         yield lambda: EngineCache(Config(), BLOCKS, PAGE, [(0, PAGE, PAGE)], "tiny")
 
 
-def step(cache: EngineCache, opens: range, closes: range, idle: bool) -> tuple[int, ...]:
+def step(cache: EngineCache, opens: range, closes: Iterable[int], idle: bool) -> tuple[int, ...]:
     """What the worker does in a step; returns the blocks that were opened."""
     cache.close(closes)
-    opened = cache.open(opens)
     cache.begin()
+    opened = cache.open(opens)
     cache.end(idle)
     return opened
 
@@ -57,3 +58,20 @@ def test_no_more_is_opened_than_the_budget_has_pages_for(make: Callable[[], Engi
     assert RESERVED + len(opened) >= cache.limit
     assert len(opened) < BLOCKS - RESERVED
     assert bytes_that_exist() <= BUDGET
+
+
+def test_a_block_is_not_opened_at_the_cost_of_another(make: Callable[[], EngineCache]) -> None:
+    """Under a smaller budget blocks go to the host. They are said to be there until they are closed."""
+    cache = make()
+    opened = step(cache, range(RESERVED, BLOCKS), NONE, idle=False)
+    assert not cache.away
+    ballonet.set_budget(BUDGET // 2)
+    rest = range(opened[-1] + 1, BLOCKS)
+    assert step(cache, rest, NONE, idle=False) == ()
+    away = cache.away
+    assert BUDGET // 2 // PAGE <= len(away) < len(opened)
+    step(cache, NONE, away, idle=False)
+    assert not cache.away
+    assert step(cache, rest, NONE, idle=False) == ()
+    ballonet.set_budget(BUDGET)
+    assert step(cache, rest, NONE, idle=False)

@@ -31,6 +31,12 @@ def test_the_budget_changes_under_the_engine(model: Path, stock: Any, tmp_path: 
     assert found["pages"][1]["kv"] <= 2 * MIB // PAGE < found["pages"][2]["peak"]
 
 
+def test_no_page_leaves_in_the_middle_of_a_forward(model: Path, stock: Any, tmp_path: Path) -> None:
+    found = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "squeeze": 2 * MIB})
+    assert found["refused"] == [True]
+    assert found["said"] == stock
+
+
 def test_a_map_that_fails_only_preempts(model: Path, stock: Any, tmp_path: Path) -> None:
     found = asked(model, tmp_path, {"budget": "16MiB", "page_size": PAGE, "fail": 8})
     assert found["said"] == stock

@@ -165,3 +165,13 @@ def test_a_smaller_budget_takes_prefixes_too() -> None:
     engine.schedule(6, cached=False)
     assert engine.gate.open == 4
     assert all(block.block_hash is None for block in engine.gate._closed.values())
+
+
+def test_free_blocks_on_the_host_are_closed_whatever_they_hold() -> None:
+    engine = settled(6, pages=20)
+    engine.take()
+    (used,) = engine.used
+    engine.pool.blocks[3].block_hash = 3
+    away = {used.block_id, 3, 5}
+    assert sorted(engine.gate.close(20, 20, FIRST, False, away)) == [3, 5]
+    assert engine.pool.blocks[3].block_hash is None

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, OpenAI
 
+from ..sharing import Watcher, held
 from .engine import SIZES, TOKENS, prompts, transfer
-from .running import MIB, NEEDS_VLLM, PAGE, PYTHON, UNDER, Watcher, change_budget, held
+from .running import MIB, NEEDS_VLLM, PAGE, PYTHON, UNDER, budget
 
 pytestmark = NEEDS_VLLM
 
@@ -131,8 +132,8 @@ def test_a_budget_that_is_lowered_while_clients_wait_only_slows_them(serving: Se
         answers = [threads.submit(serving.complete, each) for each in asked]
         until(lambda: held(serving.engine) > 2 * MIB or answers[0].done(), serving)
         with Watcher([serving.engine], BUDGET) as watcher:
-            assert change_budget(serving.engine, 2 * MIB)["budget"] == 2 * MIB
-            watcher.allowed = 2 * MIB
+            assert budget(serving.engine, 2 * MIB)["budget"] == 2 * MIB
+            watcher.total = 2 * MIB
             assert [each.result()[1] for each in answers] == stock[0]
     assert not watcher.over
 

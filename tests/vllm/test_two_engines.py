@@ -3,63 +3,29 @@ both work. What they hold together is watched from outside."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
-from .running import MIB, NEEDS_VLLM, PAGE, Watcher, answered, change_budget, engine
+from ..sharing import Watcher
+from .running import MIB, NEEDS_VLLM, PAGE, Led, budget
 
 pytestmark = NEEDS_VLLM
 
 SMALL, LARGE = 2 * MIB, 4 * MIB  # the first preempts
 
 
-class Led:
-    """An engine whose waves of requests the test begins. A context manager: it has ended well after it."""
-
-    def __init__(self, model: Path, folder: Path, budget: int) -> None:
-        folder.mkdir()
-        command = engine(model, folder, {"budget": budget, "page_size": PAGE, "led": True})
-        self.folder = folder
-        self._process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.pid = self._process.pid
-
-    def begin(self) -> None:
-        """Begins the next wave."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-
-    def end(self) -> None:
-        """Waits until the wave is done."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("done"):
-                return
-        pytest.fail("the engine has ended in the middle of a wave")
-
-    def close(self) -> dict[str, Any]:
-        """What it has answered, at its end."""
-        self._process.communicate()
-        assert self._process.returncode == 0
-        return answered(self.folder)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @pytest.fixture
 def engines(model: Path, tmp_path: Path) -> Iterator[tuple[Led, Led]]:
     """One with the larger part, and one with the smaller."""
-    with Led(model, tmp_path / "first", LARGE) as first, Led(model, tmp_path / "second", SMALL) as second:
+    with (
+        Led(model, tmp_path / "first", {"budget": LARGE, "page_size": PAGE}) as first,
+        Led(model, tmp_path / "second", {"budget": SMALL, "page_size": PAGE}) as second,
+    ):
+        first.end()
+        second.end()
         yield first, second
 
 
@@ -71,15 +37,15 @@ def test_together_they_stay_within_one_amount(engines: tuple[Led, Led], stock: A
         first.end()
         second.end()
         first.begin()  # and while it works the larger part goes to the other
-        assert change_budget(first.pid, SMALL)["budget"] == SMALL
-        assert change_budget(second.pid, LARGE)["budget"] == LARGE
+        assert budget(first.pid, SMALL)["budget"] == SMALL
+        assert budget(second.pid, LARGE)["budget"] == LARGE
         second.begin()
         first.end()
         second.end()
         first.begin()
         second.begin()
-        assert change_budget(second.pid, SMALL)["budget"] == SMALL  # and the whole is less
-        watcher.allowed = 2 * SMALL
+        assert budget(second.pid, SMALL)["budget"] == SMALL  # and the whole is less
+        watcher.total = 2 * SMALL
         first.end()
         second.end()
         answers = [first.close(), second.close()]

@@ -1,0 +1,81 @@
+"""Two servers in two processes that share one budget: pages go to the one that is asked, the total changes while both
+are, answers are stock's, and together they never hold more, as the kernel says from outside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ballonet.__main__ import main
+
+from ..sharing import Watcher
+from .test_server import Serving, by_stock
+
+MIB = 2**20
+TOTAL, LESS = 6 * MIB, 4 * MIB
+ROUNDS = 50  # of requests, until pages have followed: it takes as many as there are in some seconds
+PROMPTS = [" ".join(f"w{3 + (7 * first + n * n) % 80}" for n in range(300)) for first in range(4)]
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Serving]]:
+    """Both idle. They have ended well after it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    started = list[Serving]()
+    try:
+        for share in (f"{TOTAL}", "on"):
+            options = ("--shared-budget", share, "--batch-tokens", "32")
+            started.append(Serving(tmp_path / str(len(started)), *options, layers=(4,), runtime=str(tmp_path)))
+        yield started
+        assert [each.end() for each in started] == [0, 0], [each.said() for each in started]
+    finally:
+        for each in started:
+            each.process.kill()
+
+
+def ask(server: Serving, prompt: str) -> str:
+    """A completion, greedily."""
+    answer = server.client().completions.create(model=server.models[0], prompt=prompt, max_tokens=8, temperature=0)
+    return answer.choices[0].text
+
+
+def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.CaptureFixture[str]) -> None:
+    stock = [by_stock(servers[0].models[0], each) for each in PROMPTS]
+
+    def parts(*total: int) -> dict[int, int]:
+        """Bytes of each process, after the total has changed."""
+        assert main(["budget", "--shared", *map(str, total), "--json"]) == 0, capsys.readouterr().err
+        (found,) = json.loads(capsys.readouterr().out)
+        return {each["pid"]: each["part"] for each in found["parts"]}
+
+    with (
+        ThreadPoolExecutor(8 * len(PROMPTS)) as threads,
+        Watcher([each.process.pid for each in servers], TOTAL) as watcher,
+    ):
+
+        def load(*chosen: Serving) -> None:
+            """Many clients at once."""
+            answers = [threads.map(partial(ask, each), 4 * PROMPTS) for each in chosen]
+            assert [list(each) for each in answers] == [4 * stock] * len(chosen)
+
+        for each, other in (servers, servers[::-1]):
+            for _ in range(ROUNDS):
+                load(each)
+                if (found := parts())[each.process.pid] > TOTAL // 2:
+                    break
+            assert found[each.process.pid] > TOTAL // 2 > found[other.process.pid], "pages follow the load"
+            assert each.figure('ballonet_shared_budget_bytes{what="total"') == TOTAL
+        for total in (LESS, TOTAL):
+            waiting = threads.submit(load, *servers)
+            watcher.total = max(watcher.total, total)
+            assert sum(parts(total).values()) <= total
+            watcher.total = total
+            waiting.result()
+    assert watcher.looks
+    assert not watcher.over, f"{watcher.together} bytes together"
+    assert watcher.together > TOTAL // 2

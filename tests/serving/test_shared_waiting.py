@@ -1,0 +1,51 @@
+"""Requests of a process that shares a budget, while another process has the pages that they wait for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import control
+from ballonet.hooks.device import shared
+
+from ..models import build
+from ..sharing import Process
+from ..tuned import Tuned
+from .batches import PAGE, looping
+
+MIB = 2**20
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_those_that_wait_get_the_pages_of_an_idle_process(
+    tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few looks a request may wait for: others are asked first."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tuned(serving={"lonely": 1}, sharing={"dwell": 0.0, "patience": 60.0, "answer": 60.0})
+    model = build("llama", num_hidden_layers=12, max_position_embeddings=2048)
+    asked = [3 + n * n % 50 for n in range(1600)]
+    expected = model.generate(torch.tensor([asked]), max_new_tokens=6, do_sample=False)[0, len(asked) :].tolist()
+    with Process(16 * MIB, "tensors", tmp_path) as process:
+        assert process.answer() == "ready"
+        assert process.do(f"get {13 * MIB}") == "get"
+        process.do("drop")
+        ballonet.install(64 * PAGE, page_size=PAGE, host_budget=0, device="cpu")
+        with ballonet.manage(model, interval=None, shared_budget=True), looping(model, 6) as manager:
+            before = part()
+            manager.add_request(asked)
+            found = manager.get_result(timeout=600)
+            assert (found.generated_tokens, found.error) == (expected, None)
+            assert part() > 2 * before
+            del manager
+    control.stop()
+
+
+def part() -> int:
+    """Bytes of this process."""
+    (found,) = shared.change_total(None, None, 60.0)
+    return next(each["part"] for each in found["parts"] if each["pid"] == os.getpid())

@@ -1,0 +1,71 @@
+"""A process that is to give while its model runs: what the model needs before it can give is not refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator.errors import BudgetInUse
+from ballonet.hooks.device import shared
+
+from .models import build, prompts
+from .pool import take_out
+from .tuned import Tuned
+
+PAGE = 4096
+TOTAL = 16 * 2**20  # of which the model takes a fourth
+
+
+@pytest.fixture
+def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared.Share]:
+    """The part of this process, which has all that there is."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tuned(weights={"large": 2**11}, sharing={"patience": 30.0})
+    ballonet.install(64 * 2**20, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
+    shared.join(runtime.of(), TOTAL, 0, 0, shared.DEFAULT.sharing)
+    found = runtime.of().shared
+    assert isinstance(found, shared.Share)
+    yield found
+    take_out()
+
+
+def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared.Share) -> None:
+    model = build("llama", num_hidden_layers=8, hidden_size=64, intermediate_size=512)
+    expected = model(**prompts(2, 16)).logits
+    refused, given = list[BudgetInUse](), list[torch.Tensor]()
+
+    def give() -> None:
+        try:
+            share.give(share.floor, 10.0)
+        except BudgetInUse as error:
+            refused.append(error)
+
+    def in_the_middle(*_: Any) -> None:
+        device = runtime.require()
+        while device.available:
+            given.append(torch.empty(PAGE, dtype=torch.uint8))
+        giving = threading.Thread(target=give)
+        giving.start()
+        while device.budget == share.part:
+            pass
+        given.append(torch.empty(PAGE, dtype=torch.uint8))
+        giving.join()
+        assert device.budget == share.part
+        given.clear()
+
+    with ballonet.manage(model):
+        model(**prompts(2, 16))
+        layer = model.model.layers[4].self_attn
+        hook = layer.register_forward_hook(in_the_middle)
+        assert torch.equal(model(**prompts(2, 16)).logits, expected)
+        hook.remove()
+        assert refused
+        share.give(TOTAL // 2, 10.0)
+        assert share.part == TOTAL // 2, "once it rests"
