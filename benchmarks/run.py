@@ -2,6 +2,7 @@
 
     python benchmarks/run.py            every GPU part (make gpu); of a part alone: run.py core
     python benchmarks/run.py --minutes 9 --only tests decode streaming      what a short loan of a machine is worth most
+    python benchmarks/run.py --only test_kv_stream test_pace                test files by name
     python benchmarks/run.py cpu cpu-pressure cpu-serving    the benchmarks of a machine without a GPU (make bench)
 
 Every test file and every benchmark is a step: a process of its own with a time limit. The tests of all parts come
@@ -146,12 +147,18 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, help="of each benchmark; fewer take less time")
     parser.add_argument("--cases", type=int, help="only the first so many, where a benchmark has several")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="preflight, tests, or benchmarks by name")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="preflight, tests, test files or benchmarks")
     given = parser.parse_args()
     chosen = {name: PARTS[name] for name in given.parts or PARTS if name in PARTS and (given.parts or PARTS[name].gpu)}
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     names = {"preflight", "tests", *(name for part in chosen.values() for name in part.benchmarks)}
+    names |= {
+        Path(path).stem
+        for part in chosen.values()
+        for pattern in (*part.alone, *part.tests)
+        for path in matching(pattern)
+    }
     if unknown := set(given.only or ()) - names:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}: there are {', '.join(sorted(names))}")
     only = set(given.only or names)
@@ -168,10 +175,21 @@ def main() -> None:
     sys.exit(0 if run(parts, given.results, asked, given.traces, ends) else 1)
 
 
+def matching(pattern: str) -> list[str]:
+    """The files of a pattern, as paths from the root."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+
+
 def restricted(part: Part, only: set[str]) -> Part:
     """The same with nothing but what is named."""
-    tests, alone = (part.tests, part.alone) if "tests" in only else ((), ())
-    return replace(part, benchmarks=tuple(name for name in part.benchmarks if name in only), tests=tests, alone=alone)
+
+    def named(patterns: Sequence[str]) -> tuple[str, ...]:
+        if "tests" in only:
+            return tuple(patterns)
+        return tuple(path for pattern in patterns for path in matching(pattern) if Path(path).stem in only)
+
+    benchmarks = tuple(name for name in part.benchmarks if name in only)
+    return replace(part, benchmarks=benchmarks, tests=named(part.tests), alone=named(part.alone))
 
 
 def preflight(results: Path) -> None:
@@ -225,9 +243,9 @@ def run_tests(parts: Mapping[str, tuple[Record, Part]], ends: float) -> None:
     for record, part in parts.values():
         for files, patterns in ((alone, part.alone), (others, part.tests)):
             for pattern in patterns:
-                matching = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
-                files += [(path, record, part) for path in matching]
-                if not matching:
+                found = matching(pattern)
+                files += [(path, record, part) for path in found]
+                if not found:
                     record.failed.append(f"{pattern}: there is no such test file")
     for files, at_once in ((alone, 1), (others, TESTS_AT_ONCE)):
         with ThreadPoolExecutor(at_once) as pool, tempfile.TemporaryDirectory() as folder:

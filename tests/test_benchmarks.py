@@ -270,6 +270,8 @@ def test_the_tests_of_all_parts_come_before_the_benchmarks(run: ModuleType, hous
     assert [*run.restricted(parts["kv"], {"good"}).tests] == []
     assert run.restricted(parts["core"], {"tests"}).benchmarks == ()
     assert run.restricted(parts["core"], {"tests"}).alone == ("test_it.py",)
+    assert run.restricted(parts["core"], {"test_it"}).alone == ("test_it.py",)
+    assert run.restricted(parts["kv"], {"test_it", "good"}) == parts["kv"]
 
 
 def test_a_name_that_there_is_not_is_refused(
