@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 STOCK, SPACED, FIXED = "stock", "stock, space on the host", "ballonet, weights fixed"
 FULL, OURS, VLLM = "ballonet, full batches", "ballonet", "vLLM"
 LAYERS = {"cuda": 32, "cpu": 12, "tiny": 4}
-REQUESTS = {"cuda": 256, "cpu": 32, "tiny": 8}
-NEW = {"cuda": 256, "cpu": 64, "tiny": 12}  # tokens of each answer
+REQUESTS = {"cuda": 128, "cpu": 32, "tiny": 8}
+NEW = {"cuda": 64, "cpu": 64, "tiny": 12}  # tokens of each answer
 LONGEST = {"cuda": 2048, "cpu": 256, "tiny": 40}  # prompt
 BLOCK = {"cuda": 256, "cpu": 32, "tiny": 16}  # tokens
+BATCH = {"cuda": 2048, "cpu": 256, "tiny": 256}  # tokens that are computed at once
 
 
 def title(chosen: Options) -> str:
@@ -158,7 +159,7 @@ def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -
     processor._generation_step, state.create_equivalent_initial_request = counted, preempted
     settings = ContinuousBatchingConfig(
         page_size=BLOCK[chosen.kind],
-        max_batch_tokens=256,
+        max_batch_tokens=BATCH[chosen.kind],
         max_memory_percent=0.9,
         cpu_offload_space=budget / GIB if name == SPACED else 0.0,
     )

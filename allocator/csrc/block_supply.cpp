@@ -40,9 +40,10 @@ Blocks::Block* BlockSupply::find(HeapLock& lock, const ArenaKey& key, std::uint6
 }
 
 // A free block to cut `size` from, backed for it where there is none. Where pages are on their way out of other blocks
-// it waits for them without the lock, and looks for a place anew.
+// it makes others (heap_pages.h, Note [Growing]), or waits for them without the lock, and looks for a place anew.
 Blocks::Block* BlockSupply::fit(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena) {
   constexpr int kWaits = 3;  // others may take what was waited for
+  bool may_harvest = true;
   for (int waits = 0;; ++waits) {
     Arenas::List& arenas = arenas_.of(key);
     Blocks::Placement placement;
@@ -57,7 +58,10 @@ Blocks::Block* BlockSupply::fit(HeapLock& lock, const ArenaKey& key, std::uint64
       placement = arena->blocks.place(size);
     }
     try {
-      if (pages_.back(*arena, placement, waits < kWaits)) return arena->blocks.best_fit(size);
+      if (pages_.back(*arena, placement, may_harvest && waits < kWaits)) return arena->blocks.best_fit(size);
+      mapper_.reap(false);
+      may_harvest = mapper_.retiring() == 0 || !pages_.may_outgrow(placement);
+      if (!may_harvest) continue;
     } catch (const PoolExhausted&) {
       if (waits >= kWaits || mapper_.retiring() == 0 || mapper_.fences.capturing()) throw;
     }

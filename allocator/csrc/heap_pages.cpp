@@ -10,6 +10,16 @@ std::uint64_t HeapPages::allowance() const {
   return peak + peak / 64 + 3 * page_;
 }
 
+std::size_t HeapPages::ours(const Mapper::Numbers& numbers) {
+  const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
+  return numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
+}
+
+bool HeapPages::may_outgrow(const Blocks::Placement& placement) const {
+  const std::size_t count = (placement.to - placement.from) / page_;
+  return (ours(mapper_.numbers()) + count) * page_ <= 2 * allowance();
+}
+
 bool HeapPages::back(Arena& arena, const Blocks::Placement& placement, bool may_harvest) {
   const std::size_t count = (placement.to - placement.from) / page_;
   const std::int64_t since = now_ns();
@@ -26,8 +36,7 @@ bool HeapPages::back(Arena& arena, const Blocks::Placement& placement, bool may_
   }
   const std::size_t idle = pages(Owner::kFree) - numbers.ahead;
   const std::size_t growth = count > idle ? count - idle : 0;
-  const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
-  if (may_harvest && growth > 0 && (ours + growth) * page_ > allowance() && !mapper_.fences.capturing()) {
+  if (may_harvest && growth > 0 && (ours(numbers) + growth) * page_ > allowance() && !mapper_.fences.capturing()) {
     // The block behind the hole may grow the hole when it gives pages; the one before it would take the hole's place.
     const bool to_the_end = placement.to == placement.hole->offset + placement.hole->size;
     if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) return false;

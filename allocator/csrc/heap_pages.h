@@ -6,6 +6,10 @@
 // stream's or each size's own peak. In steady state every allocation finds a free block that is backed and the driver
 // is not called. During a stream capture nothing is moved: that would have to wait for a stream.
 //
+// Idle pages may be in use by kernels that were launched before, and the host would wait for all that every stream has
+// been given. Instead, pages are made beyond the peak, up to as many again and within the budget; the idle ones are
+// free for anyone once the streams have passed.
+//
 // Guarantees: whoever backs a hole gets all of it or, with an exception or false, nothing; what is harvested lies under
 // no live block and in no memory pool that has users; a host page goes as soon as no block lies on it.
 //
@@ -27,6 +31,8 @@ class HeapPages {
   // hole, so that the placement stays true. False where some were, with the hole as it was: they are free once every
   // stream has passed. Throws PoolExhausted, DriverError.
   bool back(Arena& arena, const Blocks::Placement& placement, bool may_harvest);
+  // May pages be made for the hole while harvested ones are waited for?
+  bool may_outgrow(const Blocks::Placement& placement) const;
   // Takes up to `pages` whole pages out of free blocks, but for two that stay as they are; they retire. Returns how
   // many.
   std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before = nullptr,
@@ -43,6 +49,8 @@ class HeapPages {
     return arena.key.place == Place::kDevice && !pools_.held(arena.key.pool);
   }
   std::uint64_t allowance() const;
+  // Pages of activations, and those that nobody has: in blocks, free, on their way out.
+  static std::size_t ours(const Mapper::Numbers& numbers);
   void map(Arena& arena, const Blocks::Placement& placement);
 
   Mapper& mapper_;

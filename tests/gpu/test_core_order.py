@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator._native import Done, Lease, Transfer
 
-from .hold import meanwhile
+from .hold import held, meanwhile
 from .scene import UINT8, Captured, Place, over, scene
 
 PIECES = 4
@@ -283,6 +283,23 @@ def test_pages_and_blocks(place: Place) -> None:
     pages_wait_for_streams(place, recorded=True)
     blocks_wait_for_recorded_streams(place)
     pages_wait_for_a_copy(place)
+
+
+@scene()
+def test_pages_are_made_beside_a_busy_stream(place: Place) -> None:
+    """What one stream has freed serves another one once it has passed. Until then the other one gets new pages."""
+    nbytes = 8 * place.page
+    del (block := [torch.empty(nbytes, dtype=torch.uint8, device=place.kind)])[:]
+    with held(place):
+        with place.lane()():
+            block.append(torch.empty(nbytes, dtype=torch.uint8, device=place.kind))
+        created = place.device.snapshot()["created"]
+        assert created * place.page >= 2 * nbytes or not place.cuda
+    place.synchronize()
+    place.device.reap(wait=True)
+    with place.lane()():
+        block.append(torch.empty(nbytes, dtype=torch.uint8, device=place.kind))
+    assert place.device.snapshot()["created"] <= created + 1 or not place.cuda
 
 
 @scene()

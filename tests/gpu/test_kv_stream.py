@@ -182,8 +182,6 @@ def test_pages_are_restored_while_layers_compute(place: Place) -> None:
             held = [tensor for elastic, _ in shown for tensor in (elastic.keys, elastic.values)]
             right = [tensor for _, stock in shown for tensor in (stock.keys, stock.values)]
             drawn = [cache.drawn() for _ in range(LAYERS)]
-            with computing():
-                beside = cache.drawn()  # what is allocated below finds room there: a page may wait for every stream
             place.synchronize()
             computing.follow()
             with late(place, soon=bool(held)) if step < 3 else nullcontext([]) as holds:
@@ -202,7 +200,6 @@ def test_pages_are_restored_while_layers_compute(place: Place) -> None:
                     found = [cache.read(*each) for each in enumerate(drawn)]
                 for hold in holds:
                     hold.keeps(computing.done)
-            del beside
             with computing():
                 for number in range(LAYERS):
                     cache.check(number, drawn[number], *found.pop(0))
