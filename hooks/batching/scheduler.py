@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
@@ -54,6 +55,7 @@ class ElasticScheduler(Scheduler):
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
         self._caution = 0  # bytes that stay free beside the reserve
+        self._dares = self._dared = False  # may one request have all that is free? Was that too little for each?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
@@ -123,14 +125,23 @@ class ElasticScheduler(Scheduler):
 
     def hopeless(self) -> list[tuple[Any, Exception]]:
         """Takes those out of the queue that all that is free now is too little for. To be called where requests are
-        `alone`: what there is has turned out to be less than `refusal` could know."""
-        now, gone = self._memory(), list[tuple[Any, Exception]]()
-        most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
+        `alone`: what there is has turned out to be less than `refusal` could know. From now on one of the others at a
+        time may have all of it, without a reserve; where that was too little for each, the oldest one goes."""
+        now, gone, blocks = self._free(), list[tuple[Any, Exception]](), self.cache.pages
+        most = replace(now, elsewhere=now.elsewhere + blocks.nbytes - blocks.fixed)
         for name, state in list(self.waiting_requests.items()):
             why = self._refused(name, len(state.initial_tokens), state.max_new_tokens or 0, most)
             if why is not None:
                 gone.append((self._drop(state), why))
+        if self._dared and not gone:
+            state = self.waiting_requests[self.waiting_requests_order[0]]
+            gone.append((self._drop(state), no_room(state.request_id)))
+        self._dares, self._dared = bool(self.waiting_requests), False
         return gone
+
+    def _free(self) -> Memory:
+        """All that one request may have while no other one runs."""
+        return replace(self._memory(), reserve=0)
 
     def _drop(self, state: Any) -> Any:
         del self.waiting_requests[state.request_id]
@@ -164,6 +175,8 @@ class ElasticScheduler(Scheduler):
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
             if scheduled:
                 break
+        self._dares = self._dares and len(scheduled) <= 1
+        self._dared = self._dares and bool(looked) and not scheduled
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         away = self.cache.pages.client.read_away
@@ -185,6 +198,10 @@ class ElasticScheduler(Scheduler):
         than fewer requests on the device do without it."""
         demands, now, page = [self.demand(*each) for each in looked], self._now(), self.cache.on.page_size
         found = admit(demands, now, self.tuning)
+        if self._dares and not found.where:
+            running = [each for each in demands if each.request in self.active_requests]
+            alone = (admit([each], self._free(), self.tuning) for each in (demands if not self.runs else running[:1]))
+            return next((each for each in alone if each.where), found)
         own = self.cache.model.lends(0).offered * page if self.cache.model.fast else 0
         lacking = found.kv + found.activations + now.reserve - (now.total - own)
         if own <= 0 or lacking <= 0:
@@ -394,6 +411,14 @@ def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
 def _at_end(state: Any) -> int:
     """Tokens that the request holds when it ends."""
     return len(state.initial_tokens) + (state.max_new_tokens or 0)
+
+
+def no_room(request: str) -> torch.OutOfMemoryError:
+    """Says that a request finds no memory although no other one runs."""
+    return torch.OutOfMemoryError(
+        f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it. "
+        "Give a larger budget (ballonet.set_budget) or host budget, or drop what is not needed"
+    )
 
 
 class ElasticFIFO(ElasticScheduler, FIFOScheduler):

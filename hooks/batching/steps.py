@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .preemption import PagePreemption
+from .scheduler import no_room
 
 
 def computing(stock: Callable[..., None]) -> Callable[..., None]:
@@ -81,7 +82,7 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
                     continue
                 state = next(reversed(active.values()), None)
                 if state is not None and len(active) == 1 and not preemption.may_wait():
-                    _fail(self, state, _no_room(state.request_id))
+                    _fail(self, state, no_room(state.request_id))
                     continue
                 if state is not None:
                     preemption.compute_again(state)
@@ -134,10 +135,3 @@ def _forgotten(batch: Any) -> list[Any]:
 def _fail(processor: Any, state: Any, error: Exception) -> None:
     processor._handle_request_error(error, state)
     processor.scheduler.finish_request(state.request_id)
-
-
-def _no_room(request: str) -> torch.OutOfMemoryError:
-    return torch.OutOfMemoryError(
-        f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it. "
-        "Give a larger budget (ballonet.set_budget) or host budget, or drop what is not needed"
-    )

@@ -63,6 +63,7 @@ class SectorPages:
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
         fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
+        self.fixed = len(fixed) * self._page  # of `nbytes`, what stays
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
         for piece in fixed:
             self._users[piece] += 1

@@ -221,6 +221,27 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
         del manager
 
 
+@pytest.mark.parametrize("left", [*range(19, 25), 27])
+def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
+    """No more is free than always stays so, or little more."""
+    tuned(serving={"lonely": 3})
+    model, asked = build("llama", num_hidden_layers=4), prompts(16, 60)
+    expected = stock(model, asked, 24)
+    install(256)
+    with ballonet.manage(model):
+        device = runtime.require()
+        filler = device.reserve(device.budget, "kv", device.group())
+        filler.map(0, device.available - left)
+        found = answers(model, asked, 24)
+        filler.close()
+    assert [each.tokens for each in found if each.error is None] == [
+        right.tokens for right, each in zip(expected, found, strict=True) if each.error is None
+    ]
+    assert all(each.error is None or "ballonet" in each.error or "of KV" in each.error for each in found)
+    if left > 20:
+        assert not all(each.error for each in found)
+
+
 def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
     """Once what was kept of requests fills the pool, those that come take its pages; the heap keeps its own."""
     model, draw = build("llama", num_hidden_layers=12), torch.Generator().manual_seed(0)
