@@ -18,7 +18,7 @@ from common import GIB, MIB, Options, report
 from peer import begin
 from serving import FIXED, FULL, OURS, SPACED, STOCK, VLLM, differing, figure, functions, in_rounds, ratio, title
 
-BUDGETS = {"cuda": (18 * GIB, 20 * GIB), "cpu": (288 * MIB, 240 * MIB), "tiny": (24 * MIB,)}
+BUDGETS = {"cuda": (16 * GIB, 18 * GIB), "cpu": (288 * MIB, 240 * MIB), "tiny": (24 * MIB,)}
 STEPS = {288 * MIB: 0.75, 240 * MIB: 0.5}  # at most, of stock's
 ROUNDS = 3  # of all peers, a process each; fewer where fewer repetitions are asked for
 

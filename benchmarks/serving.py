@@ -23,7 +23,7 @@ FULL, OURS, VLLM = "ballonet, full batches", "ballonet", "vLLM"
 LAYERS = {"cuda": 32, "cpu": 12, "tiny": 4}
 REQUESTS = {"cuda": 128, "cpu": 32, "tiny": 8}
 NEW = {"cuda": 64, "cpu": 64, "tiny": 12}  # tokens of each answer
-LONGEST = {"cuda": 2048, "cpu": 256, "tiny": 40}  # prompt
+LONGEST = {"cuda": 1024, "cpu": 256, "tiny": 40}  # prompt
 BLOCK = {"cuda": 256, "cpu": 32, "tiny": 16}  # tokens
 BATCH = {"cuda": 2048, "cpu": 256, "tiny": 256}  # tokens that are computed at once
 

@@ -103,13 +103,19 @@ def test_a_step_waits_for_inputs_that_come_late(place: Place) -> None:
 
 @scene(pages=256)
 def test_requests_that_do_not_fit_wait(place: Place) -> None:
+    """With room for activations and a few requests at once. A GPU's libraries take more of it than those of a CPU; with
+    as much as on a CPU there may be too little for some requests, which fail."""
     asked = prompts(16, 60)
     model, expected = batched(place, asked)
     with ballonet.manage(model):
-        filler = place.device.reserve(place.device.budget, "kv", place.device.group())
-        filler.map(0, place.device.available - 36)  # for activations and a few requests at once
-        assert answers(model, asked, NEW) == expected
-        filler.close()
+        for left in (96, 36) if place.cuda else (36,):
+            filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+            filler.map(0, place.device.available - left)
+            found = answers(model, asked, NEW)
+            filler.close()
+            assert left == 36 or found == expected
+            for answer, right in zip(found, expected, strict=True):
+                assert answer == right or (place.cuda and "budget" in str(answer.error)), answer.error
 
 
 def alone(model: Any, place: Place, asked: list[list[int]]) -> list[list[int]]:
