@@ -93,9 +93,9 @@ def attach_caches(
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     governor = governors.of(device)
 
-    def assumed() -> float:
-        exposed = 0.0 if governor.marks is not None else governor.tuning.serving.exposed
-        return exposed * (governor.link.page_seconds or 0.0)
+    def assumed() -> tuple[float, float]:
+        page, behind = governor.link.page_seconds or 0.0, governor.marks is not None  # is the device behind the host?
+        return (0.0, page) if behind else (governor.tuning.serving.exposed * page, 0.0)
 
     costs = StepCosts(governor.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)

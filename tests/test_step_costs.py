@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,8 +17,8 @@ QUADRATIC = Parts(0.02, 2e-3, 1e-5, 5e-7)  # sdpa on a CPU, as measured
 times = st.floats(1e-4, 1e-1)
 
 
-def learned(parts: Parts, assumed: Callable[[], float] = float) -> StepCosts:
-    costs = StepCosts(assumed=assumed)
+def learned(parts: Parts, assumed: tuple[float, float] = (0.0, 0.0)) -> StepCosts:
+    costs = StepCosts(assumed=lambda: assumed)
     for step in SIZES * 2:
         costs.observe(step, parts.seconds(step))
     return costs
@@ -81,12 +80,17 @@ def test_copies_that_were_never_seen_cost_nothing() -> None:
 
 
 def test_copies_that_were_never_seen_cost_what_is_assumed_and_then_what_they_took() -> None:
-    costs = learned(QUADRATIC, assumed=lambda: 1e-3)
-    keep, lend = Step(8, 808), Step(9, 909, copied=60)
+    costs = learned(QUADRATIC, assumed=(1e-3, 2e-3))
+    keep, lend, host = Step(8, 808), Step(9, 909, copied=60), Step(9, 909, away=30)
     assert costs.faster(keep, lend)
+    assert costs.faster(keep, host)
     for step in SIZES * 2:  # they hide behind the computation
         costs.observe(replace(step, copied=60), QUADRATIC.seconds(step))
     assert not costs.faster(keep, lend)
+    assert costs.faster(keep, host)
+    for step in SIZES * 2:
+        costs.observe(replace(step, away=30), QUADRATIC.seconds(step))
+    assert not costs.faster(keep, host)
 
 
 def test_what_streams_is_a_part_of_every_step() -> None:

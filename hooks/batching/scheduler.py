@@ -194,22 +194,29 @@ class ElasticScheduler(Scheduler):
         return scheduled, failed or bool(left_out), fast, new, read
 
     def _admitted(self, looked: list[tuple[Any, int]]) -> Admission:
-        """Algorithm 1, with the memory that the model's own layers would give where that makes more tokens per second
-        than fewer requests on the device do without it."""
-        demands, now, page = [self.demand(*each) for each in looked], self._now(), self.cache.on.page_size
+        """Algorithm 1; with the memory that the model's own layers would give, and with KV of new requests on the host,
+        only where that makes more tokens per second than fewer requests do without."""
+        demands, now = [self.demand(*each) for each in looked], self._now()
         found = admit(demands, now, self.tuning)
         if self._dares and not found.where:
             running = [each for each in demands if each.request in self.active_requests]
             alone = (admit([each], self._free(), self.tuning) for each in (demands if not self.runs else running[:1]))
             return next((each for each in alone if each.where), found)
-        own = self.cache.model.lends(0).offered * page if self.cache.model.fast else 0
-        lacking = found.kv + found.activations + now.reserve - (now.total - own)
-        if own <= 0 or lacking <= 0:
+        if not self.cache.model.fast:
             return found
-        kept = admit(demands, replace(now, elsewhere=now.elsewhere - min(own, now.elsewhere)), self.tuning)
-        lent = self.cache.model.lends(-(-lacking // page))
-        steps = self._decoding(looked, kept, lent.copied), self._decoding(looked, found, lent.then)
-        return kept if kept.where and self._costs.faster(*steps) else found
+        own = min(self.cache.model.lends(0).offered * self.cache.on.page_size, now.elsewhere)
+        without = [now] if self._lacking(found, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
+        for memory in (*without[1:], *(replace(each, host=0) for each in without)):
+            fewer = admit(demands, memory, self.tuning)
+            begun = fewer.where.keys() >= found.where.keys() & self.active_requests.keys()
+            if fewer.where and (memory.host or begun):
+                steps = [self._decoding(looked, each, self._lacking(each, now, own)) for each in (fewer, found)]
+                found = fewer if self._costs.faster(*steps) else found
+        return found
+
+    def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
+        """Bytes of these that the model's own layers have to give. `own`: that they could."""
+        return chosen.kv + chosen.activations + now.reserve - (now.total - own) if own else 0
 
     def _make_room(self, found: Admission) -> None:
         """Has pages that rest leave before KV takes those that lie idle in the heap, as activations use the same ones
@@ -224,14 +231,16 @@ class ElasticScheduler(Scheduler):
             if lacking > 0:
                 self.cache.evict_oldest(lacking * page)
 
-    def _decoding(self, looked: list[tuple[Any, int]], chosen: Admission, copied: int) -> Step:
-        """The step in which those that are admitted decode, after this one."""
+    def _decoding(self, looked: list[tuple[Any, int]], chosen: Admission, lacking: int) -> Step:
+        """The step in which those that are admitted decode, after this one. `lacking`: bytes that own layers give."""
         states = [(state, tokens) for state, tokens in looked if state.request_id in chosen.where]
         away = sum(
             self.demand(state, tokens).kv if chosen.where[state.request_id] == "host" else 0 for state, tokens in states
         )
+        lent = self.cache.model.lends(max(0, -(-lacking // self.cache.on.page_size)))
         step = Step.of((1, state.current_len() + tokens) for state, tokens in states)
-        return replace(step, copied=copied, away=away // self.cache.on.page_size + self.cache.pages.client.displaced)
+        away = away // self.cache.on.page_size + self.cache.pages.client.displaced
+        return replace(step, copied=lent.then if lacking > 0 else lent.copied, away=away)
 
     def begins(self, found: bool) -> None:
         """A batch is about to be computed; where there is none the loop waits."""

@@ -14,10 +14,11 @@ Note [A row without sequences]
 Note [What memory costs]
     More requests need more memory. Layers of the model may give it, which are then copied in each step, or the host, on
     which KV is then read. Each of those pages has a part of its own in what a step takes: copies that hide behind the
-    computation cost nothing. So the two are compared by what they did, on this machine. What a layer's pages cost
-    before any was copied in a step is assumed: nothing where copies can hide, and where operators are complete when
-    they return, so that nothing hides, what the link takes. To learn it by doing is dear, as weights that have left
-    come back late.
+    computation cost nothing. So the two are compared by what they did, on this machine. What a page costs before any
+    was copied, or read, in a step is assumed: of layers nothing where copies can hide, and where operators are complete
+    when they return, so that nothing hides, what the link takes; of KV on the host what the link takes where kernels
+    read over it. To learn it by doing is dear, as weights that have left come back late, and requests that were
+    admitted stay.
 
 Note [What is remembered]
     The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an
@@ -89,10 +90,13 @@ class Parts:
 class StepCosts:
     """What is known of the steps of one model. Used by the thread that schedules."""
 
-    def __init__(self, tuning: Serving = DEFAULT.serving, assumed: Callable[[], float] = float) -> None:
-        """`assumed`: seconds of a page of layers, as long as no step has copied any."""
+    def __init__(
+        self, tuning: Serving = DEFAULT.serving, assumed: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    ) -> None:
+        """`assumed`: seconds of a page of layers, as long as no step has copied any, and of one of KV on the host, as
+        long as no step has read one."""
         self._assumed = assumed
-        self._copying = False  # has any step copied pages of layers?
+        self._copying = self._away = False  # has any step copied pages of layers? Read KV on the host?
         # what the parts take, where `fixed` includes the copies of the layers that stream now; None: too little ran
         self.parts: Parts | None = None
         self._fitted: Parts | None = None
@@ -104,7 +108,7 @@ class StepCosts:
         """Notes what a step took. See Note [What is remembered]."""
         if seconds <= 0 or step.new < 1:
             return
-        self._copying = self._copying or step.copied > 0
+        self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
         size = tuple(each.bit_length() for each in astuple(step))
         self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
         self._fresh += 1
@@ -149,8 +153,11 @@ class StepCosts:
         """Does a step in which as many requests decode as it has new tokens make more tokens per second than another?
         See Note [What memory costs]."""
         parts = self._fitted
-        if parts is not None and not self._copying:
-            parts = replace(parts, copied=self._assumed())
+        if parts is not None and not (self._copying and self._away):
+            copied, away = self._assumed()
+            parts = replace(
+                parts, copied=parts.copied if self._copying else copied, away=parts.away if self._away else away
+            )
         return parts is not None and one.new * parts.seconds(other) > other.new * parts.seconds(one)
 
 

@@ -25,7 +25,7 @@ from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 from ballonet.offload.policy.request_slo import RequestSLO
-from ballonet.offload.policy.step_costs import Parts, StepCosts
+from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 
 from .. import programs
 from ..core import PAGE_CALLS, arm, disarm
@@ -236,6 +236,28 @@ def test_batches_are_as_large_as_is_fast(batches: str, monkeypatch: pytest.Monke
     largest = max(len(sizes) for sizes in seen.sizes)
     mixed = [sizes for sizes in seen.sizes[3:] if max(sizes) > 1 and 1 in sizes]
     assert (largest < 8 and not mixed) if batches == "fast" else (largest > 11 and mixed)
+
+
+def test_batches_are_smaller_where_kv_on_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for a few requests, the host for all."""
+    away, largest = 0.0, list[int]()
+
+    def known(costs: StepCosts, step: Step, seconds: float) -> None:
+        costs.parts = costs._fitted = Parts(0.01, 1e-4, 0.0, 0.0, away=away)
+        costs._copying = costs._away = True
+
+    monkeypatch.setattr(StepCosts, "observe", known)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take six pages
+    model, asked = build("llama", num_hidden_layers=12, **sizes), prompts(16, 30)
+    expected = stock(model, asked, 8)
+    ballonet.install(120 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
+    with ballonet.manage(model, interval=None):
+        for away in (1.0, 0.0, 1.0):  # noqa: B007
+            seen = Batches(monkeypatch)
+            assert answers(model, asked[:1], 8) == expected[:1]  # after which it is known what steps take
+            assert answers(model, asked, 8) == expected
+            largest.append(max(map(len, seen.sizes)))
+    assert largest[1] > max(largest[0], largest[2]), largest
 
 
 def test_requests_wait_for_what_others_are_promised(
