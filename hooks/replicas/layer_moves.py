@@ -25,6 +25,7 @@ from ..weights.layers import decoder_layers
 from .errors import Interrupted, LinkError
 from .held_layers import Source
 from .link import Link
+from .messages import ENDS_PULL
 from .setup import Setup
 from .stage import Over
 from .stage_link import tensor_of, text_of
@@ -142,7 +143,8 @@ class LayerMoves:
         return weights
 
     def _wait(self, link: Link, tag: str) -> torch.Tensor:
-        return Over(link, self._setup.tuning.beat, self._meanwhile, self._setup.supervisor.urgent).recv(tag)
+        supervisor = self._setup.supervisor
+        return Over(link, self._setup.tuning.beat, self._meanwhile, lambda: supervisor.waits(ENDS_PULL)).recv(tag)
 
     def _meanwhile(self) -> None:
         self._beat()

@@ -12,6 +12,7 @@ from .layer_moves import LayerMoves
 from .leader import Leader
 from .led_requests import LedRequests
 from .link import Link
+from .messages import ENDS_GROUP
 from .setup import Setup
 from .stage import Over, Stage
 
@@ -43,8 +44,8 @@ class Place:
         setup = self._setup
         self.epoch = epoch
         moves.hold(group)
-        beat, urgent = setup.tuning.beat, setup.supervisor.urgent
-        over = {peer: Over(link, beat, self._beat, urgent) for peer, link in links.items()}
+        beat, supervisor = setup.tuning.beat, setup.supervisor
+        over = {peer: Over(link, beat, self._beat, lambda: supervisor.waits(ENDS_GROUP)) for peer, link in links.items()}
         self.stage = Stage(setup.replica, group, setup.me, epoch, over, self._requests.told, setup.form)
         moves.go_home(group, epoch)
         self._requests.start_early(epoch, self.leader)

@@ -15,7 +15,7 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks.replicas.errors import LinkError, NoAnswer
+from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
@@ -62,6 +62,8 @@ class Pumped(MemoryLink):
 
     def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> torch.Tensor:
         self.pump()
+        if unless():
+            raise Interrupted(tag)
         found = self.take(tag)
         if found is None:
             raise NoAnswer(tag, timeout)
@@ -73,6 +75,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.said: deque[Message] = deque()
+        self.late: deque[Message | None] = deque()  # one comes each time that somebody who waits looks; None: nothing
         self.heard: list[Message] = []
 
     def take(self) -> Message | None:
@@ -81,8 +84,10 @@ class Desk:
     def has(self) -> bool:
         return bool(self.said)
 
-    def urgent(self) -> bool:
-        return False
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+        if self.late and (came := self.late.popleft()) is not None:
+            self.said.append(came)
+        return any(isinstance(each, kinds) for each in self.said)
 
     def post(self, message: Message) -> None:
         self.heard.append(message)
@@ -349,6 +354,23 @@ def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Req
     assert loops.answers(asked) == right
     assert [held.dropped for held in loops.holds] == [(), ()]
     assert [each for each in loops.heard(events.Committed) if each.epoch == 3] == []
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
+def test_a_pipeline_goes_on_where_the_next_epoch_is_given_up_while_a_stage_waits(
+    loops: Loops, asked: list[Request], right: list[list[int]], looks: int
+) -> None:
+    """A restore is given up under load: the second stage may have a plan, and wait for what comes with it."""
+    loops.drop(3)
+    loops.ask(0, 3, *asked)
+    loops.step(4)
+    loops.tell_all(Prepare(4, ONES))
+    loops.both(events.Prepared, 4)
+    given_up = Discard(4, events.Reason.OVERLOAD)
+    loops.tell(0, given_up)
+    loops.desks[1].late.extend([*[None] * looks, given_up])
+    assert loops.answers(asked) == right
+    assert not loops.heard(events.Suspected)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ class Played:
     def has(self) -> bool:
         return bool(self.says)
 
-    def urgent(self) -> bool:
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
         return False
 
     def post(self, message: Message) -> None:
