@@ -215,11 +215,9 @@ class Handover:
         for name in done:
             coming = self._coming.pop(name)
             request = coming.handed.request
-            if {*coming.arrivals.values()} == {Arrival.COMPLETE}:
+            if {*coming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
                 self._took(coming.handed)
                 leader.adopt(request, coming.handed.held)
-                if name in self._cancelled:
-                    leader.requests.cancel(name)
                 continue
             leader.forget(name)
             damaged = [member for member, each in coming.arrivals.items() if each is Arrival.DAMAGED]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -143,8 +144,8 @@ class LayerMoves:
         return weights
 
     def _wait(self, link: Link, tag: str) -> torch.Tensor:
-        supervisor = self._setup.supervisor
-        return Over(link, self._setup.tuning.beat, self._meanwhile, lambda: supervisor.waits(ENDS_PULL)).recv(tag)
+        ends = partial(self._setup.supervisor.waits, ENDS_PULL)
+        return Over(link, self._setup.tuning.beat, self._meanwhile, ends).recv(tag)
 
     def _meanwhile(self) -> None:
         self._beat()
