@@ -52,7 +52,7 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> No
 
 
 def test_who_is_told_after_its_event_loop_has_ended_is_no_error() -> None:
-    """It ends just when it is asked whether it has."""
+    """The loop ends just when it is asked whether it has."""
     front, loop = Front(Takes()), asyncio.new_event_loop()
     loop.close()
     ending: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=loop.call_soon_threadsafe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,6 +35,7 @@ from ..models import build
 from ..pool import take_out
 from ..serving.batches import prompts
 from ..tuned import Clock, Tuned
+from .desk import Desk
 from .grouped import BLOCK, CHUNK, answered, requests
 from .in_process import Inbox, MemoryLink
 
@@ -75,29 +75,6 @@ class Pumped(MemoryLink):
         if found is None:
             raise NoAnswer(tag, timeout)
         return found
-
-
-class Desk:
-    """The supervisor, as one replica sees it."""
-
-    def __init__(self) -> None:
-        self.said: deque[Message] = deque()
-        self.late: deque[Message | None] = deque()  # one comes each time that somebody who waits looks; None: nothing
-        self.heard: list[Message] = []
-
-    def take(self) -> Message | None:
-        return self.said.popleft() if self.said else None
-
-    def has(self) -> bool:
-        return bool(self.said)
-
-    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
-        if self.late and (came := self.late.popleft()) is not None:
-            self.said.append(came)
-        return any(isinstance(each, kinds) for each in self.said)
-
-    def post(self, message: Message) -> None:
-        self.heard.append(message)
 
 
 class Loops:
@@ -477,7 +454,7 @@ def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loo
 
 
 def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loops: Loops) -> None:
-    """Its link is lost as soon as it is made."""
+    """The link to it is lost as soon as it is made."""
     there, back = Pumped.pair()
     assert isinstance(there, Pumped)
     there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), State.LOST  # type: ignore[misc]
