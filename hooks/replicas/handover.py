@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
+from ...allocator.errors import DriverError
 from ...offload.policy.replicas.groups import Group
 from .errors import ChecksumError
 from .kv_exchange import Arrival, Arrivals, Piece, checksum, exported, moves, pieces
@@ -171,6 +172,9 @@ class Handover:
                     tensor = link.take("kv")
                 except ChecksumError:
                     tensor = torch.empty(0)
+                except (torch.OutOfMemoryError, DriverError):
+                    tensor = torch.empty(0)
+                    self._arrivals.lose(self._header[member].request, Arrival.ABSENT)
                 if tensor is None:
                     break
                 happened = True

@@ -34,8 +34,11 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> No
 
         first = asyncio.ensure_future(asked())
         await asyncio.sleep(0)
+        second = asyncio.ensure_future(asked())
+        await asyncio.sleep(0)
+        assert second.done()
         with pytest.raises(HTTPException, match="has not ended") as caught:
-            await asked()
+            second.result()
         assert caught.value.status_code == 409
         other = asyncio.ensure_future(asked("b"))
         await asyncio.sleep(0)
