@@ -67,6 +67,7 @@ class ActionPerformer:
                 self._committed(action, cluster)
             case actions.Discard():
                 self.counts["discard"] += 1
+                self._kinds.pop(action.epoch, None)
                 self._mark(f"epoch {action.epoch} is given up")
                 self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
                 self._to(self._members_of, action)

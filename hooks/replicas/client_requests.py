@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from ...offload.policy.replicas import events
@@ -15,8 +16,8 @@ from .requests import Request
 
 
 class ClientRequests:
-    """`ask` and `cancel` are called on any thread, all else on the supervisor's. `waiting`: names of requests that wait
-    for their first token."""
+    """`ask`, `cancel` and `drop` are called on any thread, all else on the supervisor's. `waiting`: names of requests
+    that wait for their first token."""
 
     def __init__(
         self,
@@ -132,11 +133,17 @@ class ClientRequests:
         for entry in self._ledger:
             self._client_told(entry.request, why)
             self._record(entry.request.name, entry.came)
-        while self._inbox:
-            asked = self._inbox.popleft()
-            if isinstance(asked, Request):
-                self._client_told(asked, why)
         self.waiting.clear()
+        self.drop(why)
+
+    def drop(self, why: str) -> None:
+        """Tells those whose requests were not taken in, and will not be."""
+        with suppress(IndexError):  # another thread does so, too
+            while self._inbox:
+                asked = self._inbox.popleft()
+                if isinstance(asked, Request):
+                    self.waiting.discard(asked.name)
+                    self._client_told(asked, why)
 
     def _finish(self, name: str) -> Request | None:
         self.waiting.discard(name)

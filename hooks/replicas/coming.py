@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from ...offload.policy.replicas import actions
 from ...offload.policy.replicas.groups import Group
+from .errors import LinkError
 from .handover import Handed, HandedOver
 from .led_requests import LedRequests
 from .link import Link
@@ -17,7 +19,8 @@ from .stage_link import tensor_of, text_of
 
 class Coming:
     """Used by one thread. `mine`: the group that this replica will be in; `pulls`: layers that come home before it is
-    ready; `told`: the supervisor has been told that it is; `committed`: it will be taken up."""
+    ready; `told`: the supervisor has been told that it is; `committed`: it will be taken up; `cancelled`: requests that
+    were meanwhile, and may be on their way here."""
 
     def __init__(
         self, wanted: actions.Prepare, mine: Group, me: int, old: Group | None, links: dict[int, Link]
@@ -29,13 +32,15 @@ class Coming:
         self.pulls: Iterator[object] = iter(())
         self.told = False
         self.committed = False
+        self.cancelled: set[str] = set()
         self.heard: list[HandedOver] = []
         self._me = me
         self._groups = wanted.groups
         self._homes: dict[str, int] = {}
         self._leaders = {me: me if old is None else old.members[0]}  # of the old groups, by member
         for link in links.values():
-            link.send(tensor_of(str(self._leaders[me])), "old", urgent=True)
+            with suppress(LinkError):  # a peer may have given the epoch up already: see `lost`
+                link.send(tensor_of(str(self._leaders[me])), "old", urgent=True)
 
     @property
     def leaders(self) -> frozenset[int]:

@@ -78,8 +78,10 @@ class Unlearned(StepCosts):
 
 
 def made(tuning: Replicas, most: int) -> Iterator[Request]:
-    """Requests with prompts of some batches of `most` tokens, but most are short."""
-    random = Random(0)
+    """Requests with prompts of some batches of `most` tokens, but most are short. The last one outlives the others, so
+    that there are batches with one row."""
+    random, longest, last = Random(0), tuning.answer_measured, tuning.requests_measured - 1
     for number in range(tuning.requests_measured):
         prompt = max(2, round(most * tuning.batches_measured * random.random() ** 4))
-        yield Request(f"measured {number}", (0,) * prompt, 2 + random.randrange(tuning.answer_measured))
+        new = random.randrange(longest) if number < last else longest + longest // 4
+        yield Request(f"measured {number}", (0,) * prompt, 2 + new)

@@ -56,7 +56,7 @@ class Door:
             if not isinstance(who, str) or not who.isalnum():
                 raise ValueError(who)
             return self._prove(who) if "proof" not in said else self._judge(who, said)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.ignored += 1
             return None
 

@@ -127,9 +127,9 @@ class FaultySpeaks:
         """See Speaks."""
         return self._supervisor.has()
 
-    def urgent(self) -> bool:
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
         """See Speaks."""
-        return self._supervisor.urgent()
+        return self._supervisor.waits(kinds)
 
     def post(self, message: Message) -> None:
         """See Speaks."""

@@ -10,6 +10,7 @@ Note [Left out]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -92,9 +93,9 @@ class Follower:
         self._take_in(plan)
         absent = {name for name, _ in passing.left_out}
         came = [chunk for chunk in plan.chunks if chunk.request not in absent]
-        given = tuple(self._before.recv("states") for _ in range(passing.tensors))
+        given = self._given(passing.tensors)
         stored = [chunk for chunk in came if self._store(chunk)]
-        found = self._compute(stored, kept_rows(given, came, stored))
+        found = None if given is None else self._compute(stored, kept_rows(given, came, stored))
         if found is None:
             self._failed.update(chunk.request for chunk in stored)
             stored = []
@@ -132,6 +133,14 @@ class Follower:
             return True
         self._failed.add(name)
         return False
+
+    def _given(self, count: int) -> States | None:
+        """What the stage before has computed, all of which is taken; None where there was no memory for it."""
+        found: list[torch.Tensor] = []
+        for _ in range(count):
+            with suppress(torch.OutOfMemoryError, DriverError):
+                found.append(self._before.recv("states"))
+        return tuple(found) if len(found) == count else None
 
     def _compute(self, chunks: Sequence[Chunk], given: States) -> States | None:
         """None where there was no memory."""

@@ -87,6 +87,11 @@ class Front:
             raise HTTPException(413, why)
         return name
 
+    def has(self, name: str) -> bool:
+        """Has a request of this name not ended?"""
+        with self._lock:
+            return name in self._handlers or name in self._early
+
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Has `callback` called on the running event loop with a GenerationOutput for each token."""
         with self._lock:
@@ -120,8 +125,9 @@ class Front:
             if output.is_finished():
                 self._handlers.pop(name, None)
                 self._whole.discard(name)
-        if handler is not None and not handler[1].is_closed():
-            handler[1].call_soon_threadsafe(handler[0], output)
+        if handler is not None:
+            with suppress(RuntimeError):  # its event loop is closed: nobody waits for it any more
+                handler[1].call_soon_threadsafe(handler[0], output)
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -145,9 +151,9 @@ def sampling_of(options: Any) -> Sampling:
 
 
 class FrontLoop(CBGenerateManager):
-    """The generation of a model that replicas hold. 429 where too many requests wait, 400 where one has no tokens, 413
-    where it can never run, or is longer than the model, 422 where a replica cannot keep its SLO, with the nearest that
-    it can."""
+    """The generation of a model that replicas hold. 429 where too many requests wait, 400 where one has no tokens, 409
+    where another of its x-request-id has not ended, 413 where it can never run, or is longer than the model, 422 where
+    a replica cannot keep its SLO, with the nearest that it can."""
 
     def __init__(self, front: Front, supervisor: Takes, most_waiting: int) -> None:
         super().__init__()
@@ -185,6 +191,8 @@ class FrontLoop(CBGenerateManager):
     def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
+        if self._cb.has(request):
+            raise HTTPException(409, f"a request with the x-request-id {request!r} has not ended: give another one")
         length.fit(request, model, len(inputs["input_ids"]), options)
         if self._supervisor.waiting >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
+from ...allocator.errors import DriverError
 from ...offload.policy.replicas.groups import Group
 from .errors import ChecksumError
 from .kv_exchange import Arrival, Arrivals, Piece, checksum, exported, moves, pieces
@@ -171,6 +172,9 @@ class Handover:
                     tensor = link.take("kv")
                 except ChecksumError:
                     tensor = torch.empty(0)
+                except (torch.OutOfMemoryError, DriverError):
+                    tensor = torch.empty(0)
+                    self._arrivals.lose(self._header[member].request, Arrival.ABSENT)
                 if tensor is None:
                     break
                 happened = True
@@ -215,11 +219,9 @@ class Handover:
         for name in done:
             coming = self._coming.pop(name)
             request = coming.handed.request
-            if {*coming.arrivals.values()} == {Arrival.COMPLETE}:
+            if {*coming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
                 self._took(coming.handed)
                 leader.adopt(request, coming.handed.held)
-                if name in self._cancelled:
-                    leader.requests.cancel(name)
                 continue
             leader.forget(name)
             damaged = [member for member, each in coming.arrivals.items() if each is Arrival.DAMAGED]

@@ -114,10 +114,10 @@ class Arrivals:
         if name in self.lost:
             return False
         if checksum(tensor) != piece.check:
-            self._lose(name, Arrival.DAMAGED)
+            self.lose(name, Arrival.DAMAGED)
             return False
         if not self._placed(name, piece.held):
-            self._lose(name, Arrival.ABSENT)
+            self.lose(name, Arrival.ABSENT)
             return False
         rows, index = _rows(self._cache, piece)
         with GroupLease(self._cache.group), torch.no_grad():
@@ -130,9 +130,9 @@ class Arrivals:
         del self._missing[name]
         return True
 
-    def _lose(self, request: str, why: Arrival) -> None:
+    def lose(self, request: str, why: Arrival) -> None:
         """Frees what has come of a request; what still comes of it is dropped."""
-        self.lost[request] = why
+        self.lost.setdefault(request, why)
         self._missing.pop(request, None)
         self._cache.give(request)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from ..weights.layers import decoder_layers
 from .errors import Interrupted, LinkError
 from .held_layers import Source
 from .link import Link
+from .messages import ENDS_PULL
 from .setup import Setup
 from .stage import Over
 from .stage_link import tensor_of, text_of
@@ -142,7 +144,8 @@ class LayerMoves:
         return weights
 
     def _wait(self, link: Link, tag: str) -> torch.Tensor:
-        return Over(link, self._setup.tuning.beat, self._meanwhile, self._setup.supervisor.urgent).recv(tag)
+        ends = partial(self._setup.supervisor.waits, ENDS_PULL)
+        return Over(link, self._setup.tuning.beat, self._meanwhile, ends).recv(tag)
 
     def _meanwhile(self) -> None:
         self._beat()

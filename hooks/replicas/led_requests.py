@@ -38,7 +38,8 @@ class LedRequests:
             self.start(each, epoch, leader)
 
     def cancel(self, request: str) -> None:
-        """A request that waits does so no more."""
+        """Ends its part in a request whose client does not want it, whether it waits or runs."""
+        self._assignments.pop(request, None)
         self._early = [each for each in self._early if each.request.name != request]
 
     def give(self, request: str) -> int | None:

@@ -129,9 +129,10 @@ class Link:
             found = self._inbox[tag].popleft() if tag in self._inbox else None
             if tag in self._inbox and not self._inbox[tag]:
                 del self._inbox[tag]
+            ended = self._error is not None  # not later: what comes before the end has to be taken first
         if isinstance(found, ChecksumError):
             raise found
-        if found is None and self._error is not None:
+        if found is None and ended:
             raise self._ended()
         if found is None:
             return None
@@ -179,7 +180,7 @@ class Link:
     def _form_and_send(self) -> None:
         try:
             pair = self._connect()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # the latter: of an address that is not found, or not reached
             self._lose(f"it could not be formed, {_said(error)}")
             return
         with self._lock:

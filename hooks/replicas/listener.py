@@ -31,11 +31,12 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. What others send later stays in the store. Idempotent."""
+        """Ends the thread. What others send later stays in the store. A thread that does not end within the time that
+        the store has to answer is left: it waits for a machine that is gone without a word. Idempotent."""
         if self._thread.is_alive():
             with suppress(SupervisorLost):  # of which the thread hears too
                 self._store.push(self._queue, _END)
-            self._thread.join()
+            self._thread.join(self._store.timeout)
 
     def _listen(self) -> None:
         while True:

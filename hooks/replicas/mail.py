@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
-from ...offload.policy.replicas import actions
 from .mailbox import SUPERVISOR, Mailbox
-from .messages import End, Message, decoded, encoded
-
-_URGENT = (actions.Alone, actions.Discard, actions.Rejoin, End)
+from .messages import Message, decoded, encoded
 
 
 class ToSupervisor:
@@ -27,10 +25,10 @@ class ToSupervisor:
         """See setup.Speaks."""
         return bool(self._came) or self._box.has()
 
-    def urgent(self) -> bool:
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
         """See setup.Speaks. SupervisorLost."""
         self._fill()
-        return any(isinstance(each, _URGENT) for each in self._came)
+        return any(isinstance(each, kinds) for each in self._came)
 
     def post(self, message: Message) -> None:
         """See setup.Speaks. SupervisorLost."""

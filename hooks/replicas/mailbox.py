@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .bell import Bell
-from .errors import SupervisorLost
+from .errors import NoAnswer, SupervisorLost
 from .listener import Listener
 from .secret import proof, proves
 from .store import Store
@@ -71,7 +71,7 @@ class Mailbox:
     def close(self) -> None:
         """Ends its thread, and leaves nothing in the store. Idempotent."""
         self._listener.close()
-        with suppress(SupervisorLost):  # its store is gone with it
+        with suppress(SupervisorLost, NoAnswer):  # its store is gone with it
             while self._store.pop(_queue(self.me), wait=False) is not None:
                 pass
 

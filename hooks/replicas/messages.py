@@ -97,6 +97,11 @@ Message = (
     Hello | Start | Started | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
 )
 
+# What ends a replica's part in its group, and so whatever it waits for there
+ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End)
+# and what ends its waiting for layers: an epoch that is given up as well, while the group in force goes on
+ENDS_PULL: Final = (*ENDS_GROUP, actions.Discard)
+
 _KINDS: Final[Mapping[str, Any]] = {
     **KINDS,
     **kinds((plan, requests, handover)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.groups import Group
@@ -12,6 +13,7 @@ from .layer_moves import LayerMoves
 from .leader import Leader
 from .led_requests import LedRequests
 from .link import Link
+from .messages import ENDS_GROUP
 from .setup import Setup
 from .stage import Over, Stage
 
@@ -43,8 +45,8 @@ class Place:
         setup = self._setup
         self.epoch = epoch
         moves.hold(group)
-        beat, urgent = setup.tuning.beat, setup.supervisor.urgent
-        over = {peer: Over(link, beat, self._beat, urgent) for peer, link in links.items()}
+        beat, ends = setup.tuning.beat, partial(setup.supervisor.waits, ENDS_GROUP)
+        over = {peer: Over(link, beat, self._beat, ends) for peer, link in links.items()}
         self.stage = Stage(setup.replica, group, setup.me, epoch, over, self._requests.told, setup.form)
         moves.go_home(group, epoch)
         self._requests.start_early(epoch, self.leader)
@@ -65,6 +67,8 @@ class Place:
         self.handover = Handover(
             setup.me, old, self.stage, coming.home, self.links, coming.leaders, took, self._damaged, most
         )
+        for request in coming.cancelled:
+            self.handover.cancel(request)
         for each in coming.heard:
             self.handover.hear(each)
 

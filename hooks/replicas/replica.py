@@ -167,6 +167,8 @@ class Replica:
 
     def _cancel(self, request: str) -> None:
         self._requests.cancel(request)
+        if self._change.coming is not None:
+            self._change.coming.cancelled.add(request)
         if self._place.handover is not None:
             self._place.handover.cancel(request)
         if self._place.leader is not None:

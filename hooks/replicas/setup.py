@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .forming import Form, by_tokens
@@ -25,8 +25,8 @@ class Speaks(Protocol):
     def has(self) -> bool:
         """Is anything here?"""
 
-    def urgent(self) -> bool:
-        """Does anything here end what this replica waits for?"""
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+        """Is a message of one of these kinds here? SupervisorLost."""
 
     def post(self, message: Message) -> None:
         """Tells it something."""

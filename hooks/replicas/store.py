@@ -29,7 +29,7 @@ class Store:
     def __init__(self, store: Any, timeout: float) -> None:
         """`store`: a TCPStore. `timeout`: seconds that a call waits at most."""
         self._store = store
-        self._timeout = timeout
+        self.timeout = timeout
         store.set_timeout(timedelta(seconds=timeout))
 
     @classmethod
@@ -79,7 +79,7 @@ class Store:
     def clone(self, timeout: float | None = None) -> Store:
         """Another connection, `timeout` seconds (None: the same) for its calls. SupervisorLost."""
         with self._typed("a connection"):
-            return Store(self._store.clone(), self._timeout if timeout is None else timeout)
+            return Store(self._store.clone(), self.timeout if timeout is None else timeout)
 
     def below(self, prefix: str) -> PrefixStore:
         """What process groups are given: the store, with all keys below a prefix."""
@@ -130,4 +130,4 @@ class Store:
                 "network between. Replicas end with it; start it again and join"
             ) from error
         except DistStoreError as error:
-            raise NoAnswer(f"{what!r} in the supervisor's store", self._timeout) from error
+            raise NoAnswer(f"{what!r} in the supervisor's store", self.timeout) from error

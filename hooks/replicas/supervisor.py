@@ -78,6 +78,7 @@ class Supervisor:
         self._recording = recording
         self._ticked = -float("inf")
         self._ending = False
+        self._ended = False  # all clients were told
         self._failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="ballonet supervisor", daemon=True)
 
@@ -105,11 +106,13 @@ class Supervisor:
     def ask(self, request: Request) -> str | None:
         """Takes a request; says why where it does not."""
         if self._ending or self._failed is not None:
-            return self._failed or "the server shuts down"
+            return self._why
         if not request.prompt:
             return "the prompt has no tokens"
         self._clients.ask(request)
         self._bell.ring()
+        if self._ended:
+            self._clients.drop(self._why)  # it was not told with the others
         return None
 
     def cancel(self, name: str) -> None:
@@ -205,10 +208,12 @@ class Supervisor:
     def _look_for_replicas(self) -> None:
         """Nothing can be served any more once no replica is left, nor expected."""
         assert self._controller is not None
-        if self._failed is None and not self._controller.cluster.replicas and not self._ranks.expected:
+        if self._controller.cluster.replicas or self._ranks.expected:
+            return
+        if self._failed is None:
             self._failed = "no replica is left, and no other one is started instead: see why they ended"
             self._say(self._failed)
-            self._clients.fail_all(self._failed)
+        self._clients.fail_all(self._failed)  # also those that were asked for while that was found out
 
     def _hear(self, member: int, message: Message) -> None:
         match message:
@@ -236,10 +241,14 @@ class Supervisor:
         for action in decide(self._controller, event, self._note):
             self._actions.perform(action, self._controller.cluster)
 
+    @property
+    def _why(self) -> str:
+        return self._failed or "the server shuts down"
+
     def _end(self) -> None:
-        why = self._failed or "the server shuts down"
         self.ready.set()  # for whoever waits for the first replica
-        self._clients.end(why)
+        self._ended = True
+        self._clients.end(self._why)
         self._ranks.end_starting()
         controller = self._controller
         for member in () if controller is None else tuple(controller.cluster.replicas):

@@ -35,6 +35,7 @@ from ..serving.test_server import saved
 from .processes import ENVIRONMENT, free_port, wait
 
 LAYERS = 8
+BURST = 18  # requests that replicas of `arguments` have no memory for, all at once
 PATIENCE = 120.0  # s, that a replica has to say how many pages it has
 # `make kills`: all of it, which takes a quarter of an hour; else what a suite can afford
 ALL = "BALLONET_KILLS" in os.environ
@@ -260,6 +261,14 @@ class Fleet:
         self._listening.should_exit = True
         self._thread.join()
         self.server.close()
+
+
+def answered(fleet: Fleet, stock: Stock) -> None:
+    """A burst, all of which get the answers of stock, once."""
+    asked = drawn(BURST)
+    found = fleet.burst(asked)
+    assert [(each.error, each.ends) for each in found] == [(None, 1)] * BURST, fleet.said
+    assert [each.text for each in found] == stock.answers(asked)
 
 
 def arguments(budget: str = "37MiB") -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from openai import OpenAI
 
@@ -23,7 +23,29 @@ from .processes import ENVIRONMENT, free_port, wait
 SIZES: Final = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 
 
-class Program:
+class Running:
+    """A server in a `process`, which listens at `url` and writes its lines to a file, `_said`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    _said: TextIO
+
+    def said(self) -> str:
+        """What it has written so far."""
+        return Path(self._said.name).read_text(errors="replace")
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns once that is so; how long that takes is not judged."""
+        wait(until, lambda: None if self.process.poll() is None else self.said())
+
+    def figure(self, name: str) -> float:
+        """The sum of what `/metrics` has by a name."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+class Program(Running):
     """The server of a model of 8 layers (`made`) on so many replicas, which have joined. `folder`: of the model."""
 
     def __init__(self, folder: Path, replicas: int) -> None:
@@ -42,20 +64,6 @@ class Program:
     def popen(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
         """Starts a process whose lines are `said`. `more`: environment."""
         return subprocess.Popen(command, stderr=self._said, env={**os.environ, **ENVIRONMENT, **more})
-
-    def said(self) -> str:
-        """What it has written so far."""
-        return Path(self._said.name).read_text(errors="replace")
-
-    def wait(self, until: Callable[[], object]) -> None:
-        """Returns once that is so; how long that takes is not judged."""
-        wait(until, lambda: None if self.process.poll() is None else self.said())
-
-    def figure(self, name: str) -> float:
-        """The sum of what `/metrics` has by a name."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def burst(self, asked: Sequence[Asked]) -> list[str]:
         """The answers to requests, all asked at once."""

@@ -46,6 +46,17 @@ def test_a_decoding_request_has_its_own_cost_and_the_weights_are_read_once() -> 
     assert cost.batch([(10, 1), (0, 2)]) == 0.5 * 11 + 1 + 2 * 3 + 3 * 2 + 5
 
 
+def test_a_batch_of_one_row_takes_less() -> None:
+    cost = ChunkCost(2.0, 3.0, 5.0, decode=ChunkCost(0.5, 1.0, 4.0, lone=1.5), lone=1.0)
+    assert cost.batch([(0, 1)]) == cost.seconds(0, 1) == 2 + 3 + 5 - 1
+    assert cost.batch([(10, 1)]) == cost.seconds(10, 1) == 0.5 * 11 + 1 + 4 - 1.5
+    assert cost.batch([(10, 1), (0, 1)]) == 0.5 * 11 + 1 + 2 + 3 + 5
+    assert cost.batch([(10, 1)] * 2) == 2 * (0.5 * 11 + 1) + 4
+    assert cost.seconds(0, 2) == 2 * 3 + 3 * 2 + 5
+    with pytest.raises(ValueError, match="by more than it takes"):
+        ChunkCost(2.0, 3.0, 5.0, lone=6.0)
+
+
 def test_where_attention_knows_no_sequences_a_batch_takes_what_its_packed_row_does() -> None:
     parts = Parts(5.0, 3.0, 0.5, 2.0)
     cost = ChunkCost.packed(parts.fixed, parts.row, parts.key, parts.pair)
@@ -110,6 +121,26 @@ def test_the_fit_finds_pairs_of_different_requests() -> None:
         assert getattr(found.cost, field) == pytest.approx(getattr(truth, field), rel=1e-3)
     assert fit(samples(truth, 0.05)).cost.others > 0, "although the times are disturbed"
     assert fit(samples(ChunkCost(2e-8, 1e-5, 5e-3, decode=ChunkCost(0.0, 4e-5, 4e-3)), 0.05)).cost.others == 0
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        ChunkCost.packed(5e-3, 1e-4, 2e-6, 3e-8, 2e-3),
+        ChunkCost(2e-9, 1e-5, 5e-3, decode=ChunkCost(0.0, 4e-5, 4e-3, prefix=2e-7, lone=1e-3)),
+    ],
+    ids=["packed", "by sequence"],
+)
+def test_the_fit_finds_what_one_row_takes_less(truth: ChunkCost) -> None:
+    taken = samples(truth, 0.0)
+    found = fit(taken)
+    assert found.error < 1e-6
+    for chunks in ([(300, 1)], [(300, 1)] * 3, [(0, 256)]):
+        assert found.cost.batch(chunks) == pytest.approx(truth.batch(chunks), rel=1e-3)
+    several = [each for each in taken if len(each.chunks) > 1]
+    assert (found.cost.decode or found.cost).lone > 0
+    told_nothing = fit(several).cost
+    assert (told_nothing.decode or told_nothing).lone == 0.0, "no batch has one row"
 
 
 def test_the_error_is_that_of_batches_that_were_held_out() -> None:

@@ -32,7 +32,7 @@ from ballonet.offload.policy.replicas.events import (
     Suspected,
 )
 
-from .played import MEMORY, ONES, PAIRS, Played, dropped, exchanging, preparing, pulling, restoring
+from .played import MEMORY, ONES, PAIRS, TUNING, Played, dropped, exchanging, preparing, pulling, restoring
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,16 @@ def test_a_pull_that_fails_comes_from_the_backing() -> None:
     played.tell(Lost, 1)
     actions = played.tell(PullFailed, played.epoch(0), 0, Reason.LINK)
     assert {source for _, source in played.pulls(0, actions)} == {None}
+
+
+def test_a_pull_that_finds_no_pages_is_tried_again_after_a_while() -> None:
+    """Not at once, and again and again."""
+    played = dropped()
+    played.tell(Lost, 1)
+    assert not played.pulls(0, played.tell(PullFailed, played.epoch(0), 0, Reason.PAGES))
+    assert not played.pulls(0, played.alive(TUNING.again - 0.2))
+    [again] = [each for each in played.alive(1.0) if isinstance(each, StartRestore)]
+    assert {source for _, source in played.pulls(0, [again])} == {None}
 
 
 def test_a_pull_that_fails_in_preparation_discards_the_restore() -> None:

@@ -33,6 +33,8 @@ def test_made_requests_are_of_all_sizes() -> None:
     assert min(lengths) < 512 // 8 < 2 * 512 < max(lengths) <= DEFAULT.replicas.batches_measured * 512
     assert sum(length < 512 for length in lengths) > len(lengths) / 2
     assert [each.prompt for each in made(FEW, 512)] == [each.prompt for each in made(FEW, 512)]
+    *others, last = (each.new for each in made(DEFAULT.replicas, 512))
+    assert last > max(others) + 4, "it decodes alone at the end"
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -55,6 +57,7 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.error < 1e-3
     assert found.cost.seconds(40, 20) == pytest.approx(COST.seconds(40, 20), rel=1e-2)
     assert any(len({new == 1 for _, new in sizes}) == 2 for sizes in seen), "prompts and decoding requests together"
+    assert any(sum(new for _, new in sizes) == 1 for sizes in seen), "one alone"
 
 
 @pytest.mark.usefixtures("nothing_is_left")

@@ -12,10 +12,9 @@ import pytest
 
 from ballonet.hooks.replicas.faults import Fault
 
-from .fleet import ALL, EAGER, NEEDS_ALL, Fleet, Stock, drawn, made, serving
+from .fleet import ALL, BURST, EAGER, NEEDS_ALL, Fleet, Stock, answered, drawn, made, serving
 
 REPLICAS = 2
-REQUESTS = 18
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,6 @@ def fleet(stock: tuple[str, Stock], tmp_path_factory: pytest.TempPathFactory) ->
         yield found
 
 
-def answered(fleet: Fleet, stock: Stock) -> None:
-    """A burst, all of which get the answers of stock, once."""
-    asked = drawn(REQUESTS)
-    found = fleet.burst(asked)
-    assert [each.error for each in found] == [None] * REQUESTS, fleet.said
-    assert [each.text for each in found] == stock.answers(asked)
-    assert [each.ends for each in found] == [1] * REQUESTS
-
-
 @pytest.mark.parametrize("row", [each for each in ROWS if ALL or each.quick], ids=lambda row: row.name)
 def test_row(fleet: Fleet, stock: tuple[str, Stock], row: Row) -> None:
     fleet.whole(REPLICAS)
@@ -113,8 +103,7 @@ def test_a_file_of_weights_that_changes_is_no_source(tmp_path: Path) -> None:
     """Layers then come from the other replica, or are not dropped."""
     model = made(tmp_path)
     stock = Stock(model)
-    asked = drawn(REQUESTS)
-    stock.answers(asked)
+    stock.answers(drawn(BURST))
     with serving(model, tmp_path, REPLICAS) as fleet:
         answered(fleet, stock)
         fleet.whole(REPLICAS)

@@ -20,7 +20,7 @@ from ballonet.hooks.replicas.requests import Request
 from ..models import build
 from ..serving.batches import prompts
 from .grouped import CHUNK, Replicas, Told, answered, evenly, install, requests
-from .in_process import InProcess, Regroup
+from .in_process import InProcess, MemoryLink, Regroup
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -159,6 +159,33 @@ def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int)
 
     assert joined(asked, lambda group, change: None, lacks).answers(asked) == expected
     assert len(refused) > 0
+
+
+@pytest.mark.parametrize("wrong", [0, 9])
+def test_a_piece_that_finds_no_memory_as_it_is_taken_has_the_request_computed_again(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has damaged it, so no replica is blamed."""
+    asked, expected = alone()
+    install()
+    stock, count, changes = MemoryLink.take, iter(range(10**6)), list[Regroup]()
+
+    def take(self: MemoryLink, tag: str) -> torch.Tensor | None:
+        found = stock(self, tag)
+        if tag == "kv" and found is not None and next(count) == wrong:
+            raise torch.OutOfMemoryError("planted")
+        return found
+
+    def act(group: InProcess, change: Regroup) -> None:
+        changes[:] = [change]
+        group.step()
+
+    monkeypatch.setattr(MemoryLink, "take", take)
+    told = joined(asked, act)
+    damaged = changes.pop().damaged
+    assert told.answers(asked) == expected
+    assert next(count) > wrong
+    assert damaged == []
 
 
 def test_a_request_is_cancelled_on_its_way() -> None:

@@ -274,6 +274,31 @@ def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> Non
         assert link.state is State.LOST
 
 
+def test_what_comes_just_before_the_end_is_taken_before_it() -> None:
+    """Both come while somebody looks, and has found nothing yet."""
+    with one_end() as (link, there):
+        eventually(lambda: link.state is State.OPEN, "it is open")
+        lock = link._lock
+
+        class Comes:
+            def __enter__(self) -> None:
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+                link._lock = lock
+                there.send(words(Header(MESSAGE, 5, "last", "uint8", (1,), 1)))
+                there.send(torch.ones(1, dtype=torch.uint8))
+                there.send(words(Header(BYE, 5)))
+                eventually(lambda: link.error, "it is closed")
+
+        link._lock = Comes()  # type: ignore[assignment]
+        assert link.take("last") is None
+        assert link.recv("last", LONG).tolist() == [1]
+        with pytest.raises(LinkClosed):
+            link.take("last")
+
+
 def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
     with one_end() as (link, there), one_end() as (bystander, across):
         link.send(torch.ones(1), "sent").wait(LONG)
@@ -354,6 +379,17 @@ def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None
 def test_an_end_that_never_comes_is_an_error_and_not_a_wait_for_ever(store: Store, epoch: int) -> None:
     link = Link(GlooConnect(store, epoch, 1, 2, 0.05), epoch, 2, Bell(), tuning=TUNING)
     with pytest.raises(LinkError, match=r"could not be formed, NoAnswer"):
+        link.recv("state", LONG)
+    link.close()
+
+
+def test_an_address_that_is_not_found_is_an_error_and_not_a_wait_for_ever() -> None:
+    class Nowhere(Given):
+        def __call__(self) -> TwoRanks:
+            raise OSError("Name or service not known")
+
+    link = Link(Nowhere(Wire.pair()[0]), 5, 2, Bell(), tuning=TUNING)
+    with pytest.raises(LinkError, match=r"could not be formed, OSError: Name or"):
         link.recv("state", LONG)
     link.close()
 

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost
 from ballonet.hooks.replicas.fingerprint import Fingerprint
+from ballonet.hooks.replicas.listener import Listener
 from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mail, Mailbox
 from ballonet.hooks.replicas.membership import Reception, join
 from ballonet.hooks.replicas.secret import proof
@@ -62,12 +64,12 @@ def test_who_has_another_secret_or_model_is_refused(
 
 
 def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, reception: Reception) -> None:
-    for text in ("nothing", "{}", '{"hello": "x", "proof": "y"}'):
+    for text in ("nothing", "{}", '{"hello": "x", "proof": "y"}', "[" * 100_000):
         store.push("door", text)
     with pytest.raises(SecretRefused):
         join(store, "another", SERVED, LONG)
     assert join(store, SECRET, SERVED, LONG) == 0
-    assert reception.door.ignored == 3
+    assert reception.door.ignored == 4
 
 
 def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> None:
@@ -143,6 +145,35 @@ def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
     assert box.has()
     gone.join()
     box.close()
+
+
+def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> None:
+    """The thread that waits for mail hears nothing: its connection is not closed."""
+
+    class Silent:
+        timeout = 0.05
+
+        def __init__(self) -> None:
+            self.over = threading.Event()
+
+        def clone(self, timeout: float) -> Silent:
+            return self
+
+        def pop(self, queue: str, wait: bool) -> str:
+            self.over.wait()
+            return ""
+
+        def push(self, queue: str, value: str) -> None:
+            """Nobody has it."""
+
+    store: Any = Silent()
+    listener = Listener(store, "mail/0", print, print)
+    going = threading.Thread(target=listener.close, daemon=True)
+    going.start()
+    going.join(LONG)
+    assert not going.is_alive()
+    store.over.set()
+    listener._thread.join()
 
 
 def test_a_wait_that_nothing_ends_is_as_long_as_was_asked() -> None:

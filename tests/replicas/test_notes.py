@@ -15,13 +15,7 @@ from ballonet.hooks.replicas.recording import Recording
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording, as_page, as_trace, packed, write
 
-
-class Clock:
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
+from ..tuned import Clock
 
 
 def test_a_lane_has_what_goes_on_in_it() -> None:

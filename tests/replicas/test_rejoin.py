@@ -13,9 +13,7 @@ from pathlib import Path
 
 from ballonet.hooks.replicas.faults import Fault
 
-from .fleet import EAGER, LAYERS, NEEDS_ALL, SECRET, Fleet, Stock, arguments, drawn, made, serving
-
-REQUESTS = 18
+from .fleet import EAGER, LAYERS, NEEDS_ALL, SECRET, Fleet, Stock, answered, arguments, made, serving
 
 
 @contextmanager
@@ -29,14 +27,6 @@ def joined(fleet: Fleet) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-
-
-def answered(fleet: Fleet, stock: Stock) -> None:
-    """A burst, all of which get the answers of stock, once."""
-    asked = drawn(REQUESTS)
-    found = fleet.burst(asked)
-    assert [(each.error, each.ends) for each in found] == [(None, 1)] * REQUESTS, fleet.said
-    assert [each.text for each in found] == stock.answers(asked)
 
 
 @NEEDS_ALL

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks.replicas.errors import LinkError, NoAnswer
+from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.sending import State
 from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.setup import Setup
 from ballonet.hooks.replicas.spliced import SplicedLayers
@@ -34,6 +35,7 @@ from ..models import build
 from ..pool import take_out
 from ..serving.batches import prompts
 from ..tuned import Clock, Tuned
+from .desk import Desk
 from .grouped import BLOCK, CHUNK, answered, requests
 from .in_process import Inbox, MemoryLink
 
@@ -52,6 +54,11 @@ class Pumped(MemoryLink):
         self.error: LinkError | None = None
         self.pump: Callable[[], object] = bool
 
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> None:
+        if self.error is not None:
+            raise self.error
+        super().send(tensor, tag, urgent, check)
+
     def has(self, tag: str) -> bool:
         return self.error is not None or super().has(tag)
 
@@ -62,30 +69,12 @@ class Pumped(MemoryLink):
 
     def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> torch.Tensor:
         self.pump()
+        if unless():
+            raise Interrupted(tag)
         found = self.take(tag)
         if found is None:
             raise NoAnswer(tag, timeout)
         return found
-
-
-class Desk:
-    """The supervisor, as one replica sees it."""
-
-    def __init__(self) -> None:
-        self.said: deque[Message] = deque()
-        self.heard: list[Message] = []
-
-    def take(self) -> Message | None:
-        return self.said.popleft() if self.said else None
-
-    def has(self) -> bool:
-        return bool(self.said)
-
-    def urgent(self) -> bool:
-        return False
-
-    def post(self, message: Message) -> None:
-        self.heard.append(message)
 
 
 class Loops:
@@ -351,6 +340,23 @@ def test_an_epoch_that_is_given_up_changes_nothing(loops: Loops, asked: list[Req
     assert [each for each in loops.heard(events.Committed) if each.epoch == 3] == []
 
 
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 4])
+def test_a_pipeline_goes_on_where_the_next_epoch_is_given_up_while_a_stage_waits(
+    loops: Loops, asked: list[Request], right: list[list[int]], looks: int
+) -> None:
+    """A restore is given up under load: the second stage may have a plan, and wait for what comes with it."""
+    loops.drop(3)
+    loops.ask(0, 3, *asked)
+    loops.step(4)
+    loops.tell_all(Prepare(4, ONES))
+    loops.both(events.Prepared, 4)
+    given_up = Discard(4, events.Reason.OVERLOAD)
+    loops.tell(0, given_up)
+    loops.desks[1].late.extend([*[None] * looks, given_up])
+    assert loops.answers(asked) == right
+    assert not loops.heard(events.Suspected)
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -422,6 +428,40 @@ def test_a_request_is_cancelled_wherever_it_is(loops: Loops, asked: list[Request
     assert {each.request for each in told} == {each.name for each in others}
     assert sum(len(each.tokens) for each in told) == sum(each.new for each in others)
     assert len([each for each in loops.heard(Told) if each.request == "q1"]) == known < asked[1].new
+
+
+def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loops, asked: list[Request]) -> None:
+    """The new first stage hears of that before it has taken up its epoch, and of the request from the old one."""
+    asked = [replace(each, new=200) for each in asked]
+    loops.ask(1, 2, *asked)
+    loops.step(3)
+    loops.tell_all(Prepare(3, PAIR))
+    loops.both(events.Prepared, 3)
+    loops.tell_all(Commit(3))
+    loops.tell(0, Cancel("q1", 3, (0, 1)))
+    loops.both(events.Exchanged, 3)
+    leader = loops.loops[0]._place.leader
+    assert leader is not None
+    assert {*leader.requests.by_name} == {each.name for each in asked} - {"q1"}
+    assert {*loops.loops[0]._requests._assignments} == {*leader.requests.by_name}
+    loops.tell(0, *(Cancel(each.name, 3, (0, 1)) for each in asked))
+    loops.step(20)
+    assert not loops.loops[0]._requests._assignments
+    stage = loops.loops[1]._place.stage
+    assert stage is not None
+    assert stage.follower is not None
+    assert not stage.follower.held
+
+
+def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loops: Loops) -> None:
+    """The link to it is lost as soon as it is made."""
+    there, back = Pumped.pair()
+    assert isinstance(there, Pumped)
+    there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), State.LOST  # type: ignore[misc]
+    loops.links[3, 0], loops.links[3, 1] = there, back  # type: ignore[assignment]
+    loops.tell(0, Prepare(3, PAIR))
+    loops.until(events.Suspected(0.0, 3, 0, 1))
+    assert (loops.loops[0]._change.coming, loops.loops[0]._place.epoch) == (None, 1)
 
 
 def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:

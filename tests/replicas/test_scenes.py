@@ -230,6 +230,33 @@ def test_a_stage_without_memory_in_the_middle_has_its_microbatch_computed_again(
         assert told.answers(requests(asked)) == expected
 
 
+@pytest.mark.parametrize(("stage", "first"), [(1, 1), (1, 8), (2, 6)])
+def test_a_follower_without_memory_for_what_it_is_given_has_the_microbatch_computed_again(
+    stage: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States are put on the device as they are taken, and are lost where that fails."""
+    model, asked, expected = llama(4, 2 * CHUNK, 8)
+    install()
+    with grouped(model, 3) as (group, told):
+        link: Any = group.followers[stage - 1]._before
+        stock, came = link.recv, list[str]()
+
+        def recv(tag: str) -> torch.Tensor:
+            found: torch.Tensor = stock(tag)
+            came.append(tag)
+            if tag == "states" and came.count(tag) in (first, first + 1):
+                raise torch.OutOfMemoryError("planted")
+            return found
+
+        monkeypatch.setattr(link, "recv", recv)
+        for each in requests(asked, 8):
+            group.add(each)
+        group.run()
+        assert came.count("states") > first
+        assert told.answers(requests(asked)) == expected
+        assert all(not follower.held for follower in group.followers)
+
+
 def test_a_request_that_is_alone_and_never_finds_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked, _ = llama(4, 2 * CHUNK, 8)
     install()

@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -18,49 +17,35 @@ import pytest
 
 from .fleet import NEEDS_ALL, Asked, drawn, made, post
 from .processes import ENVIRONMENT, free_port, wait
+from .program import Running
 
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 SECRET = "BALLONET_REPLICA_SECRET"
 
 
-class Program:
-    """The server in a process of its own; `said`: a file."""
+class Program(Running):
+    """`said`: the file."""
 
     def __init__(self, model: str, said: Path, *more: str) -> None:
         port = free_port()
         self.model = model
         self.url = f"http://127.0.0.1:{port}"
-        self._file = said
+        self._said = said.open("w")
         command = [sys.executable, "-m", "ballonet", "serve", model, "--replicas", "2", "--port", str(port), *SIZES]
-        with said.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, "--batch-tokens", "32", "--grace", "5s", *more],
-                stderr=output,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,
-            )
-
-    @property
-    def said(self) -> str:
-        return self._file.read_text(errors="replace")
-
-    def wait(self, until: Callable[[], object]) -> None:
-        """Returns once that is so; how long that takes is not judged."""
-        wait(until, lambda: None if self.process.poll() is None else self.said)
+        self.process = subprocess.Popen(
+            [*command, "--batch-tokens", "32", "--grace", "5s", *more],
+            stderr=self._said,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
 
     def serves(self) -> None:
         """Waits until both replicas do."""
-        self.wait(lambda: self.said.count("has joined") == 2 and "ready: " in self.said)
-
-    def figure(self, name: str) -> float:
-        """The sum of what `/metrics` has by a name."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+        self.wait(lambda: self.said().count("has joined") == 2 and "ready: " in self.said())
 
     def left(self) -> list[int]:
         """Processes of its session, and those of replicas, which have sessions of their own."""
-        found = [int(each) for each in re.findall(r"has joined, process (\d+)", self.said)]
+        found = [int(each) for each in re.findall(r"has joined, process (\d+)", self.said())]
         session = str(self.process.pid)
         for each in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -121,7 +106,7 @@ def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_pat
     with running(model, tmp_path) as program, ThreadPoolExecutor(32) as pool:
         answers = []
         if phase == "as they load":
-            program.wait(lambda: "loading" in program.said)
+            program.wait(lambda: "loading" in program.said())
         else:
             program.serves()
         if phase == "in requests":
@@ -133,10 +118,10 @@ def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_pat
             assert each.result()
         wait(lambda: not program.left())
         if phase != "as they load" and number is not signal.SIGKILL:
-            assert code == 0, program.said
-            assert "Traceback" not in program.said
+            assert code == 0, program.said()
+            assert "Traceback" not in program.said()
         if phase == "as they load" and number is not signal.SIGINT:  # which ends them
-            assert "its supervisor has gone" in program.said
+            assert "its supervisor has gone" in program.said()
 
 
 @NEEDS_ALL
@@ -156,7 +141,7 @@ def test_who_is_another_does_not_join(model: str, tmp_path: Path) -> None:
     try:
         with running(model, tmp_path) as program:
             program.serves()
-            where = program.said.partition("others join at ")[2].split()[0]
+            where = program.said().partition("others join at ")[2].split()[0]
             for folder, secret, text in (
                 (model, "another", "another secret"),
                 (model, "", "none was given"),

@@ -14,16 +14,10 @@ from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Ran, Stage
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
+from ..tuned import Clock
+
 COST = ChunkCost(0.0, 1.0, 0.0)  # a second a token, in all layers
 LAYERS = 4
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def chunk(tokens: int, before: int = 0) -> Chunk:

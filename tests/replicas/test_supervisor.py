@@ -200,6 +200,9 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
     wait(lambda: scene.told)
     assert "no replica is left" in str(scene.told[-1][1])
     assert "no replica is left" in str(scene.supervisor.ask(Request("b", (1,), 1)))
+    scene.supervisor._clients.ask(Request("late", (1,), 1))  # who had asked whether it fails before it did
+    wait(lambda: "late" in [request.name for request, _ in scene.told])
+    assert scene.supervisor.waiting == 0
     scene.replicas.says(2, hello(None))
     scene.replicas.hears(actions.Alone, 3)
     assert scene.supervisor.ask(Request("b", (1,), 1)) is None
@@ -225,6 +228,20 @@ def test_who_starts_when_the_server_ends_is_ended() -> None:
     scene.supervisor.close()
     assert scene.replicas.killed == [1]
     assert [member for member, _ in scene.replicas.hears(End)] == [0]
+
+
+def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.begins()
+    ask = scene.supervisor._clients.ask
+
+    def too_late(request: Request) -> None:
+        scene.supervisor.close()
+        ask(request)
+
+    monkeypatch.setattr(scene.supervisor._clients, "ask", too_late)
+    assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+    assert [(request.name, error) for request, error in scene.told] == [(n, "the server shuts down") for n in "ab"]
+    assert scene.supervisor.waiting == 0
 
 
 def test_who_is_no_member_and_speaks_leaves(scene: Scene) -> None:

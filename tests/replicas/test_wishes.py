@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 
 import pytest
 
@@ -14,7 +13,7 @@ from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.member import Member
-from ballonet.hooks.replicas.messages import End, Message
+from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.setup import Setup
@@ -24,47 +23,23 @@ from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
+from .desk import Desk
 from .grouped import BLOCK, CHUNK, install
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 LAYERS = 4
 
 
-class Played:
-    """The supervisor."""
-
-    def __init__(self) -> None:
-        self.says: deque[Message] = deque()
-        self.heard: list[Message] = []
-
-    def take(self) -> Message | None:
-        return self.says.popleft() if self.says else None
-
-    def has(self) -> bool:
-        return bool(self.says)
-
-    def urgent(self) -> bool:
-        return False
-
-    def post(self, message: Message) -> None:
-        self.heard.append(message)
-
-    @property
-    def pending(self) -> int:
-        """What is pending by the last load."""
-        return [each.pending for each in self.heard if isinstance(each, events.Load)][-1]
-
-
-def pending(replica: Replica, supervisor: Played, now: list[float]) -> int:
+def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
     """What is pending as the next load says."""
     now[0] += DEFAULT.replicas.beat
     replica.step()
-    return supervisor.pending
+    return [each.pending for each in supervisor.heard if isinstance(each, events.Load)][-1]
 
 
 def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
     install()
-    model, supervisor, now = build("llama", num_hidden_layers=LAYERS), Played(), [0.0]
+    model, supervisor, now = build("llama", num_hidden_layers=LAYERS), Desk(), [0.0]
 
     def no_link(epoch: int, peer: int) -> Link:
         raise AssertionError("it is alone")
@@ -77,7 +52,7 @@ def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
         replica = Replica(setup, Bell())
         assert duplicates.known
 
-        supervisor.says.append(actions.Alone(1, 0))
+        supervisor.said.append(actions.Alone(1, 0))
         replica.step()
         assert pending(replica, supervisor, now) == 0
         duplicates.wish(7)
@@ -86,7 +61,7 @@ def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
         assert pending(replica, supervisor, now) == 9, "both at once"
         now[0] += DEFAULT.replicas.wished
         assert pending(replica, supervisor, now) == 0
-        supervisor.says.append(End())
+        supervisor.said.append(End())
         replica.run()
         assert not duplicates.known, "nobody is told any more"
         del replica, setup, member, runs

@@ -15,8 +15,8 @@ from ..machine import costs_of
 
 def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
     """Returns the cost in a file, and the fit where it was fitted. JSON: alpha, beta, gamma, and if need be square,
-    prefix, others and decode (a cost of its own); or a list of batches, each with `seconds` and `chunks`, pairs of
-    tokens before and new ones; or fixed, row, key and pair, as without replicas. ManageError where it is none;
+    prefix, others, lone and decode (a cost of its own); or a list of batches, each with `seconds` and `chunks`, pairs
+    of tokens before and new ones; or fixed, row, key and pair, as without replicas. ManageError where it is none;
     OSError."""
     try:
         found = json.loads(path.read_text())

@@ -19,7 +19,8 @@ from .restore_plan import Pull
 class Replica:
     """One member. `pages` for layers and KV; `held`: layers that it has; `since`: when it was told of its epoch, None
     once it has taken it up. `doubted`: somebody suspects it, and it has not spoken since. `backed`: it can read layers
-    from a host copy or file. `pulls`: what it pulls on its own, to hold all layers again."""
+    from a host copy or file. `pulls`: what it pulls on its own, to hold all layers again; `pull_at`: when it tries that
+    again, as it had no pages for it; None: it is at it."""
 
     pages: int
     held: Span
@@ -30,6 +31,7 @@ class Replica:
     doubted: bool = False
     backed: bool = True
     pulls: tuple[Pull, ...] = ()
+    pull_at: float | None = None
 
     @property
     def takes_requests(self) -> bool:

@@ -68,7 +68,7 @@ class Controller:
         self._page_seconds = page_seconds
         self._state = State(pages, kv, tuning)
         self._changes = Changes(self._state, tuning)
-        self._failures = Failures(self._state, self._changes)
+        self._failures = Failures(self._state, self._changes, tuning)
         self._calm = Calm(tuning)
         self._growth = Growth(tuning)
         self._ticked: float | None = None
@@ -155,6 +155,7 @@ class Controller:
             self._excuse(gap)
         self._fence_silent(at)
         self._changes.expire(at)
+        self._failures.pull_again(at)
         for members, each in [*self.cluster.groups.items()]:
             if each.exchanging and at - each.since > self._tuning.bulk and members in self.cluster.groups:
                 self._failures.reset(members, Reason.TIMEOUT, at)

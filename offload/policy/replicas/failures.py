@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from ..tuning import Replicas as Tuning
 from .actions import Alone, Fence, StartRestore
 from .changes import Changes
 from .cluster import Replica
@@ -29,9 +30,10 @@ from .state import State
 class Failures:
     """Ends groups and replicas. See Note [Dissolve]."""
 
-    def __init__(self, state: State, changes: Changes) -> None:
+    def __init__(self, state: State, changes: Changes, tuning: Tuning) -> None:
         self._state = state
         self._changes = changes
+        self._tuning = tuning
 
     def fence(self, member: int, reason: Reason, at: float) -> None:
         """Ends a replica that does not answer, or not as it should."""
@@ -82,7 +84,7 @@ class Failures:
         return left
 
     def pull_failed(self, epoch: int, member: int, reason: Reason, at: float) -> None:
-        """A member could not pull layers: from elsewhere then, or nothing becomes of it."""
+        """A member could not pull layers: from elsewhere then, or later, or nothing becomes of it."""
         replica = self._state.cluster.replicas.get(member)
         if replica is None:
             return
@@ -94,9 +96,18 @@ class Failures:
             replica.backed &= reason is not Reason.FILE_CHANGED
             if not had_backing:
                 self.fence(member, reason, at)
+            elif reason is Reason.PAGES:
+                replica.pull_at = at + self._tuning.again
             else:
                 self._pull(member, replica, [] if replica.backed else self._state.cluster.sources(), at)
                 self._state.start_held()
+
+    def pull_again(self, at: float) -> None:
+        """Has those pull that had no pages for it, once it is time."""
+        replicas = self._state.cluster.replicas
+        for member, replica in [*replicas.items()]:
+            if replica.pulls and replica.pull_at is not None and at >= replica.pull_at:
+                self._pull(member, replica, [], at)
 
     def source_again(self, at: float) -> None:
         """Has layers that survivors pull come from others, where those that they came from no longer hold them."""
@@ -136,6 +147,7 @@ class Failures:
 
     def _pull(self, member: int, replica: Replica, sources: Sequence[Group], at: float) -> None:
         """Has a replica that is on its own pull what it lacks; survivors of one group ask different ones."""
+        replica.pull_at = None
         peers = [sources[member % len(sources)]] if sources else []
         replica.pulls = restore_plan(member, replica.held, self._state.cluster.layers, peers)
         if not replica.backed and any(each.source is None for each in replica.pulls):

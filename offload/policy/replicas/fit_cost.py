@@ -7,7 +7,8 @@ Note [What is fitted]
     Attention may know the sequences of a batch, or not (chunk_cost.py, Note [Pairs of different requests]). Where it
     does not, four coefficients say what any batch takes. Where it does, batches in which all requests decode are fitted
     first; what they take is subtracted from the others, of which the rest is fitted. Four forms are tried for each of
-    these two: Eq. 1, and it with `square`, with `prefix`, with both.
+    these two: Eq. 1, and it with `square`, with `prefix`, with both. Where some batches had one new token and others
+    more, another coefficient says what that is worth (chunk_cost.py, Note [One row]).
 
     More coefficients always fit better what they were fitted to. So every fourth sample is held out, everything is
     chosen by cross-validation among the others, and the error that is reported is that of the samples that neither
@@ -53,23 +54,27 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A form of the cost: which coefficients are apart."""
+    """A form of the cost: which coefficients are apart. `lone`: is there one for batches with more than one row?"""
 
     square: bool
     prefix: bool
+    lone: bool = False
 
     def row(self, chunks: Sequence[tuple[int, int]]) -> list[float]:
         """What the batch has of each coefficient."""
         pairs = float(sum(before * new for before, new in chunks))
         own = sum(new * new + new for _, new in chunks) / 2
         optional = [own] * self.square + [float(sum(before for before, _ in chunks))] * self.prefix
+        optional += [_more(chunks)] * self.lone
         return [pairs if self.square else pairs + own, float(sum(new for _, new in chunks)), 1.0, *optional]
 
     def cost(self, found: Sequence[float]) -> ChunkCost:
         """The cost of these coefficients."""
         alpha, beta, gamma, *optional = found
+        lone = optional.pop() if self.lone else 0.0
         square = optional[0] if self.square else None
-        return ChunkCost(alpha, beta, gamma, square, prefix=optional[-1] if self.prefix else 0.0)
+        prefix = optional[-1] if self.prefix else 0.0
+        return ChunkCost(alpha, beta, gamma + lone, square, prefix, lone=lone)
 
 
 Way = Callable[[Sequence[Sample]], ChunkCost]  # makes a cost of batches
@@ -117,8 +122,13 @@ def _best(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost
 def _packed(samples: Sequence[Sample]) -> ChunkCost:
     """Where attention knows no sequences."""
     sizes = [Step.of((new, before) for before, new in each.chunks) for each in samples]
+    lone = _tells_of_one(samples)
     rows = [[1.0, float(each.new), float(each.read), float(each.new * each.read)] for each in sizes]
-    return ChunkCost.packed(*_solved(rows, samples))
+    fixed, row, key, pair, *more = _solved(
+        [[*each, *[_more(sample.chunks)] * lone] for each, sample in zip(rows, samples, strict=True)], samples
+    )
+    saved = sum(more, 0.0)
+    return ChunkCost.packed(fixed + saved, row, key, pair, saved)
 
 
 def _by_sequence(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost:
@@ -139,9 +149,10 @@ def _without(sample: Sample, decode: ChunkCost | None) -> Sample:
 
 def _chosen(samples: Sequence[Sample], tuning: Replicas) -> ChunkCost:
     """The simplest form that is about as good as the best one, fitted to all samples."""
-    errors = {form: _validated(partial(_fitted, form), samples, tuning.folds) for form in _FORMS}
+    forms = [replace(form, lone=lone) for lone in (False, True)[: 1 + _tells_of_one(samples)] for form in _FORMS]
+    errors = {form: _validated(partial(_fitted, form), samples, tuning.folds) for form in forms}
     least = min(errors.values())
-    form = next(each for each in _FORMS if errors[each] <= least * (1 + tuning.simpler) + tuning.exact)
+    form = next(each for each in forms if errors[each] <= least * (1 + tuning.simpler) + tuning.exact)
     return _fitted(form, samples)
 
 
@@ -163,6 +174,16 @@ def _solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple
     found = nonnegative.fitted(np.array(rows), np.array([each.seconds for each in samples]))
     assert found is not None  # a constant alone fits times above 0
     return found
+
+
+def _more(chunks: Sequence[tuple[int, int]]) -> float:
+    """Has a batch more than one new token? 1 or 0."""
+    return float(sum(new for _, new in chunks) > 1)
+
+
+def _tells_of_one(samples: Sequence[Sample]) -> bool:
+    """Do samples say what a batch with one new token takes less than others?"""
+    return len({_more(each.chunks) for each in samples}) == 2
 
 
 def _held_out(samples: Sequence[Sample], folds: int, number: int = 0) -> tuple[list[Sample], list[Sample]]:

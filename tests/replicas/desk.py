@@ -1,0 +1,31 @@
+"""A supervisor as one replica sees it, whose words are a test's."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from ballonet.hooks.replicas.messages import Message
+
+
+class Desk:
+    """See setup.Speaks. `said`: what it says; `late`: the same, while the replica waits for something else."""
+
+    def __init__(self) -> None:
+        self.said: deque[Message] = deque()
+        self.late: deque[Message | None] = deque()  # one at each look; None: nothing comes
+        self.heard: list[Message] = []
+
+    def take(self) -> Message | None:
+        return self.said.popleft() if self.said else None
+
+    def has(self) -> bool:
+        return bool(self.said)
+
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+        if self.late and (came := self.late.popleft()) is not None:
+            self.said.append(came)
+        return any(isinstance(each, kinds) for each in self.said)
+
+    def post(self, message: Message) -> None:
+        self.heard.append(message)
