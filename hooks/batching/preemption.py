@@ -98,8 +98,8 @@ class PagePreemption(OffloadingManager):
         return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.hopeless()
 
     def scheduled(self) -> None:
-        """Notes that a batch could be made."""
-        self._waits = 0
+        """Notes that a batch could be made, of requests that did not have to wait for what always stays free."""
+        self._waits *= self.scheduler.dares_all
 
     def begin_again(self, requests: list[Any]) -> None:
         """A step of these found no memory in the middle: all of them are computed again, with more memory left free."""

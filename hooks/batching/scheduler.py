@@ -21,7 +21,7 @@ from ...offload.policy.ladder import Rung
 from ...offload.policy.request_slo import NOTHING, may_begin
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
-from ..device.shared import lacks
+from ..device.shared import lacks, may_grow
 from ..measure.point import packed
 from ..sectors.beginnings import Beginnings
 from .cache import ElasticPagedCache
@@ -55,7 +55,7 @@ class ElasticScheduler(Scheduler):
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
         self._caution = 0  # bytes that stay free beside the reserve
-        self._dares = self._dared = False  # may one request have all that is free? Was that too little for each?
+        self.dares_all = self._dared = False  # may one request have all that is free? Was that too little for each?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
@@ -136,7 +136,7 @@ class ElasticScheduler(Scheduler):
         if self._dared and not gone:
             state = self.waiting_requests[self.waiting_requests_order[0]]
             gone.append((self._drop(state), no_room(state.request_id)))
-        self._dares, self._dared = bool(self.waiting_requests), False
+        self.dares_all, self._dared = bool(self.waiting_requests), False
         return gone
 
     def _free(self) -> Memory:
@@ -175,8 +175,7 @@ class ElasticScheduler(Scheduler):
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
             if scheduled:
                 break
-        self._dares = self._dares and len(scheduled) <= 1
-        self._dared = self._dares and bool(looked) and not scheduled
+        self._dared = self.dares_all and bool(looked) and not scheduled
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         away = self.cache.pages.client.read_away
@@ -198,9 +197,9 @@ class ElasticScheduler(Scheduler):
         only where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*each) for each in looked], self._now()
         found = admit(demands, now, self.tuning)
-        if self._dares and not found.where:
-            running = [each for each in demands if each.request in self.active_requests]
-            alone = (admit([each], self._free(), self.tuning) for each in (demands if not self.runs else running[:1]))
+        self.dares_all = self.dares_all and not found.where
+        if not found.where:
+            alone = (admit([each], self._free(), self.tuning) for each in self._may_have_all(demands))
             return next((each for each in alone if each.where), found)
         if not self.cache.model.fast:
             return found
@@ -213,6 +212,13 @@ class ElasticScheduler(Scheduler):
                 steps = [self._decoding(looked, each, self._lacking(each, now, own)) for each in (fewer, found)]
                 found = fewer if self._costs.faster(*steps) else found
         return found
+
+    def _may_have_all(self, demands: list[Demand]) -> list[Demand]:
+        """Returns those one of which may have all that is free, without a reserve: the one that runs, where nobody else
+        could give memory, or those that have waited for long (`hopeless`)."""
+        if len(self.active_requests) == 1 and not self._others_run() and not may_grow(self.cache.on):
+            return [each for each in demands if each.request in self.active_requests]
+        return demands if self.dares_all and not self.runs else []
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
         """Bytes of these that the model's own layers have to give. `own`: that they could."""

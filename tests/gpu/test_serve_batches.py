@@ -107,7 +107,7 @@ def test_requests_that_do_not_fit_wait(place: Place) -> None:
     as much as on a CPU there may be too little for some requests, which fail."""
     asked = prompts(16, 60)
     model, expected = batched(place, asked)
-    with ballonet.manage(model):
+    with tuning(serving={"lonely": 3}), ballonet.manage(model):
         for left in (96, 36) if place.cuda else (36,):
             filler = place.device.reserve(place.device.budget, "kv", place.device.group())
             filler.map(0, place.device.available - left)
