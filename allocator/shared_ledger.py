@@ -93,7 +93,7 @@ class SharedLedger:
 
     @property
     def stamp(self) -> tuple[int, int] | None:
-        """Another value, as a rule, once the ledger has changed: a look at it costs a hundredth of `read`. None where
+        """Another value, as a rule, once the ledger has changed: to ask for it is one call of the kernel. None where
         there is no file."""
         try:
             found = self.path.stat()

@@ -576,7 +576,7 @@ class Sharing:
     # Seconds between two looks whether a process that works has few free pages left. Chosen: some decode steps.
     look: float = 0.1
     # Seconds after which a ledger that seems unchanged is read nonetheless: a file that replaces another may look like
-    # the one before. Chosen: reading takes half a millisecond.
+    # the one before. Chosen: a look that reads takes 0.11 ms of a core, one that does not 0.017 (measured).
     reread: float = 5.0
     # Seconds that an allocation waits for pages of other processes, at most. Chosen: a process that gives copies its
     # layers to the host meanwhile.
