@@ -91,6 +91,16 @@ class SharedLedger:
         with self._changing() as change:
             return change(lambda now: now)
 
+    @property
+    def stamp(self) -> tuple[int, int] | None:
+        """Another value, as a rule, once the ledger has changed: to ask for it is one call of the kernel. None where
+        there is no file."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     def join(self, pid: int, number: int, total: int | None, floor: int) -> SharedParts:
         """A process is there, with nothing yet. `total`: what it takes to be shared, None for what others share.
         SharedBudgetError where that is another one, or floors do not fit in it."""

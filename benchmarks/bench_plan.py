@@ -1,11 +1,13 @@
 """Plans against runs: the time to the first token and per token, predicted from a configuration, and as measured.
 
-Two processes take turns, so that a machine that is busy for a while is so for both. One measures the model at the
-points around a setting, all layers resident, as `python -m ballonet profile` does it. The other one runs the setting, a
-batch, a prompt and a budget, as planned: answers to random prompts. What is predicted is made of the fastest of what
-the first process measured, and compared with the fastest that the second one ran. Settings come in random order. `off
-by` is the part of the measured time that the prediction is wrong by. Where the run streams other layers than were
-planned that is told. The stand-in's link is slowed to 2 GB/s.
+Two processes take turns. One measures the model at the points around a setting, all layers resident, as `python -m
+ballonet profile` does it. The other one runs the setting, a batch, a prompt and a budget, as planned: answers to random
+prompts. Each answer is compared with what is predicted from the measurements just before and just after it, as a
+machine that has neighbours computes faster for a while and then slower for another: a round does not count where these
+two differ by more than a tenth, unless all do. Settings come in random order. `off by` is the part of the measured time
+that the prediction is wrong by, the median of the rounds; `again` the part by which a point differs that the first
+process measures twice in a row, below which no prediction can be known to be better. Where the run streams other layers
+than were planned that is told. The stand-in's link is slowed to 2 GB/s.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import gc
 import random
 import tempfile
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -33,6 +35,7 @@ BUDGET = {"cuda": 60 * GIB, "cpu": 2 * GIB}
 SECONDS = 600.0  # that measuring may take
 WARM = 2  # tokens before the first that counts: the first pass fills the slots
 OFF = 0.1
+PHASES = {"ttft": "prefill", "tpot": "decode"}
 Size = tuple[int, int]  # sequences, tokens of each
 
 
@@ -68,11 +71,15 @@ def taken_of(setting: Setting, resident: Any, planned: Any, rounds: int) -> dict
     for _ in range(rounds):
         ran.append(planned.ask("answer"))
         measured.append(resident.ask("measure", sizes=sizes))
-    facts: dict[str, Any] = planned.ask("compare", record=fastest(measured))
+    again = [differing(*each) for each in pairwise(measured)]
+    kept = [n for n, each in enumerate(again) if max(map(median, each.values())) <= OFF] or list(range(rounds))
+    between = [mean(measured[n], measured[n + 1]) for n in kept]
+    facts: dict[str, Any] = planned.ask("compare", records=between)
     return {
         **facts,
-        "ttft": (facts["ttft"], [each[0] for each in ran]),
-        "tpot": (facts["tpot"], [each[1] for each in ran]),
+        "ttft": (facts["ttft"], [ran[n][0] for n in kept]),
+        "tpot": (facts["tpot"], [ran[n][1] for n in kept]),
+        "again": {phase: [other for each in again for other in each[phase]] for phase in again[0]},
     }
 
 
@@ -82,16 +89,23 @@ def around(number: int) -> set[int]:
     return {above, above if above == number else above // 2}
 
 
-def fastest(measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """The least time of each point, and of what is beside them."""
-    points = {
-        tuple(each[:3]): min(one["points"][n][3] for one in measured) for n, each in enumerate(measured[0]["points"])
+def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[float]]:
+    """By phase, the part by which each point differs."""
+    found: dict[str, list[float]] = {}
+    for (phase, *_, one), (*_, other) in zip(before["points"], after["points"], strict=True):
+        found.setdefault(phase, []).append(abs(other / one - 1))
+    return found
+
+
+def mean(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """A record with the mean of each figure of two."""
+    points = zip(before["points"], after["points"], strict=True)
+    return {
+        "points": [[*at, (one + other) / 2] for (*at, one), (*_, other) in points],
+        "beside": {phase: (each + after["beside"][phase]) / 2 for phase, each in before["beside"].items()},
+        "bandwidth": (before["bandwidth"] + after["bandwidth"]) / 2,
+        "copying": (before["copying"] + after["copying"]) / 2,
     }
-    beside = {phase: min(one["beside"][phase] for one in measured) for phase in measured[0]["beside"]}
-    bandwidth = max(one["bandwidth"] for one in measured)
-    copying = median(one["copying"] for one in measured)
-    found = [[*at, seconds] for at, seconds in points.items()]
-    return {"points": found, "beside": beside, "bandwidth": bandwidth, "copying": copying}
 
 
 def row_of(setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
@@ -102,15 +116,16 @@ def row_of(setting: Setting, facts: dict[str, Any]) -> dict[str, Any]:
     )
     row["pages"] = "as planned" if facts["pages"] else "others"
     for name in ("ttft", "tpot"):
-        row[f"{name}, planned, ms"] = round(facts[name][0] * 1e3, 2)
-        row[f"{name}, ms"] = Figure.of([each * 1e3 for each in facts[name][1]])
+        for what, times in zip((f"{name}, planned, ms", f"{name}, ms"), facts[name], strict=True):
+            row[what] = Figure.of([each * 1e3 for each in times])
         row[f"{name} off by"] = Figure.of([off(facts, name)])
+        row[f"{PHASES[name]} again"] = Figure.of(facts["again"][PHASES[name]])
     return row
 
 
 def off(facts: dict[str, Any], name: str) -> float:
-    """The part of the fastest time that the predicted one is wrong by."""
-    return abs(float(facts[name][0]) / min(facts[name][1]) - 1)
+    """The part of the time that the predicted one is wrong by, in the median of the rounds."""
+    return abs(median(planned / ran for planned, ran in zip(*facts[name], strict=True)) - 1)
 
 
 def summary(taken: list[dict[str, Any]], chosen: Options) -> dict[str, Any]:
@@ -121,6 +136,8 @@ def summary(taken: list[dict[str, Any]], chosen: Options) -> dict[str, Any]:
     for name in ("ttft", "tpot"):
         errors = Figure.of([off(each, name) for each in taken])
         row[f"{name} off by"] = errors if chosen.tiny else errors.at_most(OFF)
+        phase = PHASES[name]
+        row[f"{phase} again"] = Figure.of([each for facts in taken for each in facts["again"][phase]])
     return row
 
 
@@ -216,25 +233,28 @@ class Planned:
         ids = words(self._model, self._asked, 1).to(self._chosen.device)
         clock.note()
         answer(self._model, ids, self._tokens, clock)
-        return clock.times[1] - clock.times[0], min(clock.gaps(1 + WARM)) / 1e3
+        return clock.times[1] - clock.times[0], median(clock.gaps(1 + WARM)) / 1e3
 
-    def compare(self, record: dict[str, Any]) -> dict[str, Any]:
-        """What is planned by this record, and what ran."""
+    def compare(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+        """What is planned, the times by each of these records, and what ran."""
         import ballonet
         from ballonet.allocator import runtime
 
         ran = len(ballonet.manage(self._model).report().streamed)
         weights = runtime.require().snapshot()["pages"]["weights"]
         self._model = None
-        self._remember(record)
-        plan = self._planner(self._budget).facts()
+        plans = []
+        for each in records:
+            self._remember(each)
+            plans.append(self._planner(self._budget).facts())
+        plan = plans[0]
         return {
             "budget": self._budget,
             "planned": plan["layers_streamed"],
             "ran": ran,
             "pages": weights == plan["pages"]["weights"],
-            "ttft": plan["ttft_seconds"],
-            "tpot": plan["tpot_seconds"],
+            "ttft": [each["ttft_seconds"] for each in plans],
+            "tpot": [each["tpot_seconds"] for each in plans],
         }
 
     def _planner(self, budget: int) -> Any:

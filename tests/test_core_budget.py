@@ -51,6 +51,32 @@ def lowered(core: Core, pages: int) -> bool:
 # -- At once ----------------------------------------------------------------------------------------------------------
 
 
+def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPoolExecutor) -> None:
+    """Who is asked for more has none, but somebody else has raised it, such as who gave up lowering it."""
+    with opened(budget=8) as core:
+        device, over = core.device, threading.Event()
+        device.allocate(8 * PAGE)
+        device.hear_shortages(16, LONG)
+
+        def listen() -> None:
+            raised = False
+            while not over.is_set():
+                if device.shortage(10**6)[0]:
+                    if not raised:
+                        device.set_budget(9 * PAGE)
+                    raised = True
+                    device.answer_shortage(False)
+
+        listening = pool.submit(listen)
+        try:
+            device.allocate(PAGE)
+            with pytest.raises(PoolExhausted):
+                device.allocate(PAGE)
+        finally:
+            over.set()
+        listening.result()
+
+
 def test_what_is_free_or_idle_goes_back_to_the_driver() -> None:
     with opened(budget=32) as core:
         core.device.allocate(PAGE)

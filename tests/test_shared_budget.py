@@ -20,6 +20,7 @@ from ballonet.__main__ import main
 from ballonet.allocator import control, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
+from ballonet.allocator.shared_ledger import SharedLedger
 from ballonet.hooks.device import shared
 from ballonet.hooks.watch import registry
 from ballonet.offload.policy.tuning import DEFAULT, Sharing
@@ -133,6 +134,21 @@ def test_what_steps_lack_is_asked_for_and_may_come_as_long_as_others_use_it(star
         process.do("drop")
         until(lambda: share.part >= 7 * MIB)
         assert share.part > before
+
+
+def test_a_ledger_that_stays_is_not_read_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(16 * MIB)
+    read, reads = SharedLedger.read, list[int]()
+    with here(True, replace(DEFAULT.sharing, reread=600.0)) as share:
+        share._keep_ahead()
+        monkeypatch.setattr(SharedLedger, "read", lambda ledger: (reads.append(1), read(ledger))[1])
+        for _ in range(20):
+            share._keep_ahead()
+        assert not reads
+        share.ledger.aim(12 * MIB)
+        share._keep_ahead()
+        assert reads
+        assert share.facts()["total"] == 12 * MIB
 
 
 def until(holds: Callable[[], bool]) -> None:

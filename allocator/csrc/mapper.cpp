@@ -102,6 +102,7 @@ void Mapper::set_budget(std::size_t pages) {
     ahead.expect_no_more();
     cached.empty(device.book.created() - pages, CachedRanges::Take::kAll);
   }
+  if (pages > device.budget()) ++raises_;
   device.set_budget(pages);
 }
 

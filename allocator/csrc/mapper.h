@@ -19,6 +19,7 @@
 // Lock: everything here takes the mapper's, `space.mutex`, itself. No caller holds it.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -67,6 +68,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void stop_background();
 
   void set_budget(std::size_t pages);
+  // How often the budget became larger.
+  std::size_t raises() const { return raises_.load(); }
   // Gives back what exists above the budget, as far as it is free; is it met now?
   bool within_budget();
   // Free pages, of cached ranges too, go back to the driver.
@@ -123,6 +126,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void tell_idle();
   Background::Next work();
 
+  std::atomic<std::size_t> raises_{0};
   bool shut_ = false;
   const HeldOverFork held_{ForkRank::kMapper, space.mutex.over_fork(), [this] { tell_idle(); }};
 };

@@ -67,17 +67,18 @@ class Reclaim {
   // Device pages that entries have given so far.
   std::size_t pages() const { return pages_.load(std::memory_order_relaxed); }
 
-  // Calls `attempt` again for as long as it throws PoolExhausted and the budget is raised for it, or entries give what
+  // Calls `attempt` again for as long as it throws PoolExhausted and the budget was raised since, or entries give what
   // it misses. Throws what it throws, and DriverError where entries could have helped but for that. Pre: the caller
   // holds no lock of the core.
   template <class Attempt>
   auto supply(Attempt attempt) -> decltype(attempt()) {
     for (;;) {
-      const std::size_t before = pages();
+      const std::size_t before = pages(), raises = mapper_->raises();
       try {
         return attempt();
       } catch (const PoolExhausted& reason) {
-        if (!is_raised(reason, false) && !meet(reason, before) && !is_raised(reason, true)) throw;
+        if (is_raised(reason, false) || meet(reason, before) || is_raised(reason, true)) continue;
+        if (mapper_->raises() == raises) throw;
       }
     }
   }

@@ -87,10 +87,14 @@ class Share:
         self._giving = _Giving()
         self._raised = -math.inf  # when the part was raised last
         self._refused = -math.inf  # until then there is nothing to be had
+        self._pause = tuning.again / 2  # seconds that the last refusal held
         self._lacking = 0, -math.inf  # bytes that it could use beside what it has, and until when that counts
         self._open = False  # are others to be asked yet for what is lacking, or do they use what there is?
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
         self._total = self._others_floors = 0
+        self._free = 0  # pages that the ledger had when it was read last
+        self._stamp: tuple[int, int] | None = None  # of the ledger then
+        self._reread = -math.inf  # until then that will do
         self._closed = False
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="ballonet-shared", daemon=True)
@@ -253,14 +257,20 @@ class Share:
         device = self._runtime.device
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
-        self._see(self.ledger.read())
+        now, stamp = self._clock(), self.ledger.stamp
+        same = stamp == self._stamp
+        if not same or now >= self._reread:
+            self._stamp, self._reread = stamp, now + self._tuning.reread
+            self._see(self.ledger.read())
         active = standing if standing is not None and standing.active else None
         lacking = self._lacks + (0 if active is None else active.away * device.page_size)
         slack, wanted = self._total // self._tuning.step, self.part + lacking
+        if lacking and same and now < self._refused:
+            return
         if lacking:
             due = self._grow(lacking, others=True)
             self._open = self._open if due is None else due < wanted
-        elif active and device.available * device.page_size < max(slack, self.part // 3):
+        elif active and self._free and device.available * device.page_size < max(slack, self.part // 3):
             self._grow(slack, others=False)
 
     def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
@@ -287,7 +297,8 @@ class Share:
             finally:
                 self._moving.release()
         if self.part < before + nbytes:
-            self._refused = self._clock() + self._tuning.again
+            self._pause = min(2 * self._pause, self._tuning.dwell)
+            self._refused = self._clock() + self._pause
         return due
 
     def _found(self, needed: int, most: int, *, others: bool) -> int:
@@ -333,9 +344,10 @@ class Share:
         """Takes in another total, and what others keep."""
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
+        self._free = now.free // page
         self._others_floors = sum(each.floor for pid, each in now.parts.items() if pid != me)
         if total != self._total:
-            self._total, self._refused = total, -math.inf
+            self._total, self._refused, self._pause = total, -math.inf, self._tuning.again / 2
             self._runtime.device.hear_shortages(total // page, round(2 * self._tuning.patience * 1e9))
 
     # -- the budget; the caller holds `_moving`
@@ -344,7 +356,7 @@ class Share:
         if part > self.part:
             self._runtime.device.set_budget(part)
             lacking, until = self._lacking
-            self._lacking = max(0, lacking - part + self.part), until
+            self._lacking, self._pause = (max(0, lacking - part + self.part), until), self._tuning.again / 2
             self.part, self._raised = part, self._clock()
 
     def _lower(self, part: int, patience: float) -> None:

@@ -1,10 +1,11 @@
 """An engine of vLLM in a process of its own, for the tests beside it: `python engine.py MODEL ANSWERS OPTIONS`.
 
 OPTIONS, JSON: those of the connector, or null for stock; `changes`: (wave, budget in bytes) before which wave of
-requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on; `led`: each wave waits for
-a line, and is answered by one, as is the start; `patient`: other processes that share the budget are waited for,
-however long they take; `squeeze`: bytes, the budget that another thread asks for in the middle of a forward. ANSWERS, a
-file: the tokens of each request, the pages of KV after each wave, and whether that budget was refused.
+requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on; `led`: each line of
+stdin is the number of a wave, and is answered by a line once that is done, as is the start; `patient`: other processes
+that share the budget are waited for, however long they take; `squeeze`: bytes, the budget that another thread asks for
+in the middle of a forward. ANSWERS, a file: the tokens of each request, the pages of KV after each wave, and whether
+that budget was refused.
 """
 
 from __future__ import annotations
@@ -65,15 +66,14 @@ def main(model: str, answers: str, text: str) -> None:
         squeeze(ours["squeeze"], refused)
     if ours["led"]:
         print("done", flush=True)
+    waves = prompts()
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    for wave, each in enumerate(prompts()):
+    for wave in map(int, sys.stdin) if ours["led"] else range(WAVES):
         if wave in changes:
             import ballonet
 
             ballonet.set_budget(changes[wave])
-        if ours["led"]:
-            sys.stdin.readline()
-        found = engine.generate([{"prompt_token_ids": prompt} for prompt in each], sampling, use_tqdm=False)
+        found = engine.generate([{"prompt_token_ids": each} for each in waves[wave]], sampling, use_tqdm=False)
         said.append([list(each.outputs[0].token_ids) for each in found])
         pages.append(held() if options is not None else {})
         if ours["led"]:

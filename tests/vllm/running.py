@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,27 +54,32 @@ class Led:
         folder.mkdir()
         command = engine(model, folder, {**options, "led": True})
         self.folder = folder
+        self.waves: list[int] = []  # that it was asked for
         self._process = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.pid = self._process.pid
 
-    def begin(self) -> None:
-        """Begins the next wave."""
+    def begin(self, wave: int | None = None) -> None:
+        """Begins that wave; None: the one after the last."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self.waves.append(max(self.waves, default=-1) + 1 if wave is None else wave)
+        self._process.stdin.write(f"{self.waves[-1]}\n")
 
     def end(self) -> None:
         """Waits until the wave is done, or before the first one the engine is there."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("done"):
-                return
-        pytest.fail("the engine has ended too early")
+        late = threading.Timer(UNDER, self._process.kill)
+        late.start()
+        try:
+            if not any(line.startswith("done") for line in self._process.stdout):
+                pytest.fail("the engine has ended too early, or took too long")
+        finally:
+            late.cancel()
 
     def close(self) -> dict[str, Any]:
         """What it has answered, at its end."""
-        self._process.communicate()
+        self._process.communicate(timeout=UNDER)
         assert self._process.returncode == 0
         return answered(self.folder)
 
