@@ -152,7 +152,7 @@ class Layers(Lever):
 
 
 def test_layers_larger_than_what_a_lever_is_asked_for_leave_and_come_back() -> None:
-    """Again and again: none stays away for good."""
+    """No layer stays away for good, whatever was pulled before."""
     chaos, layers = Chaos(1, host=True), Layers(DEFAULT.chaos.pages + 1)
     for _ in range(400):
         chaos.pull([layers])
