@@ -20,6 +20,8 @@ from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.offload.governor.chaos import OF_A_PEER, WHERE, Chaos
+from ballonet.offload.governor.levers import Lever
+from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of
 
@@ -119,6 +121,46 @@ def test_it_repeats_itself_and_draws_from_no_one_elses_generator() -> None:
     assert asked(3) == first
     assert asked(4) != first
     assert {way for pieces in first[2:] for _, way in pieces} == set(WHERE)
+
+
+class Layers(Lever):
+    """The lever of eight layers of so many pages: a pull takes whole ones, and whole ones alone go back."""
+
+    rung = Rung.HIDDEN_WEIGHTS
+
+    def __init__(self, pages: int) -> None:
+        self.here = 8
+        self.seen = set[int]()
+        self._pages = pages
+
+    def would_free(self) -> int:
+        return self.here * self._pages
+
+    def would_cost(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def pull(self, pages: int) -> int:
+        return self._become(max(0, self.here + -pages // self._pages))
+
+    def revert(self, pages: int) -> int:
+        return -self._become(min(8, self.here + pages // self._pages))
+
+    def _become(self, here: int) -> int:
+        freed, self.here = (self.here - here) * self._pages, here
+        self.seen.add(here)
+        return freed
+
+
+def test_layers_larger_than_what_a_lever_is_asked_for_leave_and_come_back() -> None:
+    """No layer stays away for good, whatever was pulled before."""
+    chaos, layers = Chaos(1, host=True), Layers(DEFAULT.chaos.pages + 1)
+    for _ in range(400):
+        chaos.pull([layers])
+    assert layers.seen >= {8, 7, 6}
+    moved = chaos.pulled
+    gone, back = moved["hidden weights", "pull"], moved["hidden weights", "revert"]
+    assert gone - back == (8 - layers.here) * (DEFAULT.chaos.pages + 1)
+    assert back > 8 * (DEFAULT.chaos.pages + 1), "more than all of them once"
 
 
 @pytest.fixture

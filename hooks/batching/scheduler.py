@@ -258,7 +258,19 @@ class ElasticScheduler(Scheduler):
         self._step = (self._next, now) if found else None
         if not found:
             self._noting.rests()
-        self._ended = math.inf if self.has_pending_requests() else min(self._ended, now)
+        if self.has_pending_requests():
+            self._ended = math.inf
+        elif self._ended == math.inf:
+            self._rest()
+            self._ended = now
+
+    def _rest(self) -> None:
+        """Gives the pages back that lie idle in the heap when the last request has ended, where layers stream for want
+        of pages. The heap keeps what the largest batch took, and the governor counts with free pages alone: under a
+        lighter load layers would never come home."""
+        if self.cache.model.lends(0).copied:
+            with suppress(DriverError):  # they stay in the heap then
+                self.cache.on.trim()
 
     @property
     def wanted(self) -> float:

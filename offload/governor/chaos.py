@@ -13,6 +13,7 @@ reverted there as well, whether pages are short or not. Switched on by BALLONET_
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -104,12 +105,14 @@ class Chaos:
                     break
 
     def pull(self, levers: Sequence[Lever]) -> None:
-        """Pulls or reverts a random one now and then, of those that need nobody's consent. DriverError."""
+        """Pulls or reverts a random one now and then, of those that need nobody's consent. A pull takes a whole layer
+        however few pages it is asked for, and a layer goes back as a whole or not at all: so a revert is asked for all
+        pages that are to spare, else layers would only ever leave. DriverError."""
         levers = [each for each in levers if each.rung is not Rung.DUPLICATES]
         if levers and self._levers.randrange(self._tuning.seldom) == 0:
             lever, pages = self._levers.choice(levers), self._levers.randint(1, self._tuning.pages)
             verb = self._levers.choice(("pull", "pull", "revert"))
-            moved = lever.pull(pages) if verb == "pull" else lever.revert(pages)
+            moved = lever.pull(pages) if verb == "pull" else lever.revert(sys.maxsize)
             with self._lock:
                 self._pulled[lever.rung.label, verb] += moved
 

@@ -181,7 +181,7 @@ class ChaosMoves:
     moves: int = 2
     # Boundaries for one at which a lever is pulled, on average.
     seldom: int = 8
-    # Pages that a lever is asked for, at most.
+    # Pages that a lever is asked for in a pull, at most.
     pages: int = 32
 
 

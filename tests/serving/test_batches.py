@@ -438,6 +438,24 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         assert found.wanted is None
 
 
+@pytest.mark.parametrize(("pages", "streams"), [(64, True), (512, False)])
+def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, streams: bool, tuned: Tuned) -> None:
+    """The governor counts with free pages alone, so that layers would not come home else. Where all are there the heap
+    keeps what the next batch takes again."""
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    model = build("llama", num_hidden_layers=12, hidden_size=128)
+    install(pages)
+    with ballonet.manage(model) as managed, looping(model, 4) as manager:
+        assert bool(managed.report().streamed) == streams
+        found = seams.batched(model)
+        assert found is not None
+        manager.add_request([*range(3, 60)])
+        assert manager.get_result(timeout=600).error is None
+        while not 0 < (found.wanted or 0) < math.inf:
+            assert manager.get_result(timeout=0.01) is None
+        assert (runtime.require().trim() == 0) == streams
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
