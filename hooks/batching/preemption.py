@@ -99,7 +99,8 @@ class PagePreemption(OffloadingManager):
 
     def scheduled(self) -> None:
         """Notes that a batch could be made, of requests that did not have to wait for what always stays free."""
-        self._waits *= self.scheduler.dares_all
+        if not self.scheduler.without_reserve:
+            self._waits = 0
 
     def begin_again(self, requests: list[Any]) -> None:
         """A step of these found no memory in the middle: all of them are computed again, with more memory left free."""

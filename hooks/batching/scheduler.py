@@ -55,7 +55,8 @@ class ElasticScheduler(Scheduler):
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
         self._caution = 0  # bytes that stay free beside the reserve
-        self.dares_all = self._dared = False  # may one request have all that is free? Was that too little for each?
+        self.without_reserve = False  # may one request have all that is free?
+        self._none_fits = False  # and is that too little for each?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
@@ -133,10 +134,10 @@ class ElasticScheduler(Scheduler):
             why = self._refused(name, len(state.initial_tokens), state.max_new_tokens or 0, most)
             if why is not None:
                 gone.append((self._drop(state), why))
-        if self._dared and not gone:
+        if self._none_fits and not gone:
             state = self.waiting_requests[self.waiting_requests_order[0]]
             gone.append((self._drop(state), no_room(state.request_id)))
-        self.dares_all, self._dared = bool(self.waiting_requests), False
+        self.without_reserve, self._none_fits = bool(self.waiting_requests), False
         return gone
 
     def _free(self) -> Memory:
@@ -175,7 +176,7 @@ class ElasticScheduler(Scheduler):
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
             if scheduled:
                 break
-        self._dared = self.dares_all and bool(looked) and not scheduled
+        self._none_fits = self.without_reserve and bool(looked) and not scheduled
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         away = self.cache.pages.client.read_away
@@ -197,7 +198,7 @@ class ElasticScheduler(Scheduler):
         only where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*each) for each in looked], self._now()
         found = admit(demands, now, self.tuning)
-        self.dares_all = self.dares_all and not found.where
+        self.without_reserve = self.without_reserve and not found.where
         if not found.where:
             alone = (admit([each], self._free(), self.tuning) for each in self._may_have_all(demands))
             return next((each for each in alone if each.where), found)
@@ -218,7 +219,7 @@ class ElasticScheduler(Scheduler):
         could give memory, or those that have waited for long (`hopeless`)."""
         if len(self.active_requests) == 1 and not self._others_run() and not may_grow(self.cache.on):
             return [each for each in demands if each.request in self.active_requests]
-        return demands if self.dares_all and not self.runs else []
+        return demands if self.without_reserve and not self.runs else []
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
         """Bytes of these that the model's own layers have to give. `own`: that they could."""
