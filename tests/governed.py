@@ -288,9 +288,6 @@ class FakeCache:
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         return (self, [part(index)]) if index < self.pages and index not in self.away else None
 
-    def wait_copies(self) -> bool:
-        return False
-
     def demote(self, pages: int) -> None:
         self.demoted.append(pages)
         self.on_peer -= pages

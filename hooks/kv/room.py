@@ -1,8 +1,7 @@
 """Where pages for new tokens come from when there are none: what is tried, in this order.
 
 1  what torch caches goes back to the pool
-2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that; so is what is
-   being copied to the host, once it has been
+2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that
 3  prefixes that are only kept in case that a prompt begins with them are forgotten
 4  what nobody can reach any more is collected: caches of calls that were interrupted hang on their tracebacks
 5  whoever controls replicas of a model is told that pages are lacking (duplicates.py); what other threads lease is
@@ -50,7 +49,7 @@ def find_room(
         return
     if tier is not None:
         tier.governor.reclaim.publish_now()
-        if tried() or (tier.governor.reclaim.wait_copies() and tried()):
+        if tried():
             return
     if give_up(device, sum(count for _, count in runs)) and tried():
         return

@@ -119,10 +119,6 @@ class SectorClient:
     def write_behind(self, pages: int) -> None:
         """Does nothing: see Note [One offer]."""
 
-    def wait_copies(self) -> bool:
-        """Returns False: nothing is copied behind."""
-        return False
-
     def demote(self, pages: int) -> None:
         """Does nothing: no page on the peer is to leave it."""
 

@@ -170,8 +170,5 @@ class PageClient(Client, Protocol):
         what has become of those before. Returns at once; `Governor.client_changed` when they are clean. While pages are
         short it is called in each iteration of any model, also with 0."""
 
-    def wait_copies(self) -> bool:
-        """Waits for what is being copied to backings, which may be taken then. False where nothing was. DriverError."""
-
     def demote(self, pages: int) -> None:
         """Starts to copy up to so many pages from the peer to the host, the coldest first. Returns at once."""

@@ -128,10 +128,6 @@ class KVClient:
         """As `KVSaving.write_behind`."""
         self.saving.write_behind(pages)
 
-    def wait_copies(self) -> bool:
-        """As `KVSaving.wait`."""
-        return self.saving.wait()
-
     def demote(self, pages: int) -> None:
         """As `KVSaving.demote`."""
         self.saving.demote(pages)

@@ -62,11 +62,6 @@ class KVSaving:
         with self._lock:
             return self._extents.busy and not self._behind.locked() and self._extents.saved()
 
-    def wait(self) -> bool:
-        """Waits for what is being copied to the host, so that it may be taken. False where nothing was. DriverError."""
-        with self._lock:
-            return sum([extent.mover.saving.wait_saved() for extent in self._extents.all()]) > 0
-
     def demote(self, pages: int) -> None:
         """Starts to copy up to so many pages from the peer to the host, those first that nobody reads there; they take
         their places once they have arrived, when `write_behind` is called, or the next iteration begins. Returns at

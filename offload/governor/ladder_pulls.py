@@ -32,16 +32,11 @@ class LadderPulls:
         return self._known.device.take(keys, pages) if keys else 0
 
     def preparing(self) -> Guarded[Callable[[], int]]:
-        """Publishes the reclaim list anew on a thread of its own, for a budget that the list before refused, and waits
-        for what is being copied meanwhile. Hands out what tells whether that is still going on. No lock is taken on
-        this thread: it may be in a signal's handler."""
-
-        def prepare() -> None:
-            self._reclaim.publish_now()
-            self._reclaim.wait_copies()
+        """Publishes the reclaim list anew on a thread of its own, for a budget that the list before refused. Hands out
+        what tells whether that is still going on. No lock is taken on this thread: it may be in a signal's handler."""
 
         def begin() -> Callable[[], int]:
-            publishing = threading.Thread(target=prepare, name="ballonet-prepare", daemon=True)
+            publishing = threading.Thread(target=self._reclaim.publish_now, name="ballonet-prepare", daemon=True)
             publishing.start()
 
             return lambda: int(publishing.is_alive())

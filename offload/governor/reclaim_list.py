@@ -40,16 +40,6 @@ class ReclaimList:
             self._known.list.void()
         self.publish()
 
-    def wait_copies(self) -> bool:
-        """Waits for what caches are copying to their backings, so that it may be taken. False where nothing was.
-        DriverError."""
-        with self._known.lock:
-            caches = [cache for _, cache in self._known.clients.paged]
-        waited = [cache.wait_copies() for cache in caches]
-        if any(waited):
-            self.publish_now()
-        return any(waited)
-
     def offered(self, but: int) -> Offered:
         """What clients other than that number have on the published list, within caps."""
         with self._known.lock:

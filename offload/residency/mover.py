@@ -96,17 +96,17 @@ class Mover:
                 self.states.move_run(PieceEvent.TAKEN, at, at + count)
 
     def takable(self, first: int, end: int) -> tuple[Runs, Runs]:
-        """The pieces of [first, end) that have a page of the device and may be taken: those that are clean, and those
-        whose bytes only the device has. On any thread."""
-        passed = self.saving.passed()
+        """The pieces of [first, end) that have a page of the device and may be taken: those that are clean, or will be
+        once all streams have passed, and those whose bytes only the device has. On any thread."""
+        saving = self.saving.under_way()
         clean = Pieces(self.states.within(first, end, PieceState.CLEAN))
-        clean.update(passed)
+        clean.update(saving)
         others = Pieces(
             self.states.within(
                 first, end, PieceState.SAVING, PieceState.OFFLOADED, PieceState.IN_SLOT, PieceState.ARRIVING
             )
         )
-        others.difference_update(passed)
+        others.difference_update(saving)
         ready: Runs = []
         dirty: Runs = []
         for run in others.gaps(first, end):

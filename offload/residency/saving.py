@@ -31,11 +31,11 @@ class Saving:
         """Is anything being copied to the backing or from the peer, or was that interrupted? See `saved`."""
         return bool(self._copies or self._backing.going)
 
-    def passed(self) -> list[int]:
-        """The pieces whose copies have passed. On any thread."""
+    def under_way(self) -> list[int]:
+        """The pieces whose copies have been submitted. They may be taken: whoever takes pages waits for all streams
+        first, those of copies too. On any thread."""
         copies = tuple(self._copies.items())
-        found = [piece for piece, done in copies if done is not None and done.passed()]
-        return [piece for piece in found if piece in self._states[PieceState.SAVING]]
+        return [piece for piece, done in copies if done is not None and piece in self._states[PieceState.SAVING]]
 
     def finish(self, piece: int) -> bool:
         """Waits for the copy of this piece, which is clean then. False where it is only marked. DriverError."""
@@ -79,13 +79,6 @@ class Saving:
     def submitted(self, pieces: Iterable[int], done: Done) -> None:
         """The copies of these have been submitted. The caller holds the lock."""
         self._copies.update(dict.fromkeys(pieces, done))
-
-    def wait_saved(self) -> bool:
-        """Waits for what is being saved. The caller holds the lock. Was there anything? DriverError."""
-        going = [done for done in self._copies.values() if done is not None]
-        for done in going:
-            done.wait()
-        return bool(going) and self.saved()
 
     def saved(self) -> bool:
         """Pieces whose copies have passed are clean, those that were on their way from the peer to the host are there,

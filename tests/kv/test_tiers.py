@@ -195,10 +195,20 @@ def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: De
 
 
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
-def test_nothing_is_offered_before_its_copy_has_passed(device: Device) -> None:
+def test_what_is_being_copied_may_be_taken_which_waits_for_the_copies(device: Device) -> None:
     pair = Pair(60)
     pair.tier.client.write_behind(4)  # takes 60 ms
-    assert pair.offers() == []
+    copied = kv_copied(device)
+    assert pair.offers() == [(0, True), (1, True), (2, True), (3, True)]
+    assert press(device, 4) == 4
+    assert kv_copied(device) == copied, "no page is copied twice"
+    pair.check()
+
+
+@pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
+def test_what_is_written_while_it_is_copied_is_dirty(device: Device) -> None:
+    pair = Pair(60)
+    pair.tier.client.write_behind(4)  # takes 60 ms
     pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))  # waits for the copies
     assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
     assert press(device, 4) == 4
