@@ -161,6 +161,11 @@ def test_bars_say_the_part() -> None:
     assert [format_age(seconds) for seconds in (-1, 59, 61, 7300)] == ["0 s", "59 s", "1 min", "2 h"]
 
 
+def test_a_device_that_is_being_closed_has_no_budget() -> None:
+    (pages,) = [section for section in sections_of(seen(budget=0)) if section.title == "pages"]
+    assert {row.name for row in pages.rows} >= {"weights", "free"}
+
+
 def test_lines_have_the_same_and_each_decision_once() -> None:
     first, second = SeenProcess(7, "", said(events=[event(1)]), decisions=(event(1),)), seen(events=[event(11)])
     _, line = lines_of(first)

@@ -68,7 +68,7 @@ def _list(seen: Sequence[SeenProcess], chosen: int, columns: int) -> Table:
             Text(each.program),
             Text(device_of(each)),
             format_size(now["budget"]),
-            Text(f"{bar(used / now['budget'], columns)} {format_size(used)}"),
+            Text(f"{bar(used / max(1, now['budget']), columns)} {format_size(used)}"),
             style="bold" if place == chosen else "",
         )
     return table

@@ -86,7 +86,7 @@ def _owners(now: Look) -> Iterator[Row]:
     pages = {**now["pages"], "not made": max(0, budget // page - now["created"])}
     for owner in ("weights", "kv", "activations", "retiring", "free", "not made"):
         count = pages[owner]
-        yield Row(owner, f"{format_size(count * page)}, {count:,} pages", count * page / budget, owner)
+        yield Row(owner, f"{format_size(count * page)}, {count:,} pages", count * page / max(1, budget), owner)
     if (share := now.get("shared")) is not None:
         text = f"{format_size(share['part'])} of {format_size(share['total'])}, with other processes"
         yield Row("shared", text, share["part"] / max(1, share["total"]), "free")
