@@ -82,6 +82,17 @@ def test_slow_iterations_are_given_five_times_their_length() -> None:
     assert heart.patience == 1.0
 
 
+def test_the_first_full_batch_is_given_five_times_what_it_is_predicted_to_take() -> None:
+    heart = Heartbeat(0.0, TUNING, full=3.0)
+    for beat in range(10):  # of a main loop with nothing to do
+        heart.beat(beat / 10, beat)
+    assert not heart.is_dead(15.8)
+    assert heart.is_dead(16.0)
+    for at, beat in ((4.9, 10), (5.0, 11)):  # one took longer
+        heart.beat(at, beat)
+    assert heart.patience == 20.0
+
+
 def test_several_iterations_between_two_beats_share_the_time() -> None:
     heart = Heartbeat(0.0, TUNING)
     heart.beat(0.0, 0)

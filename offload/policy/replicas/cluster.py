@@ -57,13 +57,15 @@ class Placement:
 class Cluster:
     """Replicas by number and groups by their members. `pages` of each layer."""
 
-    def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning) -> None:
+    def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning, full: float = 0.0) -> None:
+        """`full`: see Heartbeat."""
         self.pages = tuple(pages)
         self.kv = kv
         self.replicas: dict[int, Replica] = {}
         self.groups: dict[Members, Placement] = {}
         self._group_of: dict[int, Members] = {}
         self._tuning = tuning
+        self._full = full
 
     @property
     def layers(self) -> int:
@@ -71,7 +73,7 @@ class Cluster:
 
     def join(self, member: int, pages: int, epoch: int, at: float) -> None:
         """A replica that holds all layers. It is in no group yet."""
-        heart = Heartbeat(at, self._tuning)
+        heart = Heartbeat(at, self._tuning, self._full)
         self.replicas[member] = Replica(pages, Span(0, self.layers), heart, epoch, at)
 
     def place(self, placement: Placement) -> None:

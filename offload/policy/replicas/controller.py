@@ -66,7 +66,7 @@ class Controller:
         self._tuning = tuning
         self._cost = cost
         self._page_seconds = page_seconds
-        self._state = State(pages, kv, tuning)
+        self._state = State(pages, kv, tuning, cost.seconds(0, tuning.chunk))
         self._changes = Changes(self._state, tuning)
         self._failures = Failures(self._state, self._changes, tuning)
         self._calm = Calm(tuning)

@@ -17,8 +17,9 @@ from .requests import Request, RequestBook
 class State:
     """Groups and requests, changed together: whoever ends or forms a group does so here."""
 
-    def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning) -> None:
-        self.cluster = Cluster(pages, kv, tuning)
+    def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning, full: float = 0.0) -> None:
+        """`full`: see Heartbeat."""
+        self.cluster = Cluster(pages, kv, tuning, full)
         self.book = RequestBook()
         self.epoch = 0
         self.actions: list[Action] = []
