@@ -86,13 +86,17 @@ def merged(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
 def section(
     results: list[dict[str, Any]], parts: list[tuple[dict[str, Any], dict[str, Any]]], folder: Path
 ) -> Iterator[str]:
-    """The tables of these parts, (result, figure), for a document in `folder`."""
+    """The tables of these parts, (result, figure), machine by machine, for a document in `folder`."""
     if not any("gpu" in result["machine"] and result["figures"] for result in results):
         yield NO_GPU
-    for result, figure in parts:
-        yield markdown(result, figure)
-        if figure["benchmark"] == "streaming":
-            yield f"![Time per token]({picture(result).relative_to(folder)})\n"
+    for machine in dict.fromkeys(map(where, results)):
+        there = [(result, figure) for result, figure in parts if where(result) == machine]
+        if there:
+            yield f"On {machine}:\n"
+        for result, figure in there:
+            yield markdown(figure)
+            if figure["benchmark"] == "streaming":
+                yield f"![Time per token]({picture(result).relative_to(folder)})\n"
 
 
 def picture(result: dict[str, Any]) -> Path:
@@ -114,10 +118,10 @@ def where(result: dict[str, Any]) -> str:
     return f"{place}, torch {versions['torch']}, transformers {versions['transformers']}"
 
 
-def markdown(result: dict[str, Any], figure: dict[str, Any]) -> str:
-    """One benchmark: what, where and by which command, then the rows."""
-    program = f"benchmarks/bench_{figure['benchmark'].replace('-', '_')}.py"
-    title = f"**{figure['title'][0].upper()}{figure['title'][1:]}**  \n{where(result)}; `python {program}`\n"
+def markdown(figure: dict[str, Any]) -> str:
+    """One benchmark: what was measured and by which program, then the rows."""
+    program = f"bench_{figure['benchmark'].replace('-', '_')}.py"
+    title = f"**{figure['title'][0].upper()}{figure['title'][1:]}** (`{program}`)\n"
     omitted = OMITTED.get(figure["benchmark"], ())
     kept = [at for at, column in enumerate(figure["columns"]) if column not in omitted]
     rows = [[cell(row[at]) for at in kept] for row in figure["rows"]]

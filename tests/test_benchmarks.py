@@ -427,7 +427,7 @@ def test_runs_of_one_benchmark_are_one_table(figures: ModuleType) -> None:
     result = {"machine": {"cpu": "A CPU", "cores": 2}, "versions": {"torch": "2", "transformers": "5"}}
     (one,) = figures.merged(result | {"figures": [figure, other, figure | {"benchmark": "oom"}]}, "decode")
     assert one["title"] == "decoding, 8B"
-    assert figures.markdown(result, one).endswith("| run | n |\n|---|---|\n| as it is | 1 |\n| no cuDNN | 2 |\n")
+    assert figures.markdown(one).endswith("| run | n |\n|---|---|\n| as it is | 1 |\n| no cuDNN | 2 |\n")
     apart = [figure, other | {"columns": ["m", "longest of stock"]}]
     assert figures.merged(result | {"figures": apart}, "decode") == apart
 
