@@ -5,6 +5,7 @@ Each document has a section between two marks; what stands between them is made 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -18,14 +19,21 @@ from rich.markup import escape
 from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results"
-SHOWN = {
-    ROOT / "README.md": ("prefix", "oom", "context", "streaming", "decode"),
-    ROOT / "docs" / "measuring.md": (
-        *("slo", "knee", "driver-time", "shrink", "recover", "fragmentation", "page-size", "kv-stream", "lending"),
-        *("tenants", "serve", "serve-plain"),
-        *("hit-rate", "cold-load", "reactivate", "kv-growth", "prefill", "allocate", "exchange", "peak", "traces"),
-    ),
+CLAIMS = (  # of the README, in its order: the first machine's table of each, the others' in docs/measuring.md
+    *("oom", "context", "prefix", "streaming", "decode", "prefill"),
+    *("kv-growth", "serve", "serve-plain", "peak", "shrink"),
+)
+OTHERS = (
+    *("slo", "knee", "driver-time", "recover", "fragmentation", "page-size", "kv-stream", "lending", "tenants"),
+    *("hit-rate", "cold-load", "reactivate", "allocate", "exchange", "traces"),
+)
+OMITTED = {  # columns that only the stored results have
+    "context": ("what gave pages",),
+    "decode": ("longest of stock", "longest of ballonet"),
+    "prefix": ("MiB on the host", "tokens reused"),
+    "streaming": ("MiB per token",),
 }
+STEP = re.compile(r"(?:[\w/]*/)?([^/:]+): (?:(test_.*?): )?(.*)", re.DOTALL)  # file, tests, reason
 PICTURES = ROOT / "docs"  # where pictures go, and from where documents lead to them
 NO_GPU = "No GPU has run `make gpu` yet: every figure here is of a CPU, on the host stand-in.\n"
 
@@ -38,10 +46,10 @@ def main() -> None:
         for figure in result["figures"]:
             if figure["benchmark"] == "streaming":
                 draw(figure, where(result), picture(result))
-    for document, names in SHOWN.items():
-        before, opening, rest = document.read_text().partition("<!-- figures -->\n")
-        _, closing, after = rest.partition("<!-- end of figures -->")
-        document.write_text(before + opening + "\n".join(section(results, names, document.parent)) + closing + after)
+    for document, mark, text in sections(results):
+        before, opening, rest = document.read_text().partition(f"<!-- {mark} -->\n")
+        _, closing, after = rest.partition(f"<!-- end of {mark} -->")
+        document.write_text(before + opening + text + closing + after)
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -51,20 +59,44 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return sorted(results, key=lambda result: "gpu" not in result["machine"])
 
 
-def section(results: list[dict[str, Any]], names: tuple[str, ...], folder: Path = ROOT) -> Iterator[str]:
-    """The tables of these benchmarks, and what was tested where, for a document in `folder`."""
+def sections(results: list[dict[str, Any]]) -> Iterator[tuple[Path, str, str]]:
+    """What is made of the results: a document, the mark it stands behind, and the text."""
+    readme, measuring = ROOT / "README.md", ROOT / "docs" / "measuring.md"
+    parts = {name: [(result, figure) for result in results for figure in merged(result, name)] for name in CLAIMS}
+    yield readme, "figures", "\n".join(section(results, [part for name in CLAIMS for part in parts[name][:1]], ROOT))
+    rest = [(result, figure) for name in OTHERS for result in results for figure in merged(result, name)]
+    rest += [part for name in CLAIMS for part in parts[name][1:]]
+    yield measuring, "figures", "\n".join(section(results, rest, measuring.parent))
+    yield measuring, "gpu", "\n".join(tested(results))
+
+
+def merged(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The figures of a benchmark on one machine. Runs whose titles go on where the first one's ends are one figure with
+    it, whose first column is what they add."""
+    figures = [figure for figure in result["figures"] if figure["benchmark"] == name]
+    title = figures[0]["title"] if figures else ""
+    alike = all(each["title"].startswith(title) and each["columns"] == figures[0]["columns"] for each in figures)
+    if len(figures) < 2 or not alike:
+        return figures
+    added = [figure["title"].removeprefix(title).strip(", ") or "as it is" for figure in figures]
+    rows = [[add, *row] for add, figure in zip(added, figures, strict=True) for row in figure["rows"]]
+    return [figures[0] | {"columns": ["run", *figures[0]["columns"]], "rows": rows}]
+
+
+def section(
+    results: list[dict[str, Any]], parts: list[tuple[dict[str, Any], dict[str, Any]]], folder: Path
+) -> Iterator[str]:
+    """The tables of these parts, (result, figure), machine by machine, for a document in `folder`."""
     if not any("gpu" in result["machine"] and result["figures"] for result in results):
         yield NO_GPU
-    for name in names:
-        for result in results:
-            for figure in result["figures"]:
-                if figure["benchmark"] == name:
-                    yield markdown(result, figure)
-                    if name == "streaming":
-                        yield f"![Time per token]({picture(result).relative_to(folder)})\n"
-    for result in results:
-        if result["tests"] or ("gpu" in result["machine"] and result["failed"]):
-            yield tested(result)
+    for machine in dict.fromkeys(map(where, results)):
+        there = [(result, figure) for result, figure in parts if where(result) == machine]
+        if there:
+            yield f"On {machine}:\n"
+        for result, figure in there:
+            yield markdown(figure)
+            if figure["benchmark"] == "streaming":
+                yield f"![Time per token]({picture(result).relative_to(folder)})\n"
 
 
 def picture(result: dict[str, Any]) -> Path:
@@ -86,27 +118,50 @@ def where(result: dict[str, Any]) -> str:
     return f"{place}, torch {versions['torch']}, transformers {versions['transformers']}"
 
 
-def markdown(result: dict[str, Any], figure: dict[str, Any]) -> str:
-    """One benchmark: what, where and by which command, then the rows."""
-    program = f"benchmarks/bench_{figure['benchmark'].replace('-', '_')}.py"
-    lines = [
-        f"**{figure['title'][0].upper()}{figure['title'][1:]}**  ",
-        f"{where(result)}; `python {program}`",
-        "",
-        "| " + " | ".join(figure["columns"]) + " |",
-        "|" + "---|" * len(figure["columns"]),
-        *("| " + " | ".join(cell(value) for value in row) + " |" for row in figure["rows"]),
-        "",
-    ]
-    return "\n".join(lines)
+def markdown(figure: dict[str, Any]) -> str:
+    """One benchmark: what was measured and by which program, then the rows."""
+    program = f"bench_{figure['benchmark'].replace('-', '_')}.py"
+    title = f"**{figure['title'][0].upper()}{figure['title'][1:]}** (`{program}`)\n"
+    omitted = OMITTED.get(figure["benchmark"], ())
+    kept = [at for at, column in enumerate(figure["columns"]) if column not in omitted]
+    rows = [[cell(row[at]) for at in kept] for row in figure["rows"]]
+    return "\n".join([title, *table([figure["columns"][at] for at in kept], rows)])
 
 
-def tested(result: dict[str, Any]) -> str:
-    """What the tests of a part gave, and what was not run."""
-    counts = ", ".join(f"{count} {what}" for what, count in sorted(result["tests"].items()))
-    lines = [f"**`make gpu PART={result['part']}`**: {counts or 'no test'} ({where(result)})."]
-    lines += [f"- failed: {what}" for what in result["failed"]] + [f"- not run: {what}" for what in result["skipped"]]
-    return "\n".join([*lines, ""])
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table of Markdown, and an empty one behind it."""
+    lines = ["| " + " | ".join(row) + " |" for row in (columns, *rows)]
+    return [lines[0], "|" + "---|" * len(columns), *lines[1:], ""]
+
+
+def tested(results: list[dict[str, Any]]) -> Iterator[str]:
+    """What the tests of the parts of `make gpu` gave on each machine, what failed and what was not run."""
+    on_gpu = [result for result in results if result["tests"] or ("gpu" in result["machine"] and result["failed"])]
+    for machine, group in itertools.groupby(on_gpu, where):
+        yield f"`make gpu` on {machine}:\n"
+        yield from table(["part", "tests passed", "failed", "not run"], [outcome(result) for result in group])
+
+
+def outcome(result: dict[str, Any]) -> list[str]:
+    """The row of a part: its name, how many tests passed, what failed, and what was not run."""
+    tests = result["tests"]
+    failures = ([f"tests: {tests['failed']}"] if tests.get("failed") else []) + short(result["failed"])
+    return [result["part"], str(tests.get("passed", 0)), "; ".join(failures), "; ".join(short(result["skipped"]))]
+
+
+def short(steps: list[str]) -> list[str]:
+    """The steps, `file: tests: reason`, with those of one file and reason as one."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for step in steps:
+        match = STEP.fullmatch(step)
+        file, tests, reason = match.groups() if match else (step, None, "")
+        found.setdefault((file, reason.strip(" :").replace("|", "/")), []).extend(tests.split(", ") if tests else [])
+    return [f"`{file}`{counted(tests)}: {reason}" for (file, reason), tests in found.items()]
+
+
+def counted(tests: list[str]) -> str:
+    """The name of one test, the number of several."""
+    return f", {len(tests)} tests" if len(tests) > 1 else "".join(f", {test}" for test in tests)
 
 
 def cell(value: Any) -> str:

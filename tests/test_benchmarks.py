@@ -355,9 +355,8 @@ def test_peers_answer_or_say_why_not(run: ModuleType, tmp_path: Path, capsys: py
 
 
 def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
-    for document, names in figures.SHOWN.items():
-        shown = document.read_text().partition("<!-- figures -->\n")[2].partition("<!-- end of figures -->")[0]
-        expected = "\n".join(figures.section(figures.load(), names, document.parent))
+    for document, mark, expected in figures.sections(figures.load()):
+        shown = document.read_text().partition(f"<!-- {mark} -->\n")[2].partition(f"<!-- end of {mark} -->")[0]
         assert shown == expected, f"make figures: {document.name}"
         for picture in re.findall(r"!\[[^]]*\]\((\S+)\)", shown):
             assert (document.parent / picture).exists(), f"make figures: {picture}"
@@ -382,7 +381,9 @@ def test_a_picture_is_drawn_of_what_streams(figures: ModuleType, tmp_path: Path)
         "tests": {},
         "figures": [figure | {"rows": [["eager", 1, 8, "resident", 4, 3]]}],
     }
-    assert "](docs/streaming-a-cpu-2-cores.svg)" in "\n".join(figures.section([result], ("streaming",)))
+    assert "](docs/streaming-a-cpu-2-cores.svg)" in "\n".join(
+        figures.section([result], [(result, result["figures"][0])], ROOT)
+    )
 
 
 def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
@@ -399,18 +400,36 @@ def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
     gpu = cpu | {
         "part": "kv",
         "machine": {"cpu": "A CPU", "cores": 16, "gpu": "NVIDIA H200", "driver": "580"},
-        "tests": {"passed": 5, "skipped": 1},
-        "skipped": ["flash: not here"],
+        "tests": {"passed": 5, "failed": 1, "skipped": 3},
+        "failed": ["tests/gpu/test_b.py: exit status 1"],
+        "skipped": ["flash: not here", *(f"tests/gpu/test_a.py: test_{each}[cuda:1]: no tool" for each in "xy")],
     }
-    alone = "\n".join(figures.section([cpu], ("decode",)))
-    both = "\n".join(figures.section([gpu, cpu], ("decode",)))
+    (alone, _, nothing), (both, rest, said) = (
+        [text for _, _, text in figures.sections(results)] for results in ([cpu], [gpu, cpu])
+    )
     assert alone.startswith(figures.NO_GPU)
     assert "A CPU, 2 cores, no GPU" in alone
-    assert figures.NO_GPU not in both
-    assert both.index("NVIDIA H200, driver 580") < both.index("A CPU, 2 cores, no GPU")
-    assert "`make gpu PART=kv`**: 5 passed, 1 skipped" in both
-    assert "- not run: flash: not here" in both
+    assert nothing == ""
+    assert figures.NO_GPU not in both + rest
+    assert "NVIDIA H200, driver 580" in both
+    assert "A CPU, 2 cores, no GPU" in rest  # as the README has the device's figures
+    assert "NVIDIA H200" not in rest
+    assert (
+        "| kv | 5 | tests: 1; `test_b.py`: exit status 1 | `flash`: not here; `test_a.py`, 2 tests: no tool |" in said
+    )
     assert "| 1,234 |" in both
+    assert "| 1,234 |" in rest
+
+
+def test_runs_of_one_benchmark_are_one_table(figures: ModuleType) -> None:
+    figure = {"benchmark": "decode", "title": "decoding, 8B", "columns": ["n", "longest of stock"], "rows": [[1, "k"]]}
+    other = figure | {"title": "decoding, 8B, no cuDNN", "rows": [[2, "k"]]}
+    result = {"machine": {"cpu": "A CPU", "cores": 2}, "versions": {"torch": "2", "transformers": "5"}}
+    (one,) = figures.merged(result | {"figures": [figure, other, figure | {"benchmark": "oom"}]}, "decode")
+    assert one["title"] == "decoding, 8B"
+    assert figures.markdown(one).endswith("| run | n |\n|---|---|\n| as it is | 1 |\n| no cuDNN | 2 |\n")
+    apart = [figure, other | {"columns": ["m", "longest of stock"]}]
+    assert figures.merged(result | {"figures": apart}, "decode") == apart
 
 
 def test_make_gpu_says_what_the_machine_s_python_lacks() -> None:

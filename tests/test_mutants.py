@@ -11,7 +11,7 @@ import pytest
 from .mutants.patches import Patch, edited, exists, hunks, read, read_all, wrong
 
 PATCHES = read_all()
-TABLE = Path(__file__).parent.parent / "docs" / "mutants.md"
+TABLE = Path(__file__).parent / "mutants" / "README.md"
 WELL = """\
 Bug: a reader waits for nothing
 Tests: tests/test_mutants.py
@@ -53,6 +53,6 @@ def test_what_does_not_fit_is_an_error_that_names_the_file() -> None:
 
 
 def test_every_planted_bug_has_a_row() -> None:
-    """The table is docs/mutants.md, which `python tests/mutants/run.py --table` writes."""
+    """The table is tests/mutants/README.md, which `python tests/mutants/run.py --table` writes."""
     rows = re.findall(r"^\| (\S+) \| (.*) \| .* \| .* \|$", TABLE.read_text("utf-8"), re.MULTILINE)
     assert [name for name, _ in rows if name != "bug"] == [patch.name for patch in PATCHES]

@@ -3,6 +3,10 @@
 An interval i streams the last of every i layers. `NONE` of n layers, n + 1, streams nothing (the paper's infinity). The
 time of an iteration at an interval is that of its schedule, with the compute of the iteration spread over the layers by
 their size.
+
+Note [Errata]
+    The paper's ⌊t_compute·(1 + δ) / t_trans⌋ is about a whole iteration. The interval that streams L_off of L layers is
+    ⌊L / (L_off + 1)⌋ + 1: ⌊L / L_off⌋ streams too many for 22 of 32 values at L = 32.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Words
 Note [Errata]
     Everything is in bytes: models differ in their types. The regular cache of Eq. 5 is clamped at 0. With two slots a
     streamed block takes a place in both, which is what it means that a double slot halves K_master. A model of one
-    layer has one slot, for a second one would serve nothing: with that, Eq. 4 and 5 store as many blocks as can be.
+    layer has one slot, for a second one would serve nothing: with that, Eq. 4 and 5 store as many blocks as can be. The
+    paper's example stores 17 + 8 = 25 blocks, against 10.
 
 Note [What is left over]
     Pages that are free serve as slots and as regular cache at once, as in Eq. 4 and 5: so few pages of each layer

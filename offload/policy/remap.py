@@ -3,9 +3,9 @@
 Note [Algorithm 1]
     Read here: a model is at its end when it streams as many layers as its cap, not as many as it has; the model that
     was popped is asked again until then; what lines 7-12 do gives layers back, and remaps nothing. A cap counts the
-    layers that stream (m) and not those whose pages are free (m - β). It is the largest m with T_T·m ≤ T_compute
-    (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always leaves one
-    layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
+    layers that stream (m) and not those whose pages are free (m - β): N in §5.3 is m. It is the largest m with T_T·m ≤
+    T_compute (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always
+    leaves one layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
 
 Note [Given back]
     In the reverse of the order of giving (ladder.py, Note [Who gives layers]): to those that run, first where the most

@@ -31,6 +31,10 @@ Note [Two slots]
     later; and the link never waits if any c copies take as long as the c - β + 1 gaps computed meanwhile, and a layer.
     Where neither is so no formula is given. Gaps that are all alike, and whole r with even gaps, always have one.
 
+Note [Errata]
+    Oneiros' Eq. 5 is looser than its Eq. 4 from five freed layers on for n = 40, not from 9, which is where Eq. 4 fails
+    for r just above 3. max(n, m·r) is a lower bound where gaps differ (Note [Two slots]).
+
 Note [The cycle]
     When everything is done with a pass follows from when it was done with the one before by sums and maxima alone: one
     pass is a matrix over (max, +). What passes take in the long run is the largest mean of a cycle in it. To follow the

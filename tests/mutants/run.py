@@ -4,7 +4,7 @@
     python tests/mutants/run.py fence-retire core ... these bugs or areas, whether they were or not
     python tests/mutants/run.py --host                those whose tests need no GPU, for which torch's CPU build does
     python tests/mutants/run.py --list                checks the patches, and plants nothing
-    python tests/mutants/run.py --table               only writes docs/mutants.md from what was found
+    python tests/mutants/run.py --table               only writes tests/mutants/README.md from what was found
 
 A test kills a bug that passes without it and fails with it. The bugs are `tests/mutants/AREA/NAME.patch` (patches.py
 has the format). Those for the simulated GPU are judged where torch's CUDA build is, which `make test-cuda` fetches.
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="bugs or areas; all without")
     parser.add_argument("--host", action="store_true", help="only bugs whose tests need no GPU, simulated or not")
     parser.add_argument("--list", action="store_true", help="checks the patches, and plants nothing")
-    parser.add_argument("--table", action="store_true", help="writes docs/mutants.md, and plants nothing")
+    parser.add_argument("--table", action="store_true", help="writes tests/mutants/README.md, and plants nothing")
     parser.add_argument("--python", type=Path, help="of a CUDA environment that is ready, SIMGPU_HOME set: builds none")
     options = parser.parse_args()
     every = read_all()

@@ -1,4 +1,4 @@
-"""What was found of each planted bug: build/mutants.json for this machine, and docs/mutants.md for a reader.
+"""What was found of each planted bug: build/mutants.json for this machine, and README.md here for a reader.
 
 A verdict is stored under a hash of the bug and of its tests, so that what was judged is not judged again as long as
 both are as they were.
@@ -11,19 +11,19 @@ import json
 import re
 from typing import NamedTuple
 
-from patches import ROOT, Patch
+from patches import HERE, ROOT, Patch
 
 STORED = ROOT / "build" / "mutants.json"
-TABLE = ROOT / "docs" / "mutants.md"
+TABLE = HERE / "README.md"
 SCENES = ("tests/gpu/scene.py", "tests/gpu/hold.py")  # which all tests on the simulated device are made of
 HEADER = """\
 # Planted bugs
 
 Each is one defect that the log records as fixed, or one thing that a GPU needs taken away: a fence, a wait, a
 `record_stream`, a lease, a rule of captures. `make mutants` plants it in a copy of the project; a test that passes
-without it has to fail with it. The bugs are the patches in `tests/mutants/`; those of `simgpu` are tested on the
-simulated device ([tests/simgpu](../tests/simgpu/README.md)). This table is written by
-`python tests/mutants/run.py --table`.
+without it has to fail with it. A bug is a patch, `AREA/NAME.patch`; `patches.py` has the format. Those of `simgpu` are
+tested on the simulated device ([tests/simgpu](../simgpu/README.md)). `python tests/mutants/run.py --table` writes this
+file.
 """
 COLUMNS = "| bug | what it makes wrong | killed by | how it shows |\n|---|---|---|---|\n"
 UNJUDGED = "not judged yet"
@@ -53,7 +53,7 @@ def store(key: str, verdict: Verdict) -> None:
 
 
 def table(patches: list[Patch]) -> str:
-    """The text of docs/mutants.md. A bug that was not judged on this machine keeps its row of the present table, as
+    """The text of README.md. A bug that was not judged on this machine keeps its row of the present table, as
     long as that names one of its tests."""
     verdicts, text = known(), HEADER
     rows = dict(re.findall(r"^\| (\S+) \| .*? (\| .* \| .*) \|$", TABLE.read_text("utf-8"), re.MULTILINE))
