@@ -172,7 +172,8 @@ class FakeModel:
         return self.times[point.phase]
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        """Also of a layer that streams: a draft that another thread fills may be out of date, and is not published."""
+        """Answers for a layer that streams, too: a draft that another thread fills may be out of date, and is not
+        published then."""
         return (self, [part(layer)]) if self.entries(layer) else None
 
     def give_up(self, pages: int) -> int:
