@@ -54,6 +54,7 @@ class ElasticScheduler(Scheduler):
         self._passed: dict[str, int] = {}
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
+        self.cancelled: Callable[[str], object] = lambda request: None  # is called once a cancelled request is gone
         self._caution = 0  # bytes that stay free beside the reserve
         self.without_reserve = False  # may one request have all that is free?
         self._none_fits = False  # and is that too little for each?
@@ -357,10 +358,13 @@ class ElasticScheduler(Scheduler):
 
     def clear_cancelled_requests(self) -> list[Any]:
         """As Scheduler's."""
+        names = list(self._requests_to_cancel)
         found: list[Any] = super().clear_cancelled_requests()
         for state in found:
             self._noting.ended(state, "cancelled")
             self.promises.note(state.request_id, NOTHING)
+        for name in names:
+            self.cancelled(name)
         return found
 
     def clock(self) -> float:
