@@ -330,6 +330,9 @@ class Serving:
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
     look: float = 0.1  # s, that this loop waits (hooks/whatif)
+    # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
+    # two of decoding; a step that maps its pages anew takes some ms longer.
+    idle: int = 64
     # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
     # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
     swaps: float = 4.0
