@@ -340,9 +340,11 @@ def test_tunings_are_passed(trees: dict[Path, ast.Module]) -> None:
     assert reads_default(ast.parse("PARTS = DEFAULT.weights.link_parts"))
 
 
+_NUMBERS = "numbers alone say what they are, and the last some hundred are kept"
 # What is changed and belongs to no device and to no model: file -> names -> why it is the process's.
 PROCESS = {
     "allocator/captures.py": {"_listeners": "torch's class of graphs is wrapped once"},
+    "allocator/companion.py": {"_temporary_folder": "is deleted when the process ends"},
     "allocator/control.py": {"_control": "a process has one socket, named by its pid"},
     "allocator/install.py": {
         "_installed": "torch has one allocator",
@@ -355,6 +357,7 @@ PROCESS = {
     "hooks/batching/seams.py": {
         "_attached": "names of transformers are replaced once",
         "_thread": "of one thread: the model whose loop it makes",
+        "why_stock": "a process has one transformers",
     },
     "hooks/device/governors.py": {
         "_unless_said": "what a runtime is composed with that nobody composed",
@@ -381,11 +384,23 @@ PROCESS = {
         "_watching": "the same",
     },
     "hooks/replicas/front.py": {"_options": "of one request"},
+    "hooks/replicas/pair.py": {
+        "_device": "links share a thread of gloo, by the address of the machine",
+        "local_address": "the machine's, on the way to a store",
+    },
     "hooks/server/length.py": {"is_open": "of one request"},
     "hooks/server/tenants.py": {"asked_slo": "of one request", "asked_seed": "of one request"},
+    "hooks/splice/elsewhere.py": {"_class_for": "a class for each class of cache layers, so that two are of one type"},
     "hooks/splice/proof.py": {"_known": "what was proven of a class of models, which no model changes"},
     "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},
     "hooks/weights/follow.py": {"_followers": "torch's hooks on registrations are of all modules"},
+    "offload/governor/situation.py": {"_kept": _NUMBERS, "_meeting": _NUMBERS},
+    "offload/policy/ledger.py": {"_valid_anywhere": _NUMBERS},
+    "offload/policy/plan.py": {"_fewest": _NUMBERS},
+    "offload/policy/reclaim.py": {"_least": _NUMBERS, "nested": _NUMBERS},
+    "offload/policy/remap.py": {"cap": _NUMBERS},
+    "offload/policy/replicas/spans.py": {"_cut": _NUMBERS},
+    "offload/record/link.py": {"_gpu": "NVML is opened once, and stays open; by the name of the GPU"},
 }
 FIXED = {  # classes and functions of others whose results nobody changes
     *("Context", "Path", "Struct", "TypeVar", "attrgetter", "compile", "device", "frozenset", "getattr", "init_logger"),
@@ -440,11 +455,26 @@ def changed(tree: ast.Module, fixed: set[str]) -> set[str]:
     return {name for name in (found | made | called) & {*given} if name != "__all__"}
 
 
+_REMEMBERS = {"cache", "lru_cache"}  # of functools
+
+
+def remembered(tree: ast.Module) -> set[str]:
+    """Functions of a module, and methods of its classes, whose results are kept for all of the process."""
+    owners = [(tree, ""), *((each, f"{each.name}.") for each in ast.walk(tree) if isinstance(each, ast.ClassDef))]
+    found = {name for name, value in given_at_import(tree.body) if last_name(value) in _REMEMBERS}
+    for owner, prefix in owners:
+        for each in owner.body:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                found |= {prefix + each.name for mark in each.decorator_list if last_name(mark) in _REMEMBERS}
+    return found
+
+
 def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Module]) -> None:
-    """Two runtimes in one process know nothing of each other: what is the process's is listed, with the reason.
-    Results that are kept of pure functions (`functools.cache`) are not looked at."""
+    """Two runtimes in one process know nothing of each other: what is the process's is listed, with the reason. Results
+    that are kept of functions are so, too: they may keep alive what they were asked with."""
     fixed = {"lru_cache", *FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
-    found = {path.relative_to(ROOT).as_posix(): changed(trees[path], fixed) for _, path in SOURCES}
+    names = {path: changed(trees[path], fixed) | remembered(trees[path]) for _, path in SOURCES}
+    found = {path.relative_to(ROOT).as_posix(): each for path, each in names.items()}
     assert {path: names for path, names in found.items() if names} == {path: {*whys} for path, whys in PROCESS.items()}
 
 
@@ -462,6 +492,21 @@ def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Modul
 )
 def test_what_changes_is_seen(code: str, names: set[str]) -> None:
     assert changed(ast.parse(code), {"Options", "compile"}) == names
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("@functools.cache\ndef _class_for(stock): ...", {"_class_for"}),
+        ("@lru_cache(maxsize=8)\ndef _device(address): ...", {"_device"}),
+        ("_least = lru_cache(maxsize=256)(smallest)", {"_least"}),
+        ("class Planner:\n    @cache\n    def ask(self): ...", {"Planner.ask"}),
+        ("class Planner:\n    def __init__(self): self.ask = cache(self._ask)", set()),
+        ("def planner():\n    @cache\n    def ask(): ...", set()),
+    ],
+)
+def test_what_is_remembered_is_seen(code: str, names: set[str]) -> None:
+    assert remembered(ast.parse(code)) == names
 
 
 DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Again|So|Also)\b")

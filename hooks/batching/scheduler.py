@@ -17,6 +17,7 @@ from ...allocator import runtime
 from ...allocator.errors import DriverError, ManageError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
+from ...offload.policy.idle_heap import IdleHeap
 from ...offload.policy.ladder import Rung
 from ...offload.policy.request_slo import NOTHING, may_begin
 from ...offload.policy.step_costs import Step, StepCosts
@@ -54,11 +55,14 @@ class ElasticScheduler(Scheduler):
         self._passed: dict[str, int] = {}
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
+        self.cancelled: Callable[[str], object] = lambda request: None  # is called once a cancelled request is gone
         self._caution = 0  # bytes that stay free beside the reserve
         self.without_reserve = False  # may one request have all that is free?
         self._none_fits = False  # and is that too little for each?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
+        self._needed = 0  # bytes of activations that it needs
+        self._idle = IdleHeap(tuning.idle)
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
         host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
@@ -176,6 +180,7 @@ class ElasticScheduler(Scheduler):
             scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
             if scheduled:
                 break
+        self._needed = found.activations
         self._none_fits = self.without_reserve and bool(looked) and not scheduled
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
@@ -259,19 +264,26 @@ class ElasticScheduler(Scheduler):
         self._step = (self._next, now) if found else None
         if not found:
             self._noting.rests()
+        elif self._idle.passed(self._needed) and self._idle.gives(self._memory().activations, self._streams):
+            self._trim()
         if self.has_pending_requests():
             self._ended = math.inf
         elif self._ended == math.inf:
-            self._rest()
+            if self._streams:
+                self._trim()
             self._ended = now
 
-    def _rest(self) -> None:
-        """Gives the pages back that lie idle in the heap when the last request has ended, where layers stream for want
-        of pages. The heap keeps what the largest batch took, and the governor counts with free pages alone: under a
-        lighter load layers would never come home."""
-        if self.cache.model.lends(0).copied:
-            with suppress(DriverError):  # they stay in the heap then
-                self.cache.on.trim()
+    @property
+    def _streams(self) -> bool:
+        """Do layers stream for want of pages?"""
+        return self.cache.model.lends(0).copied > 0
+
+    def _trim(self) -> None:
+        """Gives the pages back that lie idle in the heap: when the last request has ended, or as idle_heap.py says. The
+        heap keeps what the largest batch took, and the governor counts with free pages alone: under a lighter load
+        layers that stream would never come home."""
+        with suppress(DriverError):  # they stay in the heap then
+            self.cache.on.trim()
 
     @property
     def wanted(self) -> float:
@@ -357,10 +369,13 @@ class ElasticScheduler(Scheduler):
 
     def clear_cancelled_requests(self) -> list[Any]:
         """As Scheduler's."""
+        names = list(self._requests_to_cancel)
         found: list[Any] = super().clear_cancelled_requests()
         for state in found:
             self._noting.ended(state, "cancelled")
             self.promises.note(state.request_id, NOTHING)
+        for name in names:
+            self.cancelled(name)
         return found
 
     def clock(self) -> float:

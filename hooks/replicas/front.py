@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ...allocator.errors import ManageError, SLOError
 from ..server import length
 from ..server.loading import Models
+from ..server.names import check_ended
 from ..server.tenants import asked_seed, asked_slo
 from .plan import Sampling
 from .requests import Request
@@ -191,8 +192,7 @@ class FrontLoop(CBGenerateManager):
     def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
-        if self._cb.has(request):
-            raise HTTPException(409, f"a request with the x-request-id {request!r} has not ended: give another one")
+        check_ended(request, self._cb.has)
         length.fit(request, model, len(inputs["input_ids"]), options)
         if self._supervisor.waiting >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")

@@ -24,6 +24,7 @@ from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
 from ..weights.layers import decoder_layers
 from .layer_bytes import Came, LayerBytes
+from .piecewise import Piecewise
 from .ready import ReadyLayers
 from .restore_pages import RestorePages
 
@@ -48,7 +49,7 @@ class Restored(NamedTuple):
 
 class HeldLayers:
     """Which decoder layers of a managed model a replica holds. Thread-safe: one call, or step, at a time; forwards may
-    run meanwhile on other threads. Does not keep the model alive."""
+    run meanwhile on other threads. Does not keep the model alive. `pieces`: tells that work on a layer goes on."""
 
     def __init__(self, handle: Managed) -> None:
         """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no governor would
@@ -64,10 +65,14 @@ class HeldLayers:
         self._weights = weights_of(handle)
         self._device = self._weights.device
         self._governor = governors.of(self._device)
-        self._ready = ReadyLayers(self._model, self._weights, governors.composed_with(self._device).interpreter)
+        composed = governors.composed_with(self._device)
+        self.pieces = Piecewise(self._device, composed.tuning.replicas.moved)
+        self._ready = ReadyLayers(self._model, self._weights, self.pieces, composed.interpreter)
         self._pages = RestorePages(self._weights)
         name = elastic.name
-        self._bytes = LayerBytes(self._weights, name, lambda layer: decoder_layers(_model_of(handle, name))[layer])
+        self._bytes = LayerBytes(
+            self._weights, name, lambda layer: decoder_layers(_model_of(handle, name))[layer], self.pieces
+        )
         self._lock = threading.RLock()
         self._withdraw: Callable[[], None] | None = None
 

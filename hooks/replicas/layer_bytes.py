@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ...allocator._native import Range, Transfer
+from ...allocator._native import Range
 from ...allocator.errors import ManageError
 from ...offload.residency.layer_parts import StreamedLayer
 from ..weights.moving import flat_over
 from ..weights.ranges import Weights
 from ..weights.storages import like_over
 from .checksum import checksum
+from .piecewise import Piecewise
 from .ready import lying_in, sums
 
 # What came to new pages: the checksums of a peer's bytes by range and offset, none of a file's; None: nothing did
@@ -30,12 +31,12 @@ Came = dict[int, dict[int, bytes]] | None
 class LayerBytes:
     """Used under the lock of HeldLayers. See Note [Where a layer comes home from]."""
 
-    def __init__(self, weights: Weights, name: str, module: Callable[[int], nn.Module]) -> None:
+    def __init__(self, weights: Weights, name: str, module: Callable[[int], nn.Module], pieces: Piecewise) -> None:
         """`name`: of the model; `module(layer)`: of a decoder layer."""
         self._weights = weights
         self._name = name
         self._module = module
-        self._transfer = Transfer(weights.device)
+        self._pieces = pieces
 
     def fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
         """Brings a layer's bytes to new pages while forwards run: those that a peer has `given`, else its backing's, if
@@ -69,6 +70,7 @@ class LayerBytes:
                 new = like_over(tensor, flat, _place(each, tensor.data_ptr(), self._weights.device.page_size))
                 new.copy_(given[name])
                 found[opened.address][tensor.data_ptr() - opened.address] = checksum(new)
+                self._pieces.done()
         return found
 
     def complete(self, each: StreamedLayer, filled: Range, came: Came) -> bool:
@@ -84,13 +86,13 @@ class LayerBytes:
         if _in_files(each):
             return {part.range.address: dict(part.backing.sums) for part in each.parts}
         lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
-        return {part.range.address: sums(part.range, lying) for part in each.parts}
+        return {part.range.address: sums(part.range, lying, self._pieces) for part in each.parts}
 
     def _copy(self, each: StreamedLayer, filled: Range, after: int | None) -> None:
         """From the layer's backing. WeightsFileChanged, DriverError."""
         each.check()
         try:
-            self._transfer.copy(each.copies(filled), after=after, owner="weights", to="device").wait()
+            self._pieces.copy(each.copies(filled), after, "device")
         finally:
             each.check()
 

@@ -139,7 +139,11 @@ class LayerMoves:
         def weights(layer: int) -> dict[str, torch.Tensor]:
             link.send(tensor_of(str(layer)), "pull", urgent=True)
             names = json.loads(text_of(self._wait(link, "layer")))
-            return {name: self._wait(link, "weights") for name in names}
+            found: dict[str, torch.Tensor] = {}
+            for name in names:
+                found[name] = self._wait(link, "weights")
+                self._beat()  # they may come fast enough to be waited for shortly, and be many
+            return found
 
         return weights
 
@@ -167,6 +171,7 @@ class LayerMoves:
         for tensor in tensors.values():
             link.send(tensor, "weights", check=True)
             self.sent += tensor.nbytes
+            self._beat()
 
 
 def reason_of(error: Exception) -> Reason:

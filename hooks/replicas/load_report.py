@@ -9,6 +9,7 @@ Note [Wished pages]
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.demand import KVSize, prompt_pages
@@ -23,6 +24,7 @@ class LoadReport:
         self._setup = setup
         self._progress = 0
         self._told_at = -1.0
+        self._told: events.Load | None = None
         self._lock = threading.Lock()
         self._wished: list[tuple[float, int]] = []  # until when, and how many pages
 
@@ -34,15 +36,29 @@ class LoadReport:
 
     def beat(self, epoch: int, stage: Stage | None) -> None:
         """Counts one more. SupervisorLost."""
-        tuning = self._setup.tuning
         self._progress += 1
         now = self._setup.clock()
-        if epoch < 0 or now - self._told_at < min(tuning.beat, tuning.period):
+        if epoch < 0 or not self._is_due(now):
             return
-        self._told_at = now
         used, free, pending = (0, 0, 0) if stage is None else pages_of(stage, self._setup.layers)
         pending += self._wishes(now)
-        self._setup.supervisor.post(events.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress))
+        self._tell(events.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress), now)
+
+    def goes_on(self) -> None:
+        """Counts one more in the middle of a long turn, and tells the load as it was told last: the cache and its locks
+        may not be asked there. SupervisorLost."""
+        self._progress += 1
+        now = self._setup.clock()
+        if self._told is not None and self._is_due(now):
+            self._tell(replace(self._told, progress=self._progress), now)
+
+    def _is_due(self, now: float) -> bool:
+        tuning = self._setup.tuning
+        return now - self._told_at >= min(tuning.beat, tuning.period)
+
+    def _tell(self, load: events.Load, now: float) -> None:
+        self._told, self._told_at = load, now
+        self._setup.supervisor.post(load)
 
     def _wishes(self, now: float) -> int:
         """Pages that are wished for."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...allocator._native import Lease, Range, Transfer
+from ...allocator._native import Lease, Range
 from ...allocator.errors import DropRefused, PoolExhausted, WeightsFileChanged
 from ...offload.residency.backing import Backing
 from ...offload.residency.file_backing import FileBacking
@@ -34,6 +34,7 @@ from ..weights.files import compared, possible_places
 from ..weights.ranges import Weights
 from ..weights.storages import held, spans
 from .checksum import checksum
+from .piecewise import Piecewise
 
 if TYPE_CHECKING:
     from ...offload.residency.safetensors import TensorEntry
@@ -44,10 +45,10 @@ Lying = dict[str, tuple[Range, torch.Tensor]]
 class ReadyLayers:
     """The backings of one model's resident layers that are ready. One thread at a time."""
 
-    def __init__(self, model: nn.Module, weights: Weights, interpreter: Interpreter = THIS) -> None:
+    def __init__(self, model: nn.Module, weights: Weights, pieces: Piecewise, interpreter: Interpreter = THIS) -> None:
         self._weights = weights
         self._interpreter = interpreter
-        self._transfer = Transfer(weights.device)
+        self._pieces = pieces
         self._places: dict[int, list[tuple[TensorEntry, FileSpan]]] | None = None
         self._name = type(model).__name__
 
@@ -104,7 +105,7 @@ class ReadyLayers:
             raise
         files = any(backing is not None and backing.file is not None for backing in backings)
         if (files and not alone) or any(
-            backing is None or backing.sums != sums(opened, lying)
+            backing is None or backing.sums != sums(opened, lying, self._pieces)
             for opened, backing in zip(resident, backings, strict=True)
         ):
             self._weights.backings.forget_ready(self._weights.of([layer]))
@@ -127,7 +128,7 @@ class ReadyLayers:
         alone = self._alone(module)  # before anything here refers to what it holds
         lying = lying_in(self._ranges(layer), module)
         resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
-        before = {opened.address: sums(opened, lying) for opened in resident}
+        before = {opened.address: sums(opened, lying, self._pieces) for opened in resident}
         with ExitStack() as undo:
             made: dict[int, Backing] = {}
             for opened in resident:
@@ -135,7 +136,7 @@ class ReadyLayers:
                 made[opened.address] = self._filled(opened, file, undo)
             for opened in resident:
                 made[opened.address].sums = before[opened.address]
-                if sums(opened, lying) != before[opened.address]:
+                if sums(opened, lying, self._pieces) != before[opened.address]:
                     raise DropRefused(
                         f"layer {layer} of {self._name} cannot be dropped, as somebody writes to its weights: drop it "
                         "when that has ended"
@@ -148,9 +149,10 @@ class ReadyLayers:
         undo.callback(backing.close)
         if file is None:
             runs = live(opened, 0, opened.pieces)
-            backing.map_all(runs, undo)
+            for run in self._pieces.spans(runs):
+                backing.map_all((run,), undo)
             pieces = [piece for first, count in runs for piece in range(first, first + count)]
-            self._transfer.copy(backing.saves(pieces), after=None, owner="weights", to="host").wait()
+            self._pieces.copy(backing.saves(pieces), None, "host")
         return backing
 
     def _file(self, opened: Range, lying: Lying) -> FileBacking | None:
@@ -159,7 +161,8 @@ class ReadyLayers:
         found: dict[int, FileSpan] = {}
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             for tensor in tensors:
-                span = compared(tensor, (self._places or {}).get(id(tensor), ()), memory)
+                places = (self._places or {}).get(id(tensor), ())
+                span = compared(tensor, places, memory, self._pieces.done)
                 if isinstance(span, str):
                     return None
                 found[id(tensor)] = span
@@ -190,6 +193,11 @@ def lying_in(ranges: Iterable[Range], module: nn.Module) -> Lying:
     }
 
 
-def sums(opened: Range, lying: Lying) -> dict[int, bytes]:
-    """The checksums of the tensors that lie in a range, by their offset in it."""
-    return {tensor.data_ptr() - opened.address: checksum(tensor) for its, tensor in lying.values() if its is opened}
+def sums(opened: Range, lying: Lying, pieces: Piecewise) -> dict[int, bytes]:
+    """The checksums of the tensors that lie in a range, by their offset in it. `pieces`: is told after each."""
+    found: dict[int, bytes] = {}
+    for its, tensor in lying.values():
+        if its is opened:
+            found[tensor.data_ptr() - opened.address] = checksum(tensor)
+            pieces.done()
+    return found

@@ -3,7 +3,8 @@
 Note [One thread]
     Everything that touches the model happens in this loop, one thing after the other: mail, a microbatch, a piece of
     KV, a layer that comes home. So a change of epoch happens between two microbatches, and nothing is locked. What
-    waits for others counts on meanwhile (`Over`): a replica that stands still is one whose kernel, or process, does.
+    waits for others counts on meanwhile (`Over`), and so does what moves a layer (piecewise.py): a replica that stands
+    still is one whose kernel, or process, does.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Replica:
         self._counts = CountReport(setup, self._place, self._moves)
         self._ended = self._rejoins = False
         setup.holds.offer(self._load.wish)
+        setup.holds.pieces.told = self._load.goes_on
 
     # -- the loop
 
@@ -59,6 +61,7 @@ class Replica:
                 self._counts.tell(at_once=True)
             self._place.close()
             self._setup.holds.end_offer()
+            self._setup.holds.pieces.end()
             self._setup.holds.give_back()
         return self._rejoins
 

@@ -6,6 +6,7 @@ of the device by the governor's ladder, so that none needs to stop.
 
 from __future__ import annotations
 
+import functools
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...allocator.errors import DriverError, PoolExhausted, RequestTooLarge, SLO
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
 from . import length
+from .names import check_ended
 
 # for which the server is not to blame: a request waited too long, or had no memory. Another time it may be answered
 _LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
@@ -29,8 +31,9 @@ asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # o
 
 class Loop(CBGenerateManager):
     """The generation loop of one model. A request is refused before it waits, as HTTP errors: 400 where it has no
-    tokens; 413 where it can never run, or is longer than the model, with the numbers; 422 where it cannot have the SLO
-    that it asks for, with the nearest that it can; 429 where too many wait."""
+    tokens; 409 where another of its x-request-id has not ended; 413 where it can never run, or is longer than the
+    model, with the numbers; 422 where it cannot have the SLO that it asks for, with the nearest that it can; 429 where
+    too many wait."""
 
     def __init__(self, settings: Any, most_waiting: int) -> None:
         """`settings`: a ContinuousBatchingConfig; `most_waiting`: requests that may wait."""
@@ -49,6 +52,8 @@ class Loop(CBGenerateManager):
             loop.batch_processor = loop._create_batch_processor()  # as its warmup() does
         except (torch.OutOfMemoryError, DriverError) as error:
             raise HTTPException(503, f"no memory for a cache: {error}") from None
+        if isinstance(scheduler := loop.batch_processor.scheduler, ElasticScheduler):
+            scheduler.cancelled = functools.partial(_forget, loop.output_router)
         loop.start()
         self._cb = loop
 
@@ -73,7 +78,9 @@ class Loop(CBGenerateManager):
             found: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
             )
-        except RuntimeError:
+        except RuntimeError:  # it has ended, or never begun: a cancellation would be of the next one of its name
+            if self._cb is not None:
+                _forget(self._cb.output_router, request_id)
             why = self._leave(request_id)
             if self._ends:
                 raise HTTPException(503, "the server shuts down") from None
@@ -81,6 +88,8 @@ class Loop(CBGenerateManager):
                 raise HTTPException(503, str(why)) from None
             raise
         except BaseException:
+            if self._cb is not None and request_id in self._cb.output_router.result_handlers:
+                self._cb.cancel_request(request_id)
             self._leave(request_id)
             raise
         self._reasons.pop(request_id, None)
@@ -127,6 +136,7 @@ class Loop(CBGenerateManager):
     def _admit(self, request: str, model: Any, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
+        check_ended(request, self._has)
         if self.queued[1] >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
         length.fit(request, model, len(inputs["input_ids"]), options)
@@ -142,6 +152,13 @@ class Loop(CBGenerateManager):
                     scheduler.promises.note(request, NOTHING)
                     raise HTTPException(422, str(late))
 
+    def _has(self, request: str) -> bool:
+        """Has a request of this name not ended? A cancelled one has once the loop knows of it."""
+        loop = self._cb
+        if loop is None or not isinstance(self._scheduler, ElasticScheduler):
+            return False
+        return request in loop.output_router.result_handlers
+
     @property
     def _reasons(self) -> dict[str, Exception | None]:
         """Why requests failed whose end somebody waits for."""
@@ -150,8 +167,6 @@ class Loop(CBGenerateManager):
 
     def _leave(self, request: str) -> Exception | None:
         """Nobody waits for the request any more. Returns why it failed, as far as it did."""
-        if self._cb is not None:
-            self._cb.cancel_request(request)
         self._release(request)
         return self._reasons.pop(request, None)
 
@@ -159,6 +174,12 @@ class Loop(CBGenerateManager):
         """Nothing is promised any more to a request that may never reach the loop."""
         if isinstance(scheduler := self._scheduler, ElasticScheduler):
             scheduler.promises.note(request, NOTHING)
+
+
+def _forget(router: Any, request: str) -> None:
+    """Has an OutputRouter tell nothing more of a request."""
+    with router._lock:
+        router.result_handlers.pop(request, None)
 
 
 class Tenants(GenerationState):

@@ -74,14 +74,18 @@ def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
 
 
 def compared(
-    tensor: torch.Tensor, possible: Iterable[tuple[TensorEntry, FileSpan]], memory: BinaryIO
+    tensor: torch.Tensor,
+    possible: Iterable[tuple[TensorEntry, FileSpan]],
+    memory: BinaryIO,
+    told: Callable[[], object] = lambda: None,
 ) -> FileSpan | str:
-    """Where the tensor lies of these, byte for byte; else why nowhere. `memory`: as for `same`. WeightsFileChanged."""
+    """Where the tensor lies of these, byte for byte; else why nowhere. `memory`, `told`: as for `same`.
+    WeightsFileChanged."""
     if not has_bytes(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return "its memory is not laid out as in the file"
     if not (alike := [span for entry, span in possible if _alike(tensor, entry)]):
         return "its dtype or shape is not that in the file"
-    equal = next((span for span in alike if same(tensor, span, memory)), None)
+    equal = next((span for span in alike if same(tensor, span, memory, told)), None)
     return "its values are not those in the file" if equal is None else equal
 
 

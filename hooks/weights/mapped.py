@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -137,9 +137,15 @@ def _may_be_written(tensor: torch.Tensor) -> bool:
     return len(bits) < pages or bool((own | ((bits & _SWAPPED) != 0)).any())
 
 
-def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO, most: int = DEFAULT.files.compared) -> bool:
-    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem; `most`: bytes at once.
-    WeightsFileChanged.
+def same(
+    tensor: torch.Tensor,
+    span: FileSpan,
+    memory: BinaryIO,
+    told: Callable[[], object] = lambda: None,
+    most: int = DEFAULT.files.compared,
+) -> bool:
+    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem; `told`: is called after each
+    `most` bytes. WeightsFileChanged.
 
     On the CPU a tensor may itself be a view of the mapped file, so its bytes are read without touching them, too.
     """
@@ -155,6 +161,7 @@ def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO, most: int = DEF
         else:
             sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(flat.device)
             equal = torch.equal(sent, flat[first : first + nbytes])
+        told()
         if not equal:
             return False
     return True

@@ -330,6 +330,9 @@ class Serving:
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
     look: float = 0.1  # s, that this loop waits (hooks/whatif)
+    # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
+    # two of decoding; a step that maps its pages anew takes some ms longer.
+    idle: int = 64
     # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
     # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
     swaps: float = 4.0
@@ -463,6 +466,9 @@ class Replicas:
     # -- links and membership
     # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
     beat: float = 0.2
+    # Bytes of a layer that are copied until the main loop counts on. Chosen: at 100 MB/s a third of `silent`, and far
+    # more than a copy needs to run at the full speed of the link.
+    moved: int = 32 * 2**20
     # The other end of a link is waited for while it is formed. Chosen: forming takes 7 ms (gloo), a loaded process
     # may take seconds to come.
     forming: float = 10.0

@@ -29,6 +29,7 @@ from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
+from ballonet.offload.policy.replicas.heartbeat import Heartbeat
 from ballonet.offload.policy.replicas.restore_plan import Pull
 
 from ..models import build
@@ -77,16 +78,59 @@ class Pumped(MemoryLink):
         return found
 
 
+class LinkClock(Clock):
+    """A step passes at each look, and the time that weights take over a slow link to the host, once there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(step=0.05)
+        self._byte, self._before = 0.0, 0
+
+    def slow(self, bandwidth: float) -> None:
+        """`bandwidth`: bytes per second."""
+        self._byte, self._before = 1 / bandwidth, self._copied()
+
+    def __call__(self) -> float:
+        return super().__call__() + self._byte * (self._copied() - self._before)
+
+    def _copied(self) -> int:
+        copied = runtime.require().snapshot()["copied"]
+        return int(copied["weights_d2h"] + copied["weights_h2d"])
+
+
+class Watched(Desk):
+    """A supervisor that judges whether the replica lives, once it is to. `dead`: it was taken for dead; `loads`:
+    heartbeats so far."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._heart: Heartbeat | None = None
+        self.loads = 0
+        self.dead = False
+
+    def judge(self) -> None:
+        """From now on."""
+        self._heart = Heartbeat(self._clock())
+
+    def post(self, message: Message) -> None:
+        super().post(message)
+        if self._heart is not None and isinstance(message, events.Load):
+            self.loads += 1
+            self.dead |= self._heart.is_dead(now := self._clock())
+            self._heart.beat(now, message.progress)
+
+
 class Loops:
     """Two replicas, which are on their own in epochs 1 and 2."""
 
     def __init__(self, members: list[Member], holds: list[HeldLayers]) -> None:
-        self.desks = Desk(), Desk()
+        self.clocks = LinkClock(), LinkClock()
+        self.desks = Watched(self.clocks[0]), Watched(self.clocks[1])
         self.holds = holds
         self.links: dict[tuple[int, int], Pumped] = {}  # by epoch, and whose end
         bell: Any = SimpleNamespace(wait=lambda look, timeout: look())
         self.loops = [
-            Replica(Setup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), Clock(step=0.05)), bell)
+            Replica(Setup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), self.clocks[n]), bell)
             for n in (0, 1)
         ]
         for n in (0, 1):
@@ -182,7 +226,7 @@ def settings_of(model: Any) -> GroupSettings:
 
 @pytest.fixture
 def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
-    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    tuned(weights={"large": 2**11}, replicas={"moved": PAGE})  # so that tiny layers have ranges, and pieces
     ballonet.install(2**24, page_size=PAGE, host_budget=2**22, device="cpu")
     models = [build("llama", num_hidden_layers=LAYERS) for _ in range(2)]
     with ExitStack() as stack:
@@ -240,6 +284,43 @@ def weight_bytes(loops: Loops, to: int, layers: Sequence[int]) -> int:
     """Bytes of layers, which another replica pulled."""
     found = [loops.loops[to]._setup.replica.model.model.layers[layer] for layer in layers]
     return sum(each.nbytes for module in found for each in (*module.parameters(), *module.buffers()))
+
+
+@pytest.mark.parametrize("way", ["prepare", "restore"])
+def test_who_moves_a_layer_for_seconds_is_not_taken_for_dead(loops: Loops, way: str) -> None:
+    """Each layer takes three seconds over the link, three times what a main loop may be silent."""
+    loop, desk, held = loops.loops[0], loops.desks[0], loops.holds[0]
+    if way == "restore":
+        held.drop(Span(0, 2))
+    loops.clocks[0].slow(weight_bytes(loops, 0, (3,)) / 3)
+    desk.judge()
+    before = loops.clocks[0]()
+    if way == "restore":
+        loops.tell(0, StartRestore(1, (Pull(0, 2, None), Pull(0, 3, None))))
+    for _ in range(20):
+        loop.step()
+    assert (len(held.ready), held.dropped) == (LAYERS, ())
+    assert loops.clocks[0]() > before + 6
+    assert not desk.dead
+    assert desk.loads > 6
+
+
+def test_who_takes_a_layer_in_from_a_slow_peer_is_not_taken_for_dead(loops: Loops) -> None:
+    """Each tensor comes before the loop would say that it waits, and all together take seconds."""
+    loops.drop(3)
+    recv = loops.links[3, 0].recv
+
+    def slow(tag: str, *more: Any) -> torch.Tensor:
+        loops.clocks[0].now += 0.19 if tag == "weights" else 0
+        return recv(tag, *more)
+
+    loops.links[3, 0].recv = slow  # type: ignore[method-assign]
+    loops.desks[0].judge()
+    before = loops.clocks[0]()
+    loops.tell(0, StartRestore(3, (Pull(0, 2, 1), Pull(0, 3, 1))))
+    loops.until(events.Restored(0.0, 3, 0))
+    assert loops.clocks[0]() > before + 2
+    assert not loops.desks[0].dead
 
 
 def test_a_request_that_comes_before_the_others_of_its_group_is_begun(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import re
@@ -30,7 +31,7 @@ from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 from .. import programs
 from ..core import PAGE_CALLS, arm, disarm
 from ..models import build
-from ..tuned import Tuned
+from ..tuned import Clock, Tuned
 from .batches import PAGE, answers, install, looping, prompts, stock
 
 pytestmark = pytest.mark.chaos
@@ -454,6 +455,67 @@ def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, s
         while not 0 < (found.wanted or 0) < math.inf:
             assert manager.get_result(timeout=0.01) is None
         assert (runtime.require().trim() == 0) == streams
+
+
+def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned) -> None:
+    """A short request comes whenever one of three ends, and they never end at the same step."""
+    tuned(clock=Clock(step=0.01), weights={"large": 2**11}, serving={"idle": 16})
+    model = build("llama", num_hidden_layers=12, hidden_size=128)
+    install(120)
+    lengths = itertools.cycle((8, 11, 13))
+    with ballonet.manage(model) as managed, looping(model, 8, max_batch_tokens=256) as manager:
+
+        def ask() -> None:
+            manager.add_request([*range(3, 11)], max_new_tokens=next(lengths))
+
+        def answered() -> bool:
+            """Is it one of the burst?"""
+            found = manager.get_result(timeout=600)
+            assert found.error is None
+            large = len(found.prompt_ids) > 8
+            if not large:
+                ask()
+            return large
+
+        def held() -> int:
+            return int(runtime.require().snapshot()["pages"]["activations"])
+
+        for _ in range(16):
+            manager.add_request([*range(3, 193)])
+        for _ in range(3):
+            ask()
+        left = 16
+        while left:
+            left -= answered()
+        assert managed.report().streamed
+        before = held()
+        for _ in range(400):
+            answered()
+            if not managed.report().streamed:
+                break
+        assert not managed.report().streamed
+        assert held() < before
+
+
+def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
+    """Although layers stream all the time: pages that are created in 40 steps, with a look in each few and without."""
+    tuned(weights={"large": 2**11})
+    model = build("llama", num_hidden_layers=12, hidden_size=128)
+    install(64)
+
+    def created(idle: int) -> int:
+        tuned(serving={"idle": idle})
+        with ballonet.manage(model) as managed, looping(model, 64) as manager:
+            assert managed.report().streamed
+            manager.add_request([*range(3, 60)], streaming=True)
+            found = list[int]()
+            for _ in range(64):
+                assert manager.get_result(timeout=600).error is None
+                found.append(runtime.require().snapshot()["driver_calls"]["cuMemCreate"])
+            return found[-1] - found[24]
+
+    without = created(10**6)
+    assert created(4) < without + 8
 
 
 @pytest.mark.parametrize(

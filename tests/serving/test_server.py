@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,11 +119,16 @@ CHAT = """{% for each in messages %}{% if each.role == 'judge' %}{{ raise_except
 {{ each.content }} w9{% endfor %}"""
 
 
+def words() -> Tokenizer:
+    """Whole words."""
+    tokenizer = Tokenizer(kinds.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
 def saved(folder: Path, layers: int, longest: int = LONGEST, *, chat: bool = False) -> str:
     """A tiny model with a tokenizer of whole words. `longest`: tokens of a sequence; `chat`: has it a chat template?"""
-    words = Tokenizer(kinds.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words(), unk_token="w1", pad_token="w0")
     tokenizer.chat_template = CHAT if chat else None
     tokenizer.save_pretrained(folder)
     build("llama", num_hidden_layers=layers, max_position_embeddings=longest).save_pretrained(folder)
@@ -241,6 +247,67 @@ def test_nothing_stays_promised_to_a_request_that_is_not_taken(
 
 async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
     return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streaming: bool) -> None:
+    """As by replicas (tests/replicas/test_front.py). One that was cancelled has ended once the loop has let it go."""
+    tokenizer = SimpleNamespace(_tokenizer=words(), decode=lambda ids, **_: f"{len(ids)} tokens")
+
+    async def scene(loop: Loop, model: Any) -> None:
+        def asked(name: str, tokens: int = TOKENS) -> Any:
+            settings = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0)
+            return asked_of(loop, streaming, model, tokenizer, {"input_ids": [3, 4]}, settings, name)
+
+        async def begun(name: str, tokens: int = TOKENS) -> asyncio.Task[Any]:
+            task = asyncio.ensure_future(asked(name, tokens))
+            await asyncio.sleep(0)
+            return task
+
+        async def refused(name: str) -> bool:
+            try:
+                await (task := await begun(name))
+                await ended(task)
+            except HTTPException as error:
+                return error.status_code == 409 and "has not ended" in str(error.detail)
+            return False
+
+        async def ended(task: asyncio.Task[Any]) -> int:
+            """Returns how many tokens came."""
+            found = await task
+            if not streaming:
+                return len(found[2])
+            text, streamer = found
+            while await text.get() is not None:
+                pass
+            return int(streamer.total_tokens)
+
+        first = await begun("a", LONGEST // 2)
+        assert await refused("a")
+        other = await begun("b")
+        assert [await ended(each) for each in (first, other)] == [LONGEST // 2, TOKENS]
+        assert not await refused("a")
+        gone = await begun("a", LONGEST // 2)
+        if streaming:
+            (await gone)[1].cancel()
+        else:
+            gone.cancel()
+        while await refused("a"):
+            await asyncio.sleep(0.001)
+
+    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
+    model = build("llama", max_position_embeddings=LONGEST)
+    try:
+        with ballonet.manage(model):
+            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), 8)
+            loop.init_cb(model, GenerationConfig(max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0))
+            try:
+                asyncio.run(asyncio.wait_for(scene(loop, model), 100))
+            finally:
+                loop.stop()
+                del loop
+    finally:
+        take_out()
 
 
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
