@@ -29,6 +29,7 @@ from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit
 from ballonet.offload.policy.replicas.groups import alone
+from ballonet.offload.policy.tuning import DEFAULT
 
 LAYERS, BATCH, BLOCK = 8, 256, 16  # tokens of a batch, and of a block
 REQUESTS, ROUNDS = 48, 5
@@ -40,19 +41,22 @@ def errors(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     held out, and by the one that a replica measures when it starts, with other requests."""
     torch.set_num_threads(1)
     ballonet.install("20GiB" if chosen.cuda else "1GiB")
-    model = build(few(chosen, LAYERS), chosen.device)
+    layers, tuning = LAYERS, DEFAULT.replicas
+    if chosen.tiny:
+        layers, tuning = 2, replace(tuning, rounds_measured=1)
+    model = build(few(chosen, layers), chosen.device)
     mark = CudaMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostMarks(time.thread_time)
     with ballonet.manage(model), Splice(model) as splice:
         runs, settings = SplicedLayers(splice), GroupSettings.of(model, BATCH, page_size=BLOCK)
         member = Member("one", model, runs, settings)
-        first = measured(member, LAYERS, mark)
-        rounds = [list(_batches(member, mark, chosen)) for _ in range(2 if chosen.tiny else ROUNDS)]
+        first = measured(member, layers, mark, tuning)
+        rounds = [list(_batches(member, layers, mark, chosen)) for _ in range(2 if chosen.tiny else ROUNDS)]
     least: dict[tuple[tuple[int, int], ...], float] = {}
     for each in chain(*rounds):
         least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
     samples = [Sample(sizes, seconds) for sizes, seconds in least.items()]
     mixed = [each for each in samples if len({new == 1 for _, new in each.chunks}) == 2]
-    what = f"{LAYERS} layers, {len(samples)} batches, {len(mixed)} of them mixed: mean error of predictions"
+    what = f"{layers} layers, {len(samples)} batches, {len(mixed)} of them mixed: mean error of predictions"
     yield what, "fitted to batches, held out", Figure.of([fit(samples).error]).at_most(LIMIT)
     yield what, "as measured at the start", Figure.of([_error(first.cost, samples)])
     yield what, "the same, of mixed batches", Figure.of([_error(first.cost, mixed)])
@@ -62,11 +66,11 @@ def _error(cost: ChunkCost, samples: list[Sample]) -> float:
     return statistics.fmean(abs(cost.batch(each.chunks) / each.seconds - 1) for each in samples)
 
 
-def _batches(member: Member, mark: Callable[[], Mark], chosen: Options) -> Iterator[Ran]:
+def _batches(member: Member, layers: int, mark: Callable[[], Mark], chosen: Options) -> Iterator[Ran]:
     """The batches of one round, the same in each."""
     ran: list[Ran] = []
-    times = StageTimes(LAYERS, None, time.perf_counter, mark, ran.append)
-    stage = Stage(replace(member, times=times), alone(0, LAYERS), 0, 1, {}, lambda *_: None)
+    times = StageTimes(layers, None, time.perf_counter, mark, ran.append)
+    stage = Stage(replace(member, times=times), alone(0, layers), 0, 1, {}, lambda *_: None)
     stage.cache.model = replace(stage.cache.model, costs=Unlearned())
     leader = stage.leader
     assert leader is not None

@@ -24,7 +24,7 @@ from common import GIB, MIB, Figure, Options, describe_few, report
 from peer import Functions, begin, peers
 from streamed import environment, page_size, titled
 
-LAYERS = 16
+LAYERS = {"cuda": 16, "cpu": 16, "tiny": 4}
 BATCHES = {"cuda": (1, 3, 8), "cpu": (1, 3), "tiny": (1,)}
 PROMPTS = {"cuda": (200, 1500), "cpu": (100, 180), "tiny": (70,)}  # tokens
 PARTS = {"cuda": (1.0, 0.75, 0.5, 0.25), "cpu": (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), "tiny": (1.0, 0.0)}
@@ -59,7 +59,7 @@ def main() -> None:
             taken = [(each, taken_of(each, found["resident"], found["planned"], ROUNDS[kind])) for each in settings]
     rows = [row_of(*each) for each in sorted(taken, key=lambda each: (each[0].batch, each[0].prompt, -each[0].part))]
     rows.append(summary([facts for _, facts in taken], chosen))
-    report(chosen, "plan", titled(chosen, f"plans against runs, {describe_few(chosen, LAYERS)}"), rows)
+    report(chosen, "plan", titled(chosen, f"plans against runs, {describe_few(chosen, LAYERS[kind])}"), rows)
 
 
 def taken_of(setting: Setting, resident: Any, planned: Any, rounds: int) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def built(chosen: Options) -> str:
     import ballonet
 
     folder = tempfile.mkdtemp(prefix="ballonet-plan-")
-    model = build(few(chosen, LAYERS), "cpu")
+    model = build(few(chosen, LAYERS[chosen.kind]), "cpu")
     if chosen.cuda:
         model = model.to(torch.bfloat16)
     model.save_pretrained(folder)

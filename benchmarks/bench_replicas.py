@@ -110,7 +110,7 @@ def _judged(batches: list[Batch], cost: ChunkCost) -> tuple[float, float, float]
 
 def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     """P99 of the seconds to the first token, by policy."""
-    short = 0.05 if chosen.tiny else 1.0
+    short = 0.02 if chosen.tiny else 1.0
     moe = VirtualFleet(MOE, 4, 610 * GB, PAGE, 1000 * GB, 200e9, 200e9)
     mostly = wave(8, 40, 60 * short, 180 * short, 1)
     yield from _compared("235B, 4 replicas, a burst", moe, MOE_COST, mostly, at_least=1.3)

@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 
 def main() -> None:
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--copies", type=int, default=4, help="requests per prompt (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default %(default)s)")
+    parser.add_argument("--blocks", type=int, help="of KV; as many as there is memory for where it is not given")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -35,7 +36,11 @@ def main() -> None:
         pad_token_id=0,
     )
     began = time.perf_counter()
-    found = model.generate_batch([tokenizer(text)["input_ids"] for text in asked], generation_config=settings)
+    found = model.generate_batch(
+        [tokenizer(text)["input_ids"] for text in asked],
+        generation_config=settings,
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=options.blocks),
+    )
     seconds = time.perf_counter() - began
     for answer in found.values():
         print(tokenizer.decode(answer.prompt_ids + answer.generated_tokens, skip_special_tokens=True))

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+# Operators of tiny models: a second thread of torch only waits. Read when torch is imported, as it is by some of these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import ballonet
 from ballonet.allocator import runtime
 
@@ -23,9 +26,6 @@ from .tuned import Clock, Tuned, tuning
 
 # Most tests are about what happens when device pages run out. Those about spilling, which hides that, turn it on.
 os.environ["BALLONET_SPILL"] = "0"
-
-# Operators of tiny models: a second thread of torch only waits. Read when torch is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What was measured of models on this machine changes what runs do: tests know nothing of it. A folder that stays, as
 # what is compiled for torch is kept there, too.

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -52,6 +53,17 @@ class Watcher:
         said, _ = self._process.communicate()
         self.seen = json.loads(said)
         self._shared.close()
+
+
+def memfd_bytes(process: int, where: str) -> int:
+    """Bytes that the kernel holds for the pool of a process, `where`: on the device or the host."""
+    found = {}
+    for each in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if f"memfd:ballonet-{where}" in os.readlink(each):
+                status = os.stat(each)
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 def watch(pid: int, path: Path) -> dict[str, int]:

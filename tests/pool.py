@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import threading
 import time
@@ -23,6 +24,16 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
 
 from .tuned import Tuned
+
+
+def cache_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`folder`, to be made, is BALLONET_CACHE_DIR: nothing was measured of any model. What tests before have compiled
+    for torch is in it, as that takes a second."""
+    folder.mkdir()
+    for compiled in Path(os.environ["BALLONET_CACHE_DIR"]).glob("*.so"):
+        if not compiled.name.startswith("."):
+            shutil.copy2(compiled, folder)
+    monkeypatch.setenv("BALLONET_CACHE_DIR", str(folder))
 
 
 def mapped(*places: str) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A process that shares a budget, for tests: `python -m tests.sharing SHARE KIND`, told what to do by lines.
+"""Processes that share a budget, for tests, told what to do by lines.
 
 SHARE: bytes, or `true`; KIND: `tensors` or `model`. Lines: `get BYTES` and `drop` of tensors, `say TOKENS` of a model;
 each is answered by a line of JSON. Nothing depends on time: whoever is not in the middle of anything is idle.
@@ -8,43 +8,51 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final, Self
 
-from .replicas.fleet import memfd_bytes
+from .gpu.scene import FORKS
+from .outside import memfd_bytes
 
 PAGE: Final = 4096
-ROOT: Final = Path(__file__).parent.parent
 SIZES: Final = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 512}
+BEGIN: Final = """
+import sys
+sys.stdin, sys.stdout = open({}), open({}, "w")
+from tests.sharing import main
+main(*{})
+"""
+_NUMBERS = count()
 
 
 class Process:
-    """A process that shares. A context manager: it is dead after it."""
+    """A process that shares: a fork, as those of `programs`. A context manager: it is dead after it."""
 
     def __init__(self, share: int | bool, kind: str, folder: Path) -> None:
-        """`folder`: of its control socket and the ledger."""
-        command = [sys.executable, "-m", "tests.sharing", json.dumps(share), kind]
-        environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.pid = self._process.pid
+        """`folder`: of its control socket and the ledger, and of what is told and said."""
+        number = next(_NUMBERS)
+        pipes = [folder / f"{what}-{number}" for what in ("told", "said")]
+        for each in pipes:
+            os.mkfifo(each)
+        log = folder / f"log-{number}"
+        log.touch()
+        program = BEGIN.format(*map(repr, map(str, pipes)), (json.dumps(share), kind))
+        self._fork = FORKS.start(program, {**os.environ, "XDG_RUNTIME_DIR": str(folder)}, log)
+        self.pid = self._fork.pid
+        self._told, self._said = pipes[0].open("w", buffering=1), pipes[1].open()
 
     def begin(self, line: str) -> None:
         """Has it do something."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
+        self._told.write(f"{line}\n")
 
     def answer(self) -> Any:
         """What it says once that is done."""
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        return json.loads(self._said.readline())
 
     def do(self, line: str) -> Any:
         """Both."""
@@ -53,18 +61,16 @@ class Process:
 
     def kill(self) -> None:
         """As `kill -9`."""
-        self._process.kill()
-        self._process.wait()
+        self._fork.kill()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._told, self._said):
             with suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
+                pipe.close()
 
 
 def held(pid: int) -> int:
@@ -141,7 +147,3 @@ def main(share: str, kind: str) -> None:
         elif what == "drop":
             kept.clear()
         print(json.dumps(said), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

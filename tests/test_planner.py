@@ -29,7 +29,7 @@ from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
 from . import models
-from .pool import installing
+from .pool import cache_of_its_own, installing
 
 H100 = "by the data sheet NVIDIA H100 Tensor Core GPU, of 2023"
 GPU = {"memory": "24GiB", "bandwidth": "1TB/s", "flops": {"2": 1e14, "4": 5e13}, "link": "25GB/s"}
@@ -55,7 +55,7 @@ KEYS = {
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
-    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    cache_of_its_own(tmp_path / "cache", monkeypatch)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
 from . import models
-from .pool import bytes_that_exist, installing
+from .pool import bytes_that_exist, cache_of_its_own, installing
 from .tuned import Clock, tuning
 
 # The settings in which a plan says "about": by a few pages that kernels may allocate inside of themselves more leaves,
@@ -122,7 +122,7 @@ def run(model: Any, setting: Setting) -> Seen:
 def standin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Plans are for what the runs are on, and go by the records that they have."""
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
-    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    cache_of_its_own(tmp_path / "cache", monkeypatch)
 
 
 def remember(setting: Setting, folder: str, cache: Path) -> None:

@@ -10,7 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT, Replicas
 
 from ..models import build
+from ..outside import memfd_bytes
 from ..serving.test_server import saved
 from .processes import ENVIRONMENT, free_port, wait
 
@@ -86,17 +87,6 @@ def beside_weights(seen: Mapping[str, Any]) -> int:
     """Host pages in use that do not hold weights, in a look at a process."""
     weights = sum(model["host_pages"] for model in seen["models"])
     return int(seen["host_pages"] - seen["host_free"] - weights)
-
-
-def memfd_bytes(process: int, where: str) -> int:
-    """Bytes that the kernel holds for the pool of a process, `where`: on the device or the host."""
-    found = {}
-    for each in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            if f"memfd:ballonet-{where}" in os.readlink(each):
-                status = os.stat(each)
-                found[status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
 
 
 @dataclass(frozen=True)

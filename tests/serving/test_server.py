@@ -48,7 +48,7 @@ from ballonet.hooks.server.tenants import Loop, asked_slo
 from .. import programs
 from ..dashboard import asked, expressions, labels, sample_names
 from ..models import VOCABULARY, build
-from ..pool import take_out
+from ..pool import cache_of_its_own, take_out
 from ..tuned import Tuned
 
 KEY = "a key"
@@ -555,7 +555,7 @@ def test_models_that_have_not_run_are_measured(
     """What one can give is known while another is asked; alone it gives to nobody, and without host pages it is
     served all the same."""
     tuned(weights={"large": 2**11}, serving={"measured": (1, 64, 1.0)})
-    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    cache_of_its_own(tmp_path / "cache", monkeypatch)
     monkeypatch.setenv("BALLONET_HOST_PAGES", str(int(host_pages)))
     ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
     names = [saved(tmp_path / str(layers), layers) for layers in (4, 5)[:count]]
