@@ -24,8 +24,8 @@ class Preemption(PagePreemption):
             starved_requests=[(SimpleNamespace(request_id="newest"), 1)],
             active_requests={"oldest": 0, "newest": 0},
             block_new_requests=False,
-            room=lambda: 0,
-            demand=lambda state, tokens: SimpleNamespace(kv=1, activations=0),
+            memory=SimpleNamespace(now=lambda: SimpleNamespace(usable=0)),
+            selection=SimpleNamespace(needed=len),
             seconds_again=lambda state: again,
         )
         cache.pool = SimpleNamespace(try_to_free_sectors=lambda: None)
