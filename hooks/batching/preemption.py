@@ -51,7 +51,7 @@ class PagePreemption(OffloadingManager):
         for each in requests_in_batch:
             if each.state.is_cpu_offloaded:
                 if each.state.request_id not in self.cache.on_host:
-                    self.cache.to_device(each.state.request_id)
+                    self.cache.request_pages.to_device(each.state.request_id)
                 each.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: Any) -> None:
@@ -70,7 +70,7 @@ class PagePreemption(OffloadingManager):
         return self.scheduler.selection.needed(starved) <= self.scheduler.memory.now().usable
 
     def _preempt(self, state: Any) -> None:
-        if self._moves(state) and self.cache.to_host(state.request_id):
+        if self._moves(state) and self.cache.request_pages.to_host(state.request_id):
             self._keep_for_later(state)
         else:  # or there is no room on the host
             self.compute_again(state)
@@ -79,7 +79,7 @@ class PagePreemption(OffloadingManager):
         """Does it take less to move what the request has to the host and back than to compute it again? What nobody
         measured is moved."""
         page, again = self.cache.pages.client.governor.link.page_seconds, self.scheduler.seconds_again(state)
-        return page is None or again is None or 2 * page * self.cache.pages_of(state.request_id) <= again
+        return page is None or again is None or 2 * page * self.cache.request_pages.count(state.request_id) <= again
 
     def may_wait(self) -> bool:
         """May a request that is alone and finds no memory wait once more for that of other models, or processes?"""

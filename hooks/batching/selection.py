@@ -189,7 +189,7 @@ class Selection:
         """What a request needs for so many more tokens."""
         sizes, kept = self._cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
         exchanged = self._tuning.inflation  # else activations have what lies aside
-        away = self._cache.on_host_bytes(state.request_id) if kept else 0
+        away = self._cache.request_pages.on_host_bytes(state.request_id) if kept else 0
         return Demand(
             state.request_id,
             self._cache.bytes_needed(state, tokens) + away,
