@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 
-from ...allocator.errors import DriverError, PoolExhausted
+from ...allocator.errors import DriverError
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
@@ -25,6 +25,7 @@ from ..sectors.client import SectorChaos
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
 from .batched import Batched
+from .request_pages import RequestPages
 from .sizes import Sizes, largest_batch, masks_of, readable
 
 
@@ -74,6 +75,7 @@ class ElasticPagedCache(PagedAttentionCache):
         host: int = on.snapshot()["host_budget"] if on.host_pages else 0
         sectors = max(1, (budget + host) // self.bytes_per_sector)
         self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name)
+        self.request_pages = RequestPages(on, self.pages, self.cache_allocators)
         self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
         self.max_tokens_read = readable(budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
@@ -118,33 +120,6 @@ class ElasticPagedCache(PagedAttentionCache):
         except (torch.OutOfMemoryError, DriverError):
             return False
         return bool(super().can_store_request_tokens(state, request_len))
-
-    def on_host_bytes(self, request: str) -> int:
-        """Bytes of the request's KV that lie on the host."""
-        return self.on.page_size * len(self.pages.client.away(self._pieces(request)))
-
-    def pages_of(self, request: str) -> int:
-        """Pages that the blocks of the request lie on."""
-        return len(self._pieces(request))
-
-    def to_host(self, request: str) -> bool:
-        """Moves the KV of a request to the host, but for what it shares with others; its addresses stay. False where
-        the host has no room, or the driver refuses: nothing is moved then."""
-        others = {piece for name in self._tables() - {request} for piece in self._pieces(name)}
-        try:
-            self.pages.client.evict(self._pieces(request) - others)
-        except (PoolExhausted, DriverError):
-            return False
-        return True
-
-    def to_device(self, request: str) -> None:
-        """Restores the KV of a request, as far as there are pages; what stays is read where it is."""
-        client = self.pages.client
-        away = client.away(self._pieces(request))
-        if len(away) > self.on.available:
-            self.on.take(self.on.published, len(away) - self.on.available)
-        with suppress(DriverError):
-            client.restore(away)
 
     def evict_oldest(self, nbytes: int) -> bool:
         """Forgets blocks that are only kept for prompts, the oldest first, until sectors of so many bytes are free, or
@@ -205,7 +180,7 @@ class ElasticPagedCache(PagedAttentionCache):
             if self.kept is not None:
                 self.kept.stale.discard(request_id)
                 self.kept.order(blocks)
-        if self.model.living is not None and not self._tables():
+        if self.model.living is not None and not self.request_pages.requests():
             self.pool.try_to_free_sectors()
             if self.model.living.limit is not None:
                 self.evict_oldest(self.pages.nbytes - self.model.living.limit)
@@ -247,19 +222,7 @@ class ElasticPagedCache(PagedAttentionCache):
         """A step with these requests is about to begin."""
         self._renewed = False
         with suppress(DriverError):  # what could not be restored is read where it is
-            self.pages.client.begins({piece for each in requests for piece in self._pieces(each)})
-
-    def _tables(self) -> set[str]:
-        return {name for each in self.cache_allocators.values() for name in each.block_table}
-
-    def _pieces(self, request: str) -> set[int]:
-        """The pieces that the blocks of the request lie on."""
-        return {
-            piece
-            for each in self.cache_allocators.values()
-            for block in each.block_table.get(request, ())
-            for piece in self.pages.pieces(block // each.blocks_per_sector)
-        }
+            self.pages.client.begins({piece for each in requests for piece in self.request_pages.pieces(each)})
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """As stock's, under a lease, which a forward keeps."""

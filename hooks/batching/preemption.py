@@ -35,7 +35,7 @@ class PagePreemption(OffloadingManager):
         blocks that nobody uses go. Was there anything to give?"""
         self.cache.pool.try_to_free_sectors()
         starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
-        evicted = not self._fits(starved) and self.cache.evict_oldest(self._needed(starved))
+        evicted = not self._fits(starved) and self.cache.evict_oldest(self.scheduler.selection.needed(starved))
         gave = False
         while starved and active > 1 and not self._fits(starved):
             state, _ = starved.pop()
@@ -43,7 +43,7 @@ class PagePreemption(OffloadingManager):
             gave = True
             self._preempt(state)
         self.scheduler.block_new_requests = self.scheduler.block_new_requests or gave
-        return gave or evicted or self.scheduler.dares()
+        return gave or evicted or self.scheduler.memory.dares()
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
         """Brings the KV of preempted requests that are in the batch back to the device, as far as there is room, unless
@@ -51,7 +51,7 @@ class PagePreemption(OffloadingManager):
         for each in requests_in_batch:
             if each.state.is_cpu_offloaded:
                 if each.state.request_id not in self.cache.on_host:
-                    self.cache.to_device(each.state.request_id)
+                    self.cache.request_pages.to_device(each.state.request_id)
                 each.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: Any) -> None:
@@ -67,14 +67,10 @@ class PagePreemption(OffloadingManager):
         self.scheduler.wait_again(again)
 
     def _fits(self, starved: list[Any]) -> bool:
-        return self._needed(starved) <= self.scheduler.room()
-
-    def _needed(self, starved: list[Any]) -> int:
-        demands = [self.scheduler.demand(state, tokens) for state, tokens in starved]
-        return sum(each.kv + each.activations for each in demands)
+        return self.scheduler.selection.needed(starved) <= self.scheduler.memory.now().usable
 
     def _preempt(self, state: Any) -> None:
-        if self._moves(state) and self.cache.to_host(state.request_id):
+        if self._moves(state) and self.cache.request_pages.to_host(state.request_id):
             self._keep_for_later(state)
         else:  # or there is no room on the host
             self.compute_again(state)
@@ -83,7 +79,7 @@ class PagePreemption(OffloadingManager):
         """Does it take less to move what the request has to the host and back than to compute it again? What nobody
         measured is moved."""
         page, again = self.cache.pages.client.governor.link.page_seconds, self.scheduler.seconds_again(state)
-        return page is None or again is None or 2 * page * self.cache.pages_of(state.request_id) <= again
+        return page is None or again is None or 2 * page * self.cache.request_pages.count(state.request_id) <= again
 
     def may_wait(self) -> bool:
         """May a request that is alone and finds no memory wait once more for that of other models, or processes?"""
@@ -99,7 +95,7 @@ class PagePreemption(OffloadingManager):
 
     def scheduled(self) -> None:
         """Notes that a batch could be made, of requests that did not have to wait for what always stays free."""
-        if not self.scheduler.without_reserve:
+        if not self.scheduler.memory.without_reserve:
             self._waits = 0
 
     def begin_again(self, requests: list[Any]) -> None:

@@ -110,6 +110,7 @@ def _replace() -> Iterator[Undo]:
     from ..sectors.room import memory_of, most_of
     from . import steps
     from .cache import ElasticPagedCache
+    from .memory import RequestMemory
     from .preemption import PagePreemption
     from .scheduler import ElasticFIFO, ElasticPrefillFirst
 
@@ -142,9 +143,9 @@ def _replace() -> Iterator[Undo]:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
             client, tuning = cache.pages.client, cache.pages.client.governor.tuning.serving
-            memory, most = (functools.partial(each, cache.on, client, tuning) for each in (memory_of, most_of))
-            others = functools.partial(others_run, cache.model)
-            return elastic(cache, *args, memory=memory, most=most, others=others, tuning=tuning, **kwargs)
+            now, most = (functools.partial(each, cache.on, client, tuning) for each in (memory_of, most_of))
+            others, memory = functools.partial(others_run, cache.model), RequestMemory(cache, now, most, tuning)
+            return elastic(cache, *args, memory=memory, others=others, tuning=tuning, **kwargs)
 
         return make
 

@@ -113,7 +113,7 @@ class Follower:
         for name in plan.gone:
             self.forget(name)
         for name in plan.aside:
-            if name in self._states and self.cache.to_host(name):
+            if name in self._states and self.cache.request_pages.to_host(name):
                 self._aside.add(name)
         self._sampling.update(plan.begun)
 
@@ -128,7 +128,7 @@ class Follower:
             return False
         if name in self._aside:
             self._aside.discard(name)
-            self.cache.to_device(name)
+            self.cache.request_pages.to_device(name)
         if self.cache.store(state, len(chunk.ids)):
             return True
         self._failed.add(name)

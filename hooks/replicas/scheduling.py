@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...offload.policy.admission import Memory
+from ..batching.memory import RequestMemory
 from ..batching.preemption import PagePreemption
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
@@ -47,12 +48,17 @@ class GroupScheduler(ElasticFIFO):
         tuning = client.governor.tuning.serving
         self.in_flight: Counter[str] = Counter()  # microbatches with a chunk of a request that are not answered yet
         self._stages = stages
+        memory = RequestMemory(
+            cache,
+            lambda: limited(memory_of(cache.on, client, tuning), room() * cache.token_bytes),
+            lambda: limited(most_of(cache.on, client, tuning), most() * cache.token_bytes),
+            tuning,
+        )
         super().__init__(
             cache,
             None,
             settings.batching.max_requests_per_batch,
-            memory=lambda: limited(memory_of(cache.on, client, tuning), room() * cache.token_bytes),
-            most=lambda: limited(most_of(cache.on, client, tuning), most() * cache.token_bytes),
+            memory=memory,
             others=functools.partial(others_run, cache.model),
             tuning=tuning,
         )

@@ -120,7 +120,7 @@ class Loop(CBGenerateManager):
     def buffer(self) -> int:
         """Bytes of the host that KV of prompts may have now."""
         scheduler = self._scheduler
-        return scheduler.buffer.size if isinstance(scheduler, ElasticScheduler) else 0
+        return scheduler.memory.buffer.size if isinstance(scheduler, ElasticScheduler) else 0
 
     @property
     def steps(self) -> int:
@@ -142,7 +142,7 @@ class Loop(CBGenerateManager):
         length.fit(request, model, len(inputs["input_ids"]), options)
         scheduler = self._scheduler
         if isinstance(scheduler, ElasticScheduler):
-            refusal = scheduler.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
+            refusal = scheduler.memory.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
             if refusal is not None:
                 raise HTTPException(413, str(refusal))
             if (slo := asked_slo.get()) is not None:

@@ -84,7 +84,7 @@ def paged() -> Any:
 
 
 def pages_of(of: InProcess, request: str) -> list[int]:
-    return [cache.pages_of(request) for cache in of.caches]
+    return [cache.request_pages.count(request) for cache in of.caches]
 
 
 @pytest.mark.counts

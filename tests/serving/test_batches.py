@@ -363,7 +363,9 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
     with ballonet.manage(model):
         with looping(model, 8) as manager:
             schedule = manager.batch_processor.scheduler
-            watch = model.register_forward_pre_hook(partial(lambda it, *_: sizes.append(it.buffer.size), schedule))
+            watch = model.register_forward_pre_hook(
+                partial(lambda it, *_: sizes.append(it.memory.buffer.size), schedule)
+            )
             for slo in (RequestSLO(), RequestSLO(tpot=1e-9), RequestSLO(ttft=1e-9)):
                 sizes.clear()
                 found: dict[str, Any] = {}

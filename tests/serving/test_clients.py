@@ -58,7 +58,7 @@ class Here:
             time.sleep(MOMENT)
         for loop in loops:
             cache = loop._cb.batch_processor.cache
-            while cache._tables():  # the step of those that were cancelled last may run
+            while cache.request_pages.requests():  # the step of those that were cancelled last may run
                 time.sleep(MOMENT)
             with loop._cb.pause():
                 cache.evict_oldest(cache.pages.nbytes)

@@ -19,13 +19,14 @@ class Preemption(PagePreemption):
         link = SimpleNamespace(page_seconds=page)
         pages = SimpleNamespace(client=SimpleNamespace(governor=SimpleNamespace(link=link)))
         self.done: list[str] = []
-        cache: Any = SimpleNamespace(pages=pages, pages_of=lambda name: PAGES, to_host=lambda name: room)
+        own = SimpleNamespace(count=lambda name: PAGES, to_host=lambda name: room)
+        cache: Any = SimpleNamespace(pages=pages, request_pages=own)
         scheduler: Any = SimpleNamespace(
             starved_requests=[(SimpleNamespace(request_id="newest"), 1)],
             active_requests={"oldest": 0, "newest": 0},
             block_new_requests=False,
-            room=lambda: 0,
-            demand=lambda state, tokens: SimpleNamespace(kv=1, activations=0),
+            memory=SimpleNamespace(now=lambda: SimpleNamespace(usable=0)),
+            selection=SimpleNamespace(needed=len),
             seconds_again=lambda state: again,
         )
         cache.pool = SimpleNamespace(try_to_free_sectors=lambda: None)

@@ -190,13 +190,13 @@ def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
         manager.add_request(asked, max_new_tokens=1)
         assert manager.get_result(timeout=600).error is None
         schedule = manager.batch_processor.scheduler
-        before = schedule.refusal("huge", len(asked), 10**6)
+        before = schedule.memory.refusal("huge", len(asked), 10**6)
         for each in prompts(4, 40):
             manager.add_request(each)
         assert [manager.get_result(timeout=600).error for _ in range(4)] == [None] * 4
         client = schedule.cache.pages.client
         assert client.evict(range(1, 9)) >= 4
-        after = schedule.refusal("huge", len(asked), 10**6)
+        after = schedule.memory.refusal("huge", len(asked), 10**6)
         assert (after.device, after.host) == (before.device, before.host)
         del client, schedule, manager
 

@@ -1,0 +1,102 @@
+"""What memory there is for the requests of a generation loop: now, beside the reserve, and at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
+from ...offload.policy.admission import Admission, Memory, can_ever_run
+from ...offload.policy.buffer import LogicalBuffer
+from ...offload.policy.ladder import Rung
+from ...offload.policy.tuning import DEFAULT, Serving
+from .cache import ElasticPagedCache
+
+
+class RequestMemory:
+    """The memory of one loop's requests. Used by its thread, but for `refusal`."""
+
+    def __init__(
+        self,
+        cache: ElasticPagedCache,
+        measured: Callable[[], Memory],
+        most: Callable[[], Memory],
+        tuning: Serving = DEFAULT.serving,
+    ) -> None:
+        """`measured`: what there is for KV and activations at this moment; `most`: once no request runs any more."""
+        self._cache = cache
+        self._measured = measured
+        self._most = most
+        self._caution = 0  # bytes that stay free beside the reserve
+        self.without_reserve = False  # may one request have all that is free?
+        host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
+        host = int(tuning.most * host)
+        self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
+        self._aside = 0 if tuning.inflation else _stock_aside(cache, measured())  # bytes that only activations may have
+
+    def now(self) -> Memory:
+        """What the requests of a batch may have."""
+        now = self._measured()
+        used = self._cache.pages.client.displaced * self._cache.on.page_size
+        host = min(now.host, self.buffer.usable(used))
+        return replace(now, reserve=now.reserve + self._caution + self._aside, host=host)
+
+    def free(self) -> Memory:
+        """All that one request may have while no other one runs."""
+        return replace(self._measured(), reserve=0)
+
+    @property
+    def idle(self) -> int:
+        """Bytes that lie idle in the heap."""
+        return self._measured().activations
+
+    def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | SequenceTooLong | None:
+        """Says why a request of so many tokens, and so many new ones, can never run; None where it can. On any
+        thread."""
+        positions = self._cache.model.positions
+        if positions is not None and prompt + max(0, new - 1) > positions:  # the last token is not computed with
+            return SequenceTooLong(request, prompt, new, positions)
+        return self.refused(request, prompt, new, self._most())
+
+    def refused(self, request: str, prompt: int, new: int, most: Memory) -> RequestTooLarge | None:
+        """Says why `most` is too little for a request; None where it is enough."""
+        cache = self._cache
+        staging = cache.sizes.of(min(prompt, cache.max_batch_tokens), prompt + new)
+        needed, most_read = cache.bytes_of(prompt + new) + staging, cache.max_tokens_read
+        most = replace(most, reserve=most.reserve + self._aside)
+        if not can_ever_run(needed, staging, most):
+            return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
+        if prompt + new > most_read:
+            return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
+        return None
+
+    def make_room(self, found: Admission) -> None:
+        """Has pages that rest leave before KV takes those that lie idle in the heap, as activations use the same ones
+        in each step, and would map them anew in each: more than twice of what they take may go."""
+        page, now = self._cache.on.page_size, self._measured()
+        spare = self._cache.on.available + max(0, now.activations - 2 * found.activations) // page
+        lacking = found.kv // page - spare
+        if lacking > 0:
+            lacking = max(lacking, now.reserve // page)
+            with suppress(DriverError):
+                lacking -= self._cache.pages.client.governor.ladder.pull(Rung.IDLE_KV, lacking)
+            if lacking > 0:
+                self._cache.evict_oldest(lacking * page)
+
+    def lacked(self) -> None:
+        """A step found no memory in the middle, although it was admitted: from now on more stays free."""
+        self._caution += max(self._caution, self._measured().reserve)
+
+    def dares(self) -> bool:
+        """Nothing runs as too much stays free: no more than the reserve does from now on, and all of the host may be
+        used. False where it is so."""
+        before, self._caution = self._caution, 0
+        return self.buffer.open() or before > 0
+
+
+def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
+    """What stock sets aside for the activations of the largest batch, which reads all KV that there is room for."""
+    sizes, batch = cache.sizes, cache.sizes.of(cache.max_batch_tokens, 0)
+    kv = cache.bytes_per_sector / cache.tokens_per_sector
+    return batch + round(max(0, memory.total - batch) * sizes.read / (kv + sizes.read))

@@ -1,0 +1,60 @@
+"""Which pages the KV of each request lies on, and its way to the host and back; its addresses stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ...allocator._native import Device
+from ...allocator.errors import DriverError, PoolExhausted
+from ..sectors.pages import SectorPages
+
+
+class RequestPages:
+    """The pages of the requests of one cache. `kinds`: transformers' allocators of its blocks, by kind of layer."""
+
+    def __init__(self, on: Device, pages: SectorPages, kinds: Mapping[str, Any]) -> None:
+        self._on = on
+        self._pages = pages
+        self._kinds = kinds
+
+    def requests(self) -> set[str]:
+        """Names of the requests that have blocks."""
+        return {name for each in self._kinds.values() for name in each.block_table}
+
+    def pieces(self, request: str) -> set[int]:
+        """The pieces that the blocks of the request lie on."""
+        return {
+            piece
+            for each in self._kinds.values()
+            for block in each.block_table.get(request, ())
+            for piece in self._pages.pieces(block // each.blocks_per_sector)
+        }
+
+    def count(self, request: str) -> int:
+        """Pages that the blocks of the request lie on."""
+        return len(self.pieces(request))
+
+    def on_host_bytes(self, request: str) -> int:
+        """Bytes of the request's KV that lie on the host."""
+        return self._on.page_size * len(self._pages.client.away(self.pieces(request)))
+
+    def to_host(self, request: str) -> bool:
+        """Moves the KV of a request to the host, but for what it shares with others. False where the host has no room,
+        or the driver refuses: nothing is moved then."""
+        others = {piece for name in self.requests() - {request} for piece in self.pieces(name)}
+        try:
+            self._pages.client.evict(self.pieces(request) - others)
+        except (PoolExhausted, DriverError):
+            return False
+        return True
+
+    def to_device(self, request: str) -> None:
+        """Restores the KV of a request, as far as there are pages; what stays is read where it is."""
+        client = self._pages.client
+        away = client.away(self.pieces(request))
+        if len(away) > self._on.available:
+            self._on.take(self._on.published, len(away) - self._on.available)
+        with suppress(DriverError):
+            client.restore(away)

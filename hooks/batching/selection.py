@@ -1,0 +1,217 @@
+"""Which candidates are in the next batch, and in which step: eLLM's admission (offload/policy/admission.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from ...offload.policy.admission import Admission, Demand, Memory, admit
+from ...offload.policy.request_slo import may_begin
+from ...offload.policy.step_costs import Step
+from ...offload.policy.tuning import DEFAULT, Serving
+from ..device.shared import lacks, may_grow
+from ..sectors.beginnings import Beginnings
+from .cache import ElasticPagedCache
+from .memory import RequestMemory
+from .promises import Promises
+
+Candidate = tuple[Any, int]  # what transformers knows of a request, and the new tokens that it would have in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """`admission`: of the candidates that were looked at; `steps`: those that take part, where a step counts only if
+    those before it are empty; `left_out`: the others."""
+
+    admission: Admission
+    steps: list[list[Candidate]]
+    left_out: list[Candidate]
+
+
+class Selection:
+    """Selects the batches of one loop. Used by its thread."""
+
+    def __init__(
+        self,
+        cache: ElasticPagedCache,
+        memory: RequestMemory,
+        promises: Promises,
+        others: Callable[[], bool],
+        tuning: Serving = DEFAULT.serving,
+    ) -> None:
+        """`others`: do requests of other models run?"""
+        self._cache = cache
+        self._memory = memory
+        self._promises = promises
+        self._others_run = others
+        self._tuning = tuning
+        self._passed: dict[str, int] = {}  # by request: how often it was passed over
+        self._in_row = 0  # steps of prompts alone since requests that decode had one
+        living, blocks = cache.model.living, cache.kept
+        shared = None if living is None else living.store
+        self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
+
+    def reset(self) -> None:
+        """No request has been passed over."""
+        self._passed = {}
+
+    def select(
+        self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
+    ) -> Selected:
+        """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
+        tokens. Blocks and pages that nobody uses give their memory where some lack it."""
+        looked = self._looked(candidates, budget, active, waiting)
+        if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
+            looked = self._looked(candidates, budget, active, waiting)
+        found, now = self._admitted(looked, active), self._memory.now()
+        taken = found.kv + found.activations - (now.usable - now.dear)
+        if taken > 0 and self._cache.evict_oldest(taken):  # rather than that others get slower
+            found = self._admitted(looked, active)
+        lacking = self.needed(each for each in looked if each[0].request_id not in found.where)
+        if lacking and self._cache.evict_oldest(lacking):
+            found = self._admitted(looked, active)
+        self._memory.make_room(found)
+        left_out = [each for each in looked if each[0].request_id not in found.where]
+        lacks(self._cache.on, self.needed(left_out))
+        self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
+        steps = self._steps([each for each in looked if each[0].request_id in found.where])
+        return Selected(found, steps, left_out)
+
+    def _looked(
+        self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
+    ) -> list[Candidate]:
+        """Returns those that could be in the batch, with the new tokens of each: none whose beginning is being read."""
+        looked: list[Candidate] = []
+        if self._beginnings is not None:
+            self._beginnings.only(waiting)
+        for state in self._worth(candidates, active):
+            if budget <= 0:
+                break
+            if self._begun(state, looked):
+                looked.append((state, min(self._tokens(state), budget)))
+                budget -= looked[-1][1]
+        return looked
+
+    def _begun(self, state: Any, before: list[Candidate]) -> bool:
+        """Is what is stored of its prompt where it is found, if the request has none of its own yet? `before`: those
+        that go before it, with their new tokens."""
+        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+            return True
+
+        def room() -> int:
+            return self._memory.now().usable - self.needed([*before, (state, 1)])
+
+        return self._beginnings.look(state.request_id, state.remaining_prefill_tokens, room)
+
+    def _worth(self, candidates: Sequence[Any], active: Mapping[str, Any]) -> list[Any]:
+        """Returns the candidates without those that wait and would make steps slower than is worth it, or is asked."""
+        costs, room = self._cache.model.costs, len(candidates)
+        if candidates and self._cache.model.fast:
+            length = sum(state.current_len() + self._tokens(state) for state in candidates) / len(candidates)
+            if costs.slower(len(candidates), length):
+                room = max(0, (costs.largest(length) or 0) - len(active)) or not active
+        beside = [(_at_end(state), self._promises.asked(state.request_id)) for state in active.values()]
+        worth = []
+        for state in candidates:
+            if state.request_id not in active:
+                tokens, slo = _at_end(state), self._promises.asked(state.request_id)
+                if not room or not may_begin(costs.parts, beside, tokens, slo):
+                    continue
+                room -= 1
+                beside.append((tokens, slo))
+            worth.append(state)
+        return worth
+
+    def _admitted(self, looked: list[Candidate], active: Mapping[str, Any]) -> Admission:
+        """Algorithm 1; with the memory that the model's own layers would give, and with KV of new requests on the host,
+        only where that makes more tokens per second than fewer requests do without."""
+        demands, now = [self.demand(*each) for each in looked], self._memory.now()
+        found = admit(demands, now, self._tuning)
+        self._memory.without_reserve = self._memory.without_reserve and not found.where
+        if not found.where:
+            alone = (admit([each], self._memory.free(), self._tuning) for each in self._may_have_all(demands, active))
+            return next((each for each in alone if each.where), found)
+        if not self._cache.model.fast:
+            return found
+        own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
+        without = [now] if self._lacking(found, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
+        for memory in (*without[1:], *(replace(each, host=0) for each in without)):
+            fewer = admit(demands, memory, self._tuning)
+            begun = fewer.where.keys() >= found.where.keys() & active.keys()
+            if fewer.where and (memory.host or begun):
+                steps = [self._decoding(looked, each, self._lacking(each, now, own)) for each in (fewer, found)]
+                found = fewer if self._cache.model.costs.faster(*steps) else found
+        return found
+
+    def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
+        """Returns those one of which may have all that is free, without a reserve: the one that runs, where nobody else
+        could give memory, or those that have waited for long (scheduler.py, `hopeless`)."""
+        if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
+            return [each for each in demands if each.request in active]
+        return demands if self._memory.without_reserve and not active else []
+
+    def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
+        """Bytes of these that the model's own layers have to give. `own`: that they could."""
+        return chosen.kv + chosen.activations + now.reserve - (now.total - own) if own else 0
+
+    def _decoding(self, looked: list[Candidate], chosen: Admission, lacking: int) -> Step:
+        """The step in which those that are admitted decode, after this one. `lacking`: bytes that own layers give."""
+        states = [(state, tokens) for state, tokens in looked if state.request_id in chosen.where]
+        away = sum(
+            self.demand(state, tokens).kv if chosen.where[state.request_id] == "host" else 0 for state, tokens in states
+        )
+        lent = self._cache.model.lends(max(0, -(-lacking // self._cache.on.page_size)))
+        step = Step.of((1, state.current_len() + tokens) for state, tokens in states)
+        away = away // self._cache.on.page_size + self._cache.pages.client.displaced
+        return replace(step, copied=lent.then if lacking > 0 else lent.copied, away=away)
+
+    def _steps(self, admitted: list[Candidate]) -> list[list[Candidate]]:
+        """One step of all that are admitted; or, where prompts are faster in one of their own, two, of which the second
+        counts where the first is none: prompts first, which make the batch larger, but only so many times."""
+        decoding = [each for each in admitted if each[0].status == RequestStatus.DECODING]
+        prompts = [each for each in admitted if each[0].status != RequestStatus.DECODING]
+        parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
+        if not decoding or not prompts or not self._cache.model.fast or not self._cache.model.costs.apart(*parts):
+            return [admitted]
+        hurry = any(self._promises.asked(state.request_id).tpot is not None for state, _ in decoding)
+        self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
+        return [prompts, decoding] if self._in_row else [decoding, prompts]
+
+    def needed(self, candidates: Iterable[Candidate]) -> int:
+        """Bytes of the device that candidates need."""
+        demands = [self.demand(*each) for each in candidates]
+        return sum(each.kv + each.activations for each in demands)
+
+    def demand(self, state: Any, tokens: int) -> Demand:
+        """What a request needs for so many more tokens."""
+        sizes, kept = self._cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
+        exchanged = self._tuning.inflation  # else activations have what lies aside
+        away = self._cache.request_pages.on_host_bytes(state.request_id) if kept else 0
+        return Demand(
+            state.request_id,
+            self._cache.bytes_needed(state, tokens) + away,
+            sizes.of(tokens, state.current_len() + self._found(state)) if exchanged else 0,
+            staging=sizes.staging(tokens),
+            decoding=kept or state.status == RequestStatus.DECODING,
+            passed=self._passed.get(state.request_id, 0),
+            away=away,
+        )
+
+    def _tokens(self, state: Any) -> int:
+        if state.status == RequestStatus.DECODING:
+            return len(state.tokens_to_process)
+        return len(state.remaining_prefill_tokens) - self._found(state)
+
+    def _found(self, state: Any) -> int:
+        """Tokens of a request that has none yet, which blocks of others hold."""
+        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+            return 0
+        return self._beginnings.found(state.request_id)
+
+
+def _at_end(state: Any) -> int:
+    """Tokens that the request holds when it ends."""
+    return len(state.initial_tokens) + (state.max_new_tokens or 0)
