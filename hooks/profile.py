@@ -10,6 +10,7 @@ Note [How it is measured]
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 import warnings
@@ -100,14 +101,14 @@ def load_or_measure(
 
 
 def measured_link(device: Device) -> tuple[float | None, float]:
-    """Bytes per second of the link, None where it cannot be measured; and seconds that the processor which computes is
-    busy with each second of copies. On the stand-in copies take a core, which operators miss that use all of them."""
-    began, busy = time.perf_counter(), time.process_time()
+    """Bytes per second of the link, None where it cannot be measured; and the part of its time that an operator loses
+    while the link is busy. On the stand-in copies take a core, which operators miss that use all of them."""
     bandwidth = link.measure(device)
-    took, busy = time.perf_counter() - began, time.process_time() - busy
     if bandwidth is None or device.kind != "standin" or torch.get_num_threads() < (os.cpu_count() or 1):
         return bandwidth, 0.0
-    return bandwidth, min(1.0, busy / took)
+    # As layers of a small model: a millisecond each, and together more than caches hold.
+    rows, layers = torch.ones(128, 512), itertools.cycle(torch.ones(16, 512, 1024))
+    return bandwidth, link.lost(device, bandwidth, lambda: torch.mm(rows, next(layers)))
 
 
 def kept(model: nn.Module, device: Device) -> Record | None:

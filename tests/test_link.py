@@ -180,3 +180,32 @@ def test_a_link_of_the_stand_in_is_no_faster_than_it_was_set_to() -> None:
         found = link.measure(core.device)
         assert found is not None
         assert found <= 100_000_000 * 1.01
+
+
+class Beside:
+    """Work of a second, or of two while copies run; and copies that run for four of it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.left = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self) -> None:
+        self.now += 2.0 if self.left else 1.0
+        self.left = max(0, self.left - 1)
+
+    def copy(self, parts: list[tuple[int, int, int]], **how: Any) -> Any:
+        self.left = 4
+        return SimpleNamespace(passed=lambda: not self.left)
+
+
+def test_what_work_loses_beside_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(budget=64, host_budget=64) as core:
+        before, beside = held(core), Beside()
+        monkeypatch.setattr(link, "Transfer", lambda device: beside)
+        assert link.lost(core.device, 1e6, beside.work, beside) == 0.5
+        assert held(core) == before
+    with opened(budget=2, host_budget=0) as core:
+        assert link.lost(core.device, 1e6, beside.work, beside) == 0.0, "there are no host pages to copy"

@@ -197,8 +197,12 @@ class LinkMeasure:
     seconds: float = 0.02
     # Copies of one measurement, at most. Chosen.
     copies: int = 256
-    # Measurements of which the best counts. Chosen.
+    # Measurements of which the best, or the median, counts. Chosen.
     rounds: int = 4
+    # Bytes that are copied beside an operator, and seconds of that. Measured (2 cores, 32 MiB of cache): with 8 MiB an
+    # operator loses 0.20 to 0.34 of its time, with 32 and more 0.35 to 0.39. Some tens of operators of a millisecond.
+    wide: int = 64 * 2**20
+    beside: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,15 @@ Note [Measuring the link]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
+from statistics import median
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from ...allocator._native import Device, Transfer
+from ...allocator._native import Device, Done, Transfer
 from ...allocator.errors import PoolExhausted
 from ..policy.tuning import DEFAULT, LinkMeasure
 
@@ -37,11 +38,74 @@ def measure(
     None where there are no such pages, or none is free on either side. The bytes are nobody's, and not counted in
     `Stats.copied`. DriverError.
     """
+    with _copying(device, leave, place, tuning.most) as link:
+        if link is None:
+            return None
+
+        def seconds(nbytes: int, copies: int) -> float:
+            begun = clock()
+            link.copy(nbytes, copies).wait()
+            return clock() - begun
+
+        first = min(tuning.first, link.nbytes)
+        seconds(first, 1)  # the way there
+        rate = first / seconds(first, 1)
+        nbytes = max(first, min(link.nbytes, int(rate * tuning.seconds)))
+        copies = max(1, min(tuning.copies, int(rate * tuning.seconds) // nbytes))
+        seconds(nbytes, 1)  # every page has been written to
+        return nbytes * copies / min(seconds(nbytes, copies) for _ in range(tuning.rounds))
+
+
+def lost(
+    device: Device,
+    bandwidth: float,
+    work: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+    tuning: LinkMeasure = DEFAULT.link,
+) -> float:
+    """The part of its time that `work`, a short call that is made again and again, loses while the link, of so many
+    bytes per second, is busy. 0 where no page is free. The caller waits, as a rule 0.3 s. DriverError."""
+    with _copying(device, 0, "host", tuning.wide) as link:
+        if link is None:
+            return 0.0
+        copies = max(1, min(tuning.copies, int(bandwidth * tuning.beside) // link.nbytes))
+        found = []
+        for _ in range(tuning.rounds):
+            begun, count, done = clock(), 0, link.copy(link.nbytes, copies)
+            while not count or not done.passed():
+                work()
+                count += 1
+            beside, begun = clock() - begun, clock()
+            for _ in range(count):
+                work()
+            found.append(1 - (clock() - begun) / beside)
+    return min(1.0, max(0.0, median(found)))
+
+
+class _Link:
+    """Host pages and device pages that `copy` copies between, at most `nbytes` at a time."""
+
+    def __init__(self, device: Device, there: int, here: int, nbytes: int) -> None:
+        """`there`, `here`: the addresses of the pages of the device and of the others."""
+        self.nbytes = nbytes
+        self._pages = there, here
+        self._transfer = Transfer(device)
+
+    def copy(self, nbytes: int, copies: int) -> Done:
+        """Submits so many copies of the same bytes."""
+        return self._transfer.copy([(*self._pages, nbytes)] * copies, after=0, owner="activations", to="device")
+
+
+@contextmanager
+def _copying(device: Device, leave: int, place: Literal["host", "peer"], most: int) -> Iterator[_Link | None]:
+    """Pages to measure with, of `most` bytes on either side, given back in the end; None where there are none. As
+    `measure`."""
     page = device.page_size
     there_is = device.host_pages if place == "host" else device.peer is not None
-    pages = min(max(1, tuning.most // page), _free(device) - leave) if there_is else 0
+    pages = min(max(1, most // page), _free(device) - leave) if there_is else 0
     if pages < 1:
-        return None
+        yield None
+        return
     with ExitStack() as undo:
         group = device.group()
         undo.callback(device.reap, wait=True)
@@ -50,23 +114,7 @@ def measure(
         undo.callback(here.close)
         pages = _mapped(here.map_host if place == "host" else here.map_peer, pages)
         pages = _mapped(there.map, pages)
-        if not pages:
-            return None
-        transfer = Transfer(device)
-
-        def seconds(nbytes: int, copies: int) -> float:
-            begun = clock()
-            parts = [(there.address, here.address, nbytes)] * copies
-            transfer.copy(parts, after=0, owner="activations", to="device").wait()
-            return clock() - begun
-
-        first = min(tuning.first, pages * page)
-        seconds(first, 1)  # the way there
-        rate = first / seconds(first, 1)
-        nbytes = max(first, min(pages * page, int(rate * tuning.seconds)))
-        copies = max(1, min(tuning.copies, int(rate * tuning.seconds) // nbytes))
-        seconds(nbytes, 1)  # every page has been written to
-        return nbytes * copies / min(seconds(nbytes, copies) for _ in range(tuning.rounds))
+        yield _Link(device, there.address, here.address, pages * page) if pages else None
 
 
 def _free(device: Device) -> int:
