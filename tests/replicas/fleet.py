@@ -7,6 +7,7 @@ import math
 import os
 import random
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -236,6 +237,10 @@ class Fleet:
             return []
         rows = [line.split("\t") for line in path.read_text().splitlines()]
         return [Fault(int(member), point, int(count), how) for member, point, count, how in rows]
+
+    def happened_at(self) -> float:
+        """When the last of them did, by the supervisor's clock."""
+        return time.monotonic() - (time.time() - faults.done(self._file).stat().st_mtime)
 
     def opened(self, asked: Asked) -> Any:
         """One request over HTTP, streamed: what urlopen returns."""

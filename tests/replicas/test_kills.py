@@ -11,10 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from ballonet.hooks.replicas.decision_file import read_decisions
 from ballonet.hooks.replicas.faults import Fault
+from ballonet.offload.policy.replicas.actions import Alone
+from ballonet.offload.policy.replicas.decisions import Decision
+from ballonet.offload.policy.replicas.events import Committed, Load, Lost
 
 from .fleet import Answer, Stock, drawn, made, serving
 
@@ -38,11 +43,29 @@ def judged(answers: Sequence[Answer], right: Sequence[str]) -> Counter[str]:
     return found
 
 
+def noticed(log: Path, deaths: Sequence[tuple[float, int]]) -> tuple[list[float], list[float]]:
+    """For each death, (when, of which member): seconds until the supervisor hears of it; and of those in groups until
+    all others of the group have said that they are in an epoch without it. Both in ascending order."""
+    heard, followed = list[float](), list[float]()
+    entries = [each for each in read_decisions(log) if isinstance(each, Decision)]
+    for at, member in deaths:
+        told = next(each.event.at for each in entries if each.event == Lost(each.event.at, member))
+        heard.append(told - at)
+        since = [each for each in entries if each.event.at >= at]
+        # A link may tell before the process does.
+        alone = [a for each in since if each.event.at <= told for a in each.actions if isinstance(a, Alone)]
+        said = [each.event for each in since if isinstance(each.event, Committed | Load)]
+        begun = [next((e.at for e in said if (e.member, e.epoch) == (a.member, a.epoch)), None) for a in alone]
+        if begun and None not in begun:  # else another change came before somebody had said so
+            followed.append(max(each for each in begun if each is not None) - at)
+    return sorted(heard), sorted(followed)
+
+
 def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = made(tmp_path)
+    model, log = made(tmp_path), tmp_path / "log"
     stock, total = Stock(model), Counter[str]()
-    pool = drawn(REQUESTS)
-    with serving(model, tmp_path, REPLICAS) as fleet:
+    pool, deaths = drawn(REQUESTS), list[tuple[float, int]]()
+    with serving(model, tmp_path, REPLICAS, log=log) as fleet:
         for seed in range(SEEDS):
             fleet.whole(REPLICAS)
             draw = random.Random(seed)
@@ -55,6 +78,8 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
             found = judged(fleet.burst(asked), right)
             after = fleet.server.supervisor.state()
             found["killed"] = len(fleet.happened)
+            if fleet.happened:
+                deaths.append((fleet.happened_at(), victim.member))
             found["recomputed"] = after.recomputed - before.recomputed
             found["drops"], found["restores"] = after.drops - before.drops, after.restores - before.restores
             took = time.monotonic() - begun
@@ -63,7 +88,12 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
             total += found
         fleet.whole(REPLICAS)
         assert fleet.server.supervisor.state().replaced == total["killed"], fleet.said
+    heard, followed = noticed(log, deaths)
     with capsys.disabled():
         print(f"{SEEDS} seeds: {dict(total)}")
+        for what, seconds in (("heard of", heard), ("all others of a group in another epoch", followed)):
+            middle = f"{median(seconds):.3f} s in the median, {seconds[-1]:.3f} s at most" if seconds else "never"
+            print(f"deaths {what} after {middle} ({len(seconds)})", flush=True)
+    assert len(heard) == total["killed"]
     assert total["killed"] > 0
     assert total["finished"] + total["typed"] == SEEDS * REQUESTS, total
