@@ -91,6 +91,8 @@ SCENES = [
     ("in requests", signal.SIGTERM),
     ("in requests", signal.SIGINT),
     ("in requests", signal.SIGKILL),
+    ("in a pipeline", signal.SIGTERM),
+    ("as layers come home", signal.SIGTERM),
     ("as they load", signal.SIGKILL),
 ]
 
@@ -109,9 +111,13 @@ def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_pat
             program.wait(lambda: "loading" in program.said())
         else:
             program.serves()
-        if phase == "in requests":
+        if phase in ("in requests", "in a pipeline", "as layers come home"):
             answers = [pool.submit(begin, asked, program) for asked in drawn(32, new=200)]
             program.wait(lambda: program.figure("ballonet_replica_requests") > 16)
+        if phase == "in a pipeline":  # KV of requests is still exchanged
+            program.wait(lambda: "holds layers 0 to 3" in program.said())
+        if phase == "as layers come home":
+            program.wait(lambda: "layers come home" in program.said())
         program.process.send_signal(number)
         code = program.process.wait()
         for each in answers:
