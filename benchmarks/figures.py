@@ -25,7 +25,7 @@ CLAIMS = (  # of the README, in its order: the first machine's table of each, th
 )
 OTHERS = (
     *("slo", "knee", "driver-time", "recover", "fragmentation", "page-size", "kv-stream", "lending", "tenants"),
-    *("hit-rate", "cold-load", "reactivate", "allocate", "exchange", "traces"),
+    *("hit-rate", "cold-load", "reactivate", "allocate", "exchange", "traces", "calls", "plan", "replicas", "links"),
 )
 OMITTED = {  # columns that only the stored results have
     "context": ("what gave pages",),
