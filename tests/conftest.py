@@ -81,6 +81,14 @@ def collections_are_quick() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def arguments_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """pytest refers to what the last test of a module was given until the fixtures of the module have ended. They take
+    out the pool, in which that may lie; and which test is the last on a worker is chance."""
+    yield
+    request.node.funcargs.clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def a_clock_of_their_own() -> Iterator[None]:
     """Next to no time passes for a governor, however long a test takes, unless the test lets it pass: on a loaded

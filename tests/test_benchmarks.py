@@ -124,12 +124,12 @@ def test_a_soak_holds_and_notices_what_does_not(run: ModuleType, monkeypatch: py
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     working = soak.Soak(Options(tiny=True, out=Path(), cuda=False, peer=None, files=[]), seed=0)
-    working.round(0.1, threading.Event())
+    working.round(0.3, threading.Event())
     assert working.counts.failures == []
     assert working.counts.done["requests"] > 0
     for task in working._speakers[0].tasks:
         working._speakers[0].expected[task] += 1
-    working.round(0.1, threading.Event())
+    working.round(0.3, threading.Event())
     assert any("other tokens than unmanaged" in failure for failure in working.counts.failures)
     working.release()
     del working

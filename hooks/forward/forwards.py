@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Range
-from ...allocator.errors import ModelInUse
+from ...allocator.errors import ModelInUse, PoolExhausted
 from ...offload.governor.chaos import Chaos
 from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
@@ -292,7 +292,10 @@ class _Enter(Hook):
             if caller is not None:
                 return
             forwards.leave()
-        forwards._enter(call, *((args, kwargs) if self._whole else ((), {})))
+        try:
+            forwards._enter(call, *((args, kwargs) if self._whole else ((), {})))
+        except PoolExhausted as error:  # what changes before a forward needs more pages than there are
+            raise torch.OutOfMemoryError(str(error)) from error
 
 
 class _Leave(Hook):

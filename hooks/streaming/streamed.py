@@ -125,7 +125,7 @@ class Streaming:
 
     def prepare(self, turn: Turn) -> None:
         """A forward is about to begin, with no lease yet: it gets the slots, or will read the host. ManageError,
-        PoolExhausted, WeightsFileChanged, DriverError."""
+        torch.OutOfMemoryError, WeightsFileChanged, DriverError."""
         wanted = not (torch.is_grad_enabled() or self._turns.sections)
         if not (wanted and self._turns.take(turn)):
             for layer in filter(self._here.runs, sorted(self._hidden)):
@@ -192,7 +192,8 @@ class Streaming:
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:
-        """Whoever asks may read the layer from now on. See Note [Layers that nobody has seen]."""
+        """Whoever asks may read the layer from now on. See Note [Layers that nobody has seen]. torch.OutOfMemoryError
+        where the host has no pages for it."""
         end = self._clock() + self._waiting.reveal
         while layer in self._hidden:
             with self._revealing:
@@ -203,6 +204,8 @@ class Streaming:
                 except ManageError:
                     if self._clock() > end:
                         raise
+                except PoolExhausted as error:
+                    raise torch.OutOfMemoryError(f"no room on the host for layer {layer}: {error}") from error
             if layer in self._hidden:
                 threading.Event().wait(self._waiting.reveal_look)
 

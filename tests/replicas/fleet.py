@@ -200,13 +200,14 @@ class Fleet:
         `pages` has what retires of the device only: pages of the host that still do so count as used, and are waited
         for, but not for ever."""
         found: list[dict[str, Any]] = []
+        held: list[tuple[int, int]] = []
         more = 0  # looks at pages of the host that are nobody's
 
         def rests() -> bool:
             nonlocal more
-            held = [memfd_bytes(each, "device") for each in self.processes]
+            held[:] = self._held()
             found[:] = [look(each, patience=PATIENCE) for each in self.processes]
-            if held != [memfd_bytes(each, "device") for each in self.processes]:
+            if held != self._held():
                 return False  # pages are created, or go back to the driver
             kv = {each["pages"]["kv"] for each in found}
             self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
@@ -216,14 +217,17 @@ class Fleet:
             return more > LOOKS or all(beside_weights(each) in (0, 1) for each in found)
 
         self.wait(rests)
-        for each in found:
+        for each, (device, host) in zip(found, held, strict=True):
             page = each["page_size"]
-            held = memfd_bytes(each["pid"], "device")
-            assert held == sum(each["pages"].values()) * page <= each["budget"], (held, each)
-            assert memfd_bytes(each["pid"], "host") == each["host_pages"] * page
+            assert device == sum(each["pages"].values()) * page <= each["budget"], (device, each)
+            assert host == each["host_pages"] * page, (host, each)
             # hooks/weights/backings.py: `_blank`, one of each model
             assert beside_weights(each) in (0, 1), (beside_weights(each), each["models"])
         return found
+
+    def _held(self) -> list[tuple[int, int]]:
+        """Bytes that the kernel holds for each replica, on the device and on the host."""
+        return [(memfd_bytes(each, "device"), memfd_bytes(each, "host")) for each in self.processes]
 
     def fault(self, *wanted: Fault) -> None:
         """From now on."""

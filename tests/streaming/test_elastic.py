@@ -16,6 +16,7 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import WeightsFileChanged
+from ballonet.hooks.weights import room
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.residency.weights_file import WeightsFile
 
@@ -93,6 +94,23 @@ def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any,
         assert streams(managed, lambda: say(loaded).agrees(stock))
     assert tensors(loaded) == tensors(original)
     assert ballonet.stats().copied.weights_d2h == 0
+
+
+def test_a_look_that_the_host_has_no_page_for_is_out_of_memory(loaded: Any, original: Any, stock: Output) -> None:
+    device = runtime.require()
+    taken = []
+    with ballonet.manage(loaded):
+        while room.host_pages_left(device):
+            taken.append(device.reserve(PAGE, "kv", device.group()))
+            taken[-1].map(0, 1)
+            taken[-1].move(0, "host")
+        for look in ("state", "parameters", "one", "part", "gradients"):
+            with pytest.raises(torch.OutOfMemoryError, match="host"):
+                LOOKS[look](loaded)
+            assert say(loaded).agrees(stock)
+        for each in taken:
+            each.close()
+        assert tensors(loaded) == tensors(original)
 
 
 def test_a_file_is_looked_at_once_in_a_forward(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

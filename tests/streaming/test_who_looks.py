@@ -14,7 +14,7 @@ from torch import nn
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.allocator.errors import ManageError
+from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.references import THIS, Interpreter
 from ballonet.hooks.forward import turns
@@ -507,17 +507,25 @@ def test_a_module_in_several_layers(original: Any, monkeypatch: pytest.MonkeyPat
         fly(model, managed)
 
 
+@pytest.mark.parametrize(
+    ("error", "seen"), [(KeyboardInterrupt, KeyboardInterrupt), (PoolExhausted, torch.OutOfMemoryError)]
+)
 def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
-    model: Any, stock: Output, managed: ballonet.Managed, monkeypatch: pytest.MonkeyPatch
+    model: Any,
+    stock: Output,
+    managed: ballonet.Managed,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    seen: type[BaseException],
 ) -> None:
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     fly(model, managed)
     model.model.layers[0].register_buffer("new", torch.zeros(4096))
     with monkeypatch.context() as patch:
         patch.setattr(managed._follower, "catch_up", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(seen):
             say(model)
     assert say(model).agrees(stock)
     fly(model, managed)
