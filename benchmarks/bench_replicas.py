@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 import batch_cost
+import mail_cost
 from common import Figure, Options, Row, options, report
 
 from ballonet.hooks.server.arrivals import RecordedArrival, read
@@ -47,6 +48,7 @@ DEAR = ChunkCost(4e-9, 1e-5, 4e-3)
 LEAST = 2048  # tokens of a microbatch
 PERIOD, PERIODS, HIGH = 600.0, 3, 50.0  # of the square wave, in seconds
 SIZES = (8, 64, 512, 4096)  # replicas, for the cost of a decision
+FLEETS = (8, 32, 128)  # replicas, for what is said between them and the supervisor
 BURST = 75  # prompts that are queued at once
 
 
@@ -54,7 +56,9 @@ def main() -> None:
     chosen = options("replicas", __doc__)
     prompts = [each.prompt for path in chosen.files for each in read(path)] or list(made(3000))
     rows: list[Row] = [*bubbles(prompts, chosen), *policies(prompts, chosen), *decisions(chosen)]
-    rows += [row(what, peer, value=error) for what, peer, error in batch_cost.errors(chosen)]
+    rows += control(prompts, chosen)
+    measured = *batch_cost.errors(chosen), *mail_cost.told(chosen)
+    rows += [row(what, peer, value=found) for what, peer, found in measured]
     report(chosen, "replicas", "replicas that drop parameters, simulated", rows)
 
 
@@ -188,6 +192,15 @@ def decisions(chosen: Options) -> Iterator[dict[str, Any]]:
         growth = many * small * math.log2(small) / (few * large * math.log2(large))
         what = f"calls per N log N, {large:,} against {small:,} replicas"
         yield row(what, "ratio", value=Figure.of([growth]).at_most(1.2))
+
+
+def control(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
+    """Bytes of control where prompts of code come to ever more replicas, 2.5 a second to each."""
+    for replicas in FLEETS[:1] if chosen.tiny else FLEETS:
+        fleet = VirtualFleet(DENSE, replicas, 40 * GB, PAGE, 100 * GB, 25e9, 25e9)
+        asked = [prompts[at % len(prompts)] for at in range(replicas * (5 if chosen.tiny else 100))]
+        found = mail_cost.carried(fleet, DENSE_COST, coding(asked, 2.5 * replicas))
+        yield row(f"bytes of control per replica and second, {replicas} replicas", "drop", value=Figure.of([found]))
 
 
 def _calls(replicas: int) -> int:

@@ -131,10 +131,11 @@ class FaultySpeaks:
         """See Speaks."""
         return self._supervisor.waits(kinds)
 
-    def post(self, message: Message) -> None:
+    def post(self, *messages: Message) -> None:
         """See Speaks."""
-        self._faults.at(f"say {type(message).__name__}")
-        self._supervisor.post(message)
+        for message in messages:
+            self._faults.at(f"say {type(message).__name__}")
+        self._supervisor.post(*messages)
 
 
 class FaultyLink(Link):

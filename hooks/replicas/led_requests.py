@@ -17,6 +17,7 @@ class LedRequests:
         self._supervisor = supervisor
         self._assignments: dict[str, int] = {}
         self._early: list[Start] = []
+        self._news: list[Told] = []
 
     def start(self, start: Start, epoch: int, leader: Leader | None) -> None:
         """Gives a request to the leader of this epoch; None: it is not there yet, so the request waits for it."""
@@ -51,16 +52,22 @@ class LedRequests:
         self._assignments[handed.request.name] = handed.assignment
 
     def told(self, request: Request, error: Exception | None) -> None:
-        """Tells the supervisor of a new token, or why the request failed. SupervisorLost."""
+        """Notes for `tell` a new token, or why the request failed."""
         assignment = self._assignments.get(request.name)
         if assignment is None:
             return
         before = len(request.delivered) - (error is None)
         tokens = request.delivered[before:]
         said = None if error is None else f"{type(error).__name__}: {error}"
-        self._supervisor.post(Told(request.name, assignment, before, tokens, said))
+        self._news.append(Told(request.name, assignment, before, tokens, said))
         if error is not None or request.over:
             self._assignments.pop(request.name, None)
+
+    def tell(self) -> None:
+        """Tells the supervisor what is new of all requests, at once. SupervisorLost."""
+        news, self._news = self._news, []
+        if news:
+            self._supervisor.post(*news)
 
     def forget(self) -> None:
         """Ends its part in all: the group is no more, and the supervisor has the requests."""

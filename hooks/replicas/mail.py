@@ -30,9 +30,9 @@ class ToSupervisor:
         self._fill()
         return any(isinstance(each, kinds) for each in self._came)
 
-    def post(self, message: Message) -> None:
+    def post(self, *messages: Message) -> None:
         """See setup.Speaks. SupervisorLost."""
-        self._box.post(SUPERVISOR, encoded(message))
+        self._box.post(SUPERVISOR, *map(encoded, messages))
 
     def _fill(self) -> None:
         while (mail := self._box.take()) is not None:

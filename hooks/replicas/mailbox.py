@@ -1,10 +1,11 @@
 """The control plane: small messages between the supervisor and replicas, in order, each read once.
 
 Note [Mail]
-    Each member has a queue in the supervisor's store. A message is JSON behind its keyed hash (secret.py), and counts
-    how many its sender sent to this reader before, so that one that is sent again by somebody else is not read twice.
-    Reading takes it out of the store, which does not grow. A member's own thread waits for mail; its main loop takes
-    what is here, or waits on the bell. What a message says, and of which epoch, is for its reader (messages.py).
+    Each member has a queue in the supervisor's store. What is sent at once, one message or several, is JSON behind its
+    keyed hash (secret.py), and counts how often its sender sent to this reader before, so that what is sent again by
+    somebody else is not read twice. Reading takes it out of the store, which does not grow. A member's own thread waits
+    for mail; its main loop takes what is here, or waits on the bell. What a message says, and of which epoch, is for
+    its reader (messages.py).
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Mailbox:
         self._posting = threading.Lock()
         self._listener = Listener(store, _queue(me), self._hear, bell.ring)
 
-    def post(self, to: int, text: str) -> None:
-        """Sends a message, behind all that this sent there before. SupervisorLost."""
+    def post(self, to: int, *texts: str) -> None:
+        """Sends messages, behind all that this sent there before. SupervisorLost."""
         with self._posting:
             self._sent[to] += 1
-            said = json.dumps([self.me, self._sent[to], text])
+            said = json.dumps([self.me, self._sent[to], texts])
             self._store.push(_queue(to), proof(self._secret, str(to), said) + said)
 
     def take(self) -> Mail | None:
@@ -81,12 +82,12 @@ class Mailbox:
         if not proves(claimed, self._secret, str(self.me), said):
             self.refused += 1
             return
-        sender, number, body = json.loads(said)
+        sender, number, texts = json.loads(said)
         if number <= self._read[sender]:
             self.refused += 1
             return
         self._read[sender] = number
-        self._came.append(Mail(sender, body))
+        self._came.extend(Mail(sender, each) for each in texts)
         self._bell.ring()
 
 

@@ -109,6 +109,8 @@ class Replica:
             if not self._change.has_turned(error.peer):
                 raise
             return False  # nothing more comes in this epoch, and what comes next is heard over the next one's link
+        finally:
+            self._requests.tell()  # before another group may go on with a request
 
     def _has_news(self) -> bool:
         stage = self._place.stage

@@ -28,8 +28,8 @@ class Speaks(Protocol):
     def waits(self, kinds: tuple[type[Any], ...]) -> bool:
         """Is a message of one of these kinds here? SupervisorLost."""
 
-    def post(self, message: Message) -> None:
-        """Tells it something."""
+    def post(self, *messages: Message) -> None:
+        """Tells it something. Several at once cost little more than one."""
 
 
 @dataclass(frozen=True, slots=True)

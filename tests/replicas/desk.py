@@ -15,6 +15,7 @@ class Desk:
         self.said: deque[Message] = deque()
         self.late: deque[Message | None] = deque()  # one at each look; None: nothing comes
         self.heard: list[Message] = []
+        self.posted: list[tuple[Message, ...]] = []  # the same, as they came
 
     def take(self) -> Message | None:
         return self.said.popleft() if self.said else None
@@ -27,5 +28,6 @@ class Desk:
             self.said.append(came)
         return any(isinstance(each, kinds) for each in self.said)
 
-    def post(self, message: Message) -> None:
-        self.heard.append(message)
+    def post(self, *messages: Message) -> None:
+        self.heard += messages
+        self.posted.append(messages)

@@ -1,5 +1,7 @@
 """Replicas that are killed at random: every request ends once, with the answer of stock or with an error that says why.
 
+At every other seed one of a group is, as soon as there is one.
+
 `make kills SEEDS=50` runs more seeds than the suite, and every row of test_faults_live.py.
 """
 
@@ -10,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +24,7 @@ from ballonet.offload.policy.replicas.actions import Alone
 from ballonet.offload.policy.replicas.decisions import Decision
 from ballonet.offload.policy.replicas.events import Committed, Load, Lost
 
-from .fleet import Answer, Stock, drawn, made, serving
+from .fleet import LAYERS, Answer, Fleet, Stock, drawn, made, serving
 
 SEEDS = int(os.environ.get("BALLONET_KILLS", "2"))
 REPLICAS = 3
@@ -61,6 +64,12 @@ def noticed(log: Path, deaths: Sequence[tuple[float, int]]) -> tuple[list[float]
     return sorted(heard), sorted(followed)
 
 
+def grouped(fleet: Fleet) -> list[int]:
+    """The replicas that hold some of the layers only."""
+    spans = fleet.server.supervisor.state().spans
+    return sorted(member for member, span in spans.items() if span != (0, LAYERS))
+
+
 def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, log = made(tmp_path), tmp_path / "log"
     stock, total = Stock(model), Counter[str]()
@@ -70,12 +79,17 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
             fleet.whole(REPLICAS)
             draw = random.Random(seed)
             begun = time.monotonic()
-            victim = Fault(draw.choice(fleet.members), "microbatch", draw.randint(1, MICROBATCHES), "kill")
             asked = draw.sample(pool, REQUESTS)
             right = stock.answers(asked)
             before = fleet.server.supervisor.state()
-            fleet.fault(victim)
-            found = judged(fleet.burst(asked), right)
+            with ThreadPoolExecutor(1) as beside:
+                answers = beside.submit(fleet.burst, asked)
+                if in_group := seed % 2 == 1:
+                    fleet.wait(lambda burst=answers: grouped(fleet) or burst.done())
+                chosen = draw.choice((in_group and grouped(fleet)) or fleet.members)
+                victim = Fault(chosen, "microbatch", draw.randint(1, MICROBATCHES), "kill")
+                fleet.fault(victim)
+                found = judged(answers.result(), right)
             after = fleet.server.supervisor.state()
             found["killed"] = len(fleet.happened)
             if fleet.happened:

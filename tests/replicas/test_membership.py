@@ -101,7 +101,8 @@ def test_mail_is_in_order_read_once_and_leaves_nothing(boxes: list[Mailbox]) -> 
     boss, *members = boxes
     for number in range(50):
         for box in members:
-            box.post(SUPERVISOR, f"{number}")
+            if number % 2 == 0:
+                box.post(SUPERVISOR, f"{number}", f"{number + 1}")
             boss.post(box.me, f"to {box.me}: {number}")
     got: dict[int, list[str]] = {box.me: [] for box in members}
     for _ in range(100):
@@ -118,11 +119,11 @@ def test_mail_that_is_forged_or_sent_again_is_refused(store: Store, boxes: list[
     boss, one, _ = boxes
     one.post(SUPERVISOR, "first")
     assert wait(boss) == Mail(0, "first")
-    again = json.dumps([0, 1, "first"])
-    to_another = json.dumps([0, 2, "for member 1"])
+    again = json.dumps([0, 1, ["first"]])
+    to_another = json.dumps([0, 2, ["for member 1"]])
     for text in (
         "nothing",
-        "0" * 64 + json.dumps([0, 999, "forged"]),
+        "0" * 64 + json.dumps([0, 999, ["forged"]]),
         proof(SECRET, str(SUPERVISOR), again) + again,
         proof(SECRET, "1", to_another) + to_another,
     ):

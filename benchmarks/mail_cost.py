@@ -1,0 +1,81 @@
+"""What the control plane of replicas carries, and what it costs the one process that all replicas talk to.
+
+Bytes are those of a simulated run, whose messages are the live ones, as text with their keyed hash. Tokens are told
+through a real store by another process, as a replica tells them: those of one step at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from common import Figure, Options, interleaved
+
+from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.mail import FromReplicas, ToSupervisor
+from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mailbox
+from ballonet.hooks.replicas.messages import Told, encoded
+from ballonet.hooks.replicas.store import LOCAL, Store
+from ballonet.hooks.server.arrivals import RecordedArrival
+from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
+from ballonet.hooks.whatif.replicas.run import run
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.decisions import Decision, Entry
+from ballonet.offload.policy.replicas.events import Arrived, Finished, Left, Tick
+
+ENVELOPE = 64 + len('[-1, 100000, [""]]')  # bytes of the keyed hash, and around a message (mailbox.py)
+OWN = (Arrived, Finished, Left, Tick)  # events that the supervisor itself tells its controller
+SECRET, PATIENCE = "a secret", 60.0  # s
+TOLD = 4096  # tokens
+BATCHES = (1, 32)  # requests that decode on a replica
+
+
+def carried(fleet: VirtualFleet, cost: ChunkCost, arrivals: Sequence[RecordedArrival]) -> float:
+    """Bytes of control per replica and second, both ways, without prompts and tokens."""
+    log: list[Entry] = []
+    run(fleet, cost, arrivals, "drop", log=log.append)
+    taken = [each for each in log if isinstance(each, Decision)]
+    sent = [each.event for each in taken if not isinstance(each.event, OWN)]
+    said = [*sent, *(action for each in taken for action in each.actions)]
+    seconds = taken[-1].event.at - taken[0].event.at
+    return sum(len(encoded(each)) + ENVELOPE for each in said) / seconds / fleet.replicas
+
+
+def told(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
+    """(what, peer, microseconds of the supervisor's CPU for a token that it is told), by how many are told at once."""
+    tokens = BATCHES[-1] if chosen.tiny else TOLD
+    peers = {f"{batch} at once": partial(_taken, batch, tokens) for batch in BATCHES}
+    for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
+        yield "the supervisor's CPU for a token that it is told, us", peer, found
+
+
+def _taken(batch: int, tokens: int) -> float:
+    store, bell = Store.host(timeout=PATIENCE), Bell()
+    box = Mailbox(store, SUPERVISOR, SECRET, bell)
+    replicas, left = FromReplicas(box), tokens
+    with subprocess.Popen([sys.executable, __file__, str(store.port), str(batch), str(tokens)]):
+        assert bell.wait(lambda: box.has() or None, PATIENCE), "nobody tells"
+        begin = time.process_time()
+        while left:
+            bell.wait(lambda: box.has() or None, PATIENCE)
+            while replicas.take() is not None:
+                left -= 1
+        seconds = time.process_time() - begin
+    box.close()
+    return seconds / tokens * 1e6
+
+
+def _tell(port: int, batch: int, tokens: int) -> None:
+    """What a replica does: in each step it has a token of each request."""
+    box = Mailbox(Store.connect(LOCAL, port, timeout=PATIENCE), 0, SECRET, Bell())
+    supervisor = ToSupervisor(box)
+    for first in range(0, tokens, batch):
+        supervisor.post(*(Told(f"cmpl-{each}", 1, first, (1000 + each,)) for each in range(batch)))
+    box.close()
+
+
+if __name__ == "__main__":
+    _tell(*map(int, sys.argv[1:]))
