@@ -101,8 +101,8 @@ def load_or_measure(
 
 
 def measured_link(device: Device) -> tuple[float | None, float]:
-    """Bytes per second of the link, None where it cannot be measured; and the part of its time that an operator loses
-    while the link is busy. On the stand-in copies take a core, which operators miss that use all of them."""
+    """Bytes per second of the link, None where it cannot be measured; and seconds that operators lose to each second of
+    copies. On the stand-in these take a core, which operators miss that use all of them."""
     bandwidth = link.measure(device)
     if bandwidth is None or device.kind != "standin" or torch.get_num_threads() < (os.cpu_count() or 1):
         return bandwidth, 0.0

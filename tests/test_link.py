@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from ballonet.allocator._native import Transfer
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link
 
 from .core import PAGE, Core, opened
@@ -183,29 +185,36 @@ def test_a_link_of_the_stand_in_is_no_faster_than_it_was_set_to() -> None:
 
 
 class Beside:
-    """Work of a second, or of two while copies run; and copies that run for four of it."""
+    """Work of a second, or of one and a half while a copy is on its way; and copies of six seconds, one after the
+    other."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.left = 0
+        self.now = self.free = 0.0
+        self.most = 0  # copies on their way at a time
 
     def __call__(self) -> float:
         return self.now
 
     def work(self) -> None:
-        self.now += 2.0 if self.left else 1.0
-        self.left = max(0, self.left - 1)
+        self.now += 1.5 if self.now < self.free else 1.0
 
     def copy(self, parts: list[tuple[int, int, int]], **how: Any) -> Any:
-        self.left = 4
-        return SimpleNamespace(passed=lambda: not self.left)
+        assert len(parts) == 1
+        self.free = due = max(self.now, self.free) + 6.0
+        self.most = max(self.most, round((due - self.now) / 6))
+        return SimpleNamespace(passed=lambda: self.now >= due, wait=lambda: self._wait(due))
+
+    def _wait(self, until: float) -> None:
+        self.now = max(self.now, until)
 
 
 def test_what_work_loses_beside_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(budget=64, host_budget=64) as core:
         before, beside = held(core), Beside()
         monkeypatch.setattr(link, "Transfer", lambda device: beside)
-        assert link.lost(core.device, 1e6, beside.work, beside) == 0.5
+        tuning = replace(DEFAULT.link, layer=2 * PAGE, beside=5 * 2 * PAGE / 1e6)  # five copies
+        assert link.lost(core.device, 1e6, beside.work, beside, tuning) == pytest.approx(1 / 3)
+        assert beside.most == 2, "one is on its way, and one behind it"
         assert held(core) == before
     with opened(budget=2, host_budget=0) as core:
         assert link.lost(core.device, 1e6, beside.work, beside) == 0.0, "there are no host pages to copy"

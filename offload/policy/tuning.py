@@ -203,6 +203,8 @@ class LinkMeasure:
     # operator loses 0.20 to 0.34 of its time, with 32 and more 0.35 to 0.39. Some tens of operators of a millisecond.
     wide: int = 64 * 2**20
     beside: float = 0.1
+    # Bytes of one of these copies, as of a layer of a small model. Chosen.
+    layer: int = 3 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ Note [Measuring the link]
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -63,23 +64,42 @@ def lost(
     clock: Callable[[], float] = time.perf_counter,
     tuning: LinkMeasure = DEFAULT.link,
 ) -> float:
-    """The part of its time that `work`, a short call that is made again and again, loses while the link, of so many
-    bytes per second, is busy. 0 where no page is free. The caller waits, as a rule 0.3 s. DriverError."""
+    """Seconds that `work`, a short call that is made again and again, loses to each second of copies beside it. 0 where
+    no page is free. `bandwidth`: of the link. The caller waits, as a rule 1 s. DriverError."""
     with _copying(device, 0, "host", tuning.wide) as link:
         if link is None:
             return 0.0
-        copies = max(1, min(tuning.copies, int(bandwidth * tuning.beside) // link.nbytes))
+        copies = max(1, int(bandwidth * tuning.beside) // tuning.layer)
         found = []
         for _ in range(tuning.rounds):
-            begun, count, done = clock(), 0, link.copy(link.nbytes, copies)
-            while not count or not done.passed():
-                work()
-                count += 1
-            beside, begun = clock() - begun, clock()
+            begun = clock()
+            count = _stream(link, copies, tuning.layer, work)
+            both, begun = clock() - begun, clock()
             for _ in range(count):
                 work()
-            found.append(1 - (clock() - begun) / beside)
-    return min(1.0, max(0.0, median(found)))
+            computing, begun = clock() - begun, clock()
+            _stream(link, copies, tuning.layer, None)
+            copying = clock() - begun
+            found.append((both - computing) / copying)
+    return max(0.0, median(found))
+
+
+def _stream(link: _Link, copies: int, nbytes: int, work: Callable[[], object] | None) -> int:
+    """Makes so many copies, each of `nbytes`, as layers are copied to two slots: one is on its way, and one behind it.
+    `work` is done until the last has come; returns how often."""
+    count, submitted, on_their_way = 0, 0, deque[Done]()
+    while submitted < copies or on_their_way:
+        while submitted < copies and len(on_their_way) < 2:
+            on_their_way.append(link.copy(min(nbytes, link.nbytes), 1, submitted * nbytes))
+            submitted += 1
+        if work is None:
+            on_their_way.popleft().wait()
+            continue
+        work()
+        count += 1
+        while on_their_way and on_their_way[0].passed():
+            on_their_way.popleft()
+    return count
 
 
 class _Link:
@@ -91,9 +111,11 @@ class _Link:
         self._pages = there, here
         self._transfer = Transfer(device)
 
-    def copy(self, nbytes: int, copies: int) -> Done:
-        """Submits so many copies of the same bytes."""
-        return self._transfer.copy([(*self._pages, nbytes)] * copies, after=0, owner="activations", to="device")
+    def copy(self, nbytes: int, copies: int, offset: int = 0) -> Done:
+        """Submits so many copies of the same bytes, at this offset or, as there are no more, from the start again."""
+        offset %= max(1, self.nbytes - nbytes + 1)
+        there, here = (each + offset for each in self._pages)
+        return self._transfer.copy([(there, here, nbytes)] * copies, after=0, owner="activations", to="device")
 
 
 @contextmanager

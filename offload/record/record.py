@@ -74,9 +74,9 @@ class Lesson(NamedTuple):
 class Record:
     """`key`: what it was measured for and on (model, device, driver, link, versions). `bandwidth`: bytes per second to
     the device. `seconds`: of one iteration, by point. `beside`: that `generate()` takes beside a decode step, and once
-    beside the first forward, by phase; what nobody measured is missing. `copying`: seconds of the processor that
-    computes, for each second of the link, 0 where others copy. `lessons`: of what ran since that which `time`
-    remembers, by point, oldest first; `recent`: the last of it, newest first."""
+    beside the first forward, by phase; what nobody measured is missing. `copying`: seconds that computing loses to each
+    second of copies, 0 where others copy. `lessons`: of what ran since that which `time` remembers, by point, oldest
+    first; `recent`: the last of it, newest first."""
 
     key: Mapping[str, str]
     bandwidth: float

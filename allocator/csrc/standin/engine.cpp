@@ -19,10 +19,12 @@ using std::chrono::steady_clock;
 
 std::uint64_t next_piece(const Op& op) { return std::min(kPiece, op.size - op.done); }
 
-steady_clock::time_point next_due(const Op& op) {
-  const double crossed = static_cast<double>(op.done + next_piece(op)) * op.ns_per_byte;
-  return op.begun + nanoseconds(static_cast<std::int64_t>(crossed));
+// When so many of its bytes have crossed.
+steady_clock::time_point due_at(const Op& op, std::uint64_t bytes) {
+  return op.begun + nanoseconds(static_cast<std::int64_t>(static_cast<double>(bytes) * op.ns_per_byte));
 }
+
+steady_clock::time_point next_due(const Op& op) { return due_at(op, op.done + next_piece(op)); }
 
 }  // namespace
 
@@ -120,6 +122,7 @@ void Engine::enqueue(const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> 
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   if (stream->queue.empty()) busy_.push_back(stream);
+  op->submitted = steady_clock::now();
   stream->queue.push_back(std::move(op));
   work_.notify_all();
 }
@@ -166,7 +169,7 @@ bool Engine::advance(Lock& lock, Time* sleep_until) {
         move(lock, op);
         return true;
       }
-      begin(op, now);
+      begin(*stream, op);
     }
     if (next_due(op) < *sleep_until) {
       *sleep_until = next_due(op);
@@ -177,7 +180,10 @@ bool Engine::advance(Lock& lock, Time* sleep_until) {
   Op& op = *chosen->queue.front();
   move(lock, op);
   if (op.state == Op::kFailed) chosen->failure = Failure{reinterpret_cast<std::uint64_t>(op.source), op.size};
-  if (op.state == Op::kFailed || op.done == op.size) chosen->queue.pop_front();
+  if (op.state == Op::kFailed || op.done == op.size) {
+    chosen->ready_at = op.ns_per_byte > 0 ? due_at(op, op.size) : steady_clock::now();
+    chosen->queue.pop_front();
+  }
   return true;
 }
 
@@ -191,6 +197,7 @@ bool Engine::pass(Stream& stream) {
       op.marker->failure = std::exchange(stream.failure, std::nullopt);
     } else if (op.kind == Op::kWait && op.marker->reached) {
       if (op.marker->failure) stream.failure = op.marker->failure;
+      stream.ready_at = steady_clock::now();
     } else {
       break;
     }
@@ -198,16 +205,16 @@ bool Engine::pass(Stream& stream) {
   return progress;
 }
 
-void Engine::begin(Op& op, Time now) {
+void Engine::begin(const Stream& stream, Op& op) {
   op.state = Op::kRunning;
-  op.begun = now;
+  op.begun = std::max(op.submitted, stream.ready_at);
   if (op.link == Link::kNone) return;
   const bool host = op.link == Link::kToDevice || op.link == Link::kToHost;
   const std::uint64_t bandwidth = host ? bandwidth_ : peer_bandwidth_;
   Time& free_at = link_free_at_[static_cast<int>(op.link) - 1];
-  op.begun = std::max(now, free_at) + nanoseconds(host ? latency_ns_ : 0);
+  op.begun = std::max(op.begun, free_at) + nanoseconds(host ? latency_ns_ : 0);
   op.ns_per_byte = bandwidth == 0 ? 0 : 1e9 / static_cast<double>(bandwidth);
-  free_at = op.begun + nanoseconds(static_cast<std::int64_t>(static_cast<double>(op.size) * op.ns_per_byte));
+  free_at = due_at(op, op.size);
 }
 
 // The next piece of an operation, or its poison, without the lock: the order checker keeps what is mapped there in

@@ -4,7 +4,8 @@
 // that whoever reads it without waiting computes NaN. The bytes follow in pieces, read from the source when each is
 // due, as DMA would: between host and devices at the settable bandwidth after the settable latency, one copy at a time
 // in each direction, both directions at once; between the two devices in the same way, at a bandwidth of its own and
-// without latency; otherwise as fast as memory. The poison waits until the copy begins where
+// without latency; otherwise as fast as memory. When each byte is due follows from when its copy could begin: a thread
+// that wakes up late makes up for it. The poison waits until the copy begins where
 // work that is still to come touches the destination: that work is ordered before the copy, so it must not see it.
 //
 // Registered memory is read in a way that cannot fault, see registered.h. Where it is gone when its bytes are due, the
@@ -56,15 +57,17 @@ struct Op {
   std::shared_ptr<Marker> marker;  // of kWait and kMark
 
   enum { kHeld, kPoisonFirst, kReady, kRunning, kFailed } state = kReady;
-  std::uint64_t done = 0;                       // bytes delivered
-  std::chrono::steady_clock::time_point begun;  // when the first byte crosses
+  std::uint64_t done = 0;                           // bytes delivered
+  std::chrono::steady_clock::time_point submitted;  // when it was queued
+  std::chrono::steady_clock::time_point begun;      // when the first byte crosses
   double ns_per_byte = 0;
 };
 
 struct Stream {
   std::uint32_t index = 0;
   std::deque<std::unique_ptr<Op>> queue;
-  std::optional<Failure> failure;  // not told yet
+  std::optional<Failure> failure;                    // not told yet
+  std::chrono::steady_clock::time_point ready_at{};  // when what lies before the queue was due to be done
 };
 
 class Engine {
@@ -90,7 +93,7 @@ class Engine {
   void run();
   bool advance(Lock& lock, Time* sleep_until);
   bool pass(Stream& stream);
-  void begin(Op& op, Time now);
+  void begin(const Stream& stream, Op& op);
   void move(Lock& lock, Op& op);
 
   std::mutex& mutex_;

@@ -123,11 +123,9 @@ def _forecast(needs: Needs, at: Placed, budget: PlanBudget, tuning: Tuning) -> F
 def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: PlanBudget) -> float | None:
     if seconds is None or (plan.copied and budget.page_seconds is None):
         return None
-    found = Costs(needs.layers, seconds, budget.page_seconds or 0.0).expected(plan)
-    beside = (
-        seconds + plan.copied_pages * (budget.page_seconds or 0.0) - found
-    )  # seconds that copies hide behind compute
-    return found + max(0.0, beside) * budget.copying
+    page = budget.page_seconds or 0.0
+    found = Costs(needs.layers, seconds, page).expected(plan)
+    return max(found, seconds + plan.copied_pages * page * budget.copying)
 
 
 def _read(

@@ -53,7 +53,7 @@ class Placed:
 class PlanBudget:
     """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where nobody knows; `slo`:
     seconds that a decode step may take; `host`: pages that the host has for what leaves, None where nobody knows;
-    `copying`: seconds of compute that are lost to each second of copies beside it."""
+    `copying`: seconds that computing loses to each second of copies."""
 
     pages: int
     page_size: int
