@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from jinja2 import TemplateError
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
@@ -132,13 +134,14 @@ class Application:
 
         app.router.lifespan_context = lifespan
         app.get("/metrics")(lambda: Response(registry.text(), media_type="text/plain; version=0.0.4"))
-        app.middleware("http")(self._checked)
+        app.add_middleware(_Checked, refused=self._refused)
         app.exception_handler(HTTPException)(_refused)
         app.exception_handler(TemplateError)(_unfit)
         return app
 
-    async def _checked(self, request: Request, go_on: Callable[[Request], Any]) -> Any:
-        """Refuses who has no key, models that are not served, and SLOs that are none; notes those that are."""
+    async def _refused(self, request: Request) -> JSONResponse | None:
+        """What is answered who has no key, and to models that are not served and SLOs that are none; notes those that
+        are. None: the request is computed."""
         if request.url.path not in OPEN and not self._has_key(request):
             return refusal(401, "an API key is needed: Authorization: Bearer KEY")
         if (why := CLOSED.get(request.url.path)) is not None:
@@ -162,13 +165,41 @@ class Application:
         except ConfigError as error:
             return refusal(400, str(error))
         asked_slo.set((ttft, tpot) if any(given) else None)
-        return await go_on(request)
+        return None
 
     def _has_key(self, request: Request) -> bool:
         if self._address.key is None:
             return True
         sent = request.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
         return hmac.compare_digest(sent, f"Bearer {self._address.key}".encode())
+
+
+class _Checked:
+    """The application behind a check of each request. Not starlette's BaseHTTPMiddleware, which would pass on each
+    piece of each answer from task to task."""
+
+    def __init__(self, app: ASGIApp, refused: Callable[[Request], Awaitable[JSONResponse | None]]) -> None:
+        self._app = app
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            if (refused := await self._refused(request)) is not None:
+                await refused(scope, receive, send)
+                return
+            came = [{"type": "http.request", "body": await request.body()}]
+        except ClientDisconnect:
+            return
+
+        async def again() -> Message:
+            return came.pop() if came else await receive()
+
+        await self._app(scope, again, send)
 
 
 async def _unfit(_: Request, error: TemplateError) -> JSONResponse:
