@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,24 +28,23 @@ NAMES: Final = tuple(PLAIN | DECODERS | EXPERT_MODELS | RECURRENT)
 
 @functools.lru_cache(2)
 def deeper(name: str) -> Any:
-    """The tiny model of that name, with twice the layers where it has only two."""
-    settings = ARCHITECTURES[name].config
-    changes: dict[str, Any] = {}
-    if name not in PLAIN and len(decoder_layers(build(name))) == 2:
-        for key in ("num_hidden_layers", "num_layers", "n_layers", "decoder_layers"):
+    """The tiny model of that name, with four layers where it has two or three, all of one kind."""
+    settings, changes = ARCHITECTURES[name].config, dict[str, Any]()
+    layers = len(decoder_layers(build(name)))
+    kinds = [key for key in ("layer_types", "layers_block_type", "attention_types") if key in settings]
+    if layers == 2 or not kinds:
+        for key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers"):
             if key in settings:
-                changes[key] = 2 * settings[key]
-        for key in ("layer_types", "layers_block_type", "attention_types"):
-            if key in settings:
-                changes[key] = settings[key] * 2
+                changes[key] = 4 if layers == 3 else 2 * settings[key] if layers == 2 else settings[key]
+        changes |= {key: settings[key] * 2 for key in kinds}
     with install.stock():
         return build(name, **changes)
 
 
 def cuts(layers: int, parts: int) -> list[Span]:
     """Spans, of which no two need be alike."""
-    ends = [1, layers - 1, layers] if parts == 3 else [layers // 2, layers]
-    return [Span(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    inner = {2: [layers // 2], 3: [1, layers - 1], 4: [1, 2, layers - 1]}[parts]
+    return [Span(begin, end) for begin, end in pairwise([0, *inner, layers])]
 
 
 def without_others(model: nn.Module, span: Span) -> nn.Module:
