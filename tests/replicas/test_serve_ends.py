@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ballonet.hooks.replicas import faults
+
 from .fleet import NEEDS_ALL, Asked, drawn, made, post
 from .processes import ENVIRONMENT, free_port, wait
 from .program import Running
@@ -91,6 +93,7 @@ SCENES = [
     ("in requests", signal.SIGTERM),
     ("in requests", signal.SIGINT),
     ("in requests", signal.SIGKILL),
+    ("as a group is prepared", signal.SIGTERM),
     ("in a pipeline", signal.SIGTERM),
     ("as layers come home", signal.SIGTERM),
     ("as they load", signal.SIGKILL),
@@ -103,17 +106,25 @@ SCENES = [
     SCENES,
     ids=lambda each: each if isinstance(each, str) else signal.Signals(each).name,
 )
-def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_path: Path) -> None:
+def test_nothing_is_left(
+    phase: str, number: signal.Signals, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However it ends, and whenever: no process, and so no page; whoever waits is told."""
+    file = tmp_path / "faults"
+    if phase == "as a group is prepared":  # which lasts: a member stands still
+        monkeypatch.setenv("BALLONET_REPLICA_FAULTS", str(file))
+        faults.write(file, [faults.Fault(0, "hear Prepare", 1, "stop")])
     with running(model, tmp_path) as program, ThreadPoolExecutor(32) as pool:
         answers = []
         if phase == "as they load":
             program.wait(lambda: "loading" in program.said())
         else:
             program.serves()
-        if phase in ("in requests", "in a pipeline", "as layers come home"):
+        if phase not in ("as they load", "idle"):
             answers = [pool.submit(begin, asked, program) for asked in drawn(32, new=200)]
             program.wait(lambda: program.figure("ballonet_replica_requests") > 16)
+        if phase == "as a group is prepared":
+            program.wait(faults.done(file).exists)
         if phase == "in a pipeline":  # KV of requests is still exchanged
             program.wait(lambda: "holds layers 0 to 3" in program.said())
         if phase == "as layers come home":
