@@ -66,9 +66,8 @@ Fence Copies::submit(const std::vector<Copy>& parts, std::optional<CUstream> aft
     streams.recycle(before);
     throw;
   }
-  for (const Copy& part : parts) {
-    count(owner, place_at(part.from, Place::kHost), place_at(part.to, to), part.size);
-  }
+  const Place other = to == Place::kHost ? Place::kDevice : Place::kHost;
+  for (const Copy& part : parts) count(owner, place_at(part.from, other), place_at(part.to, to), part.size);
   streams.recycle(before);
   Fence done = streams.fence({stream});
   if (!done.recorded || done.sync != 0) fences_.await(in, streams.awaited(done));

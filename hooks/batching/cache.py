@@ -22,6 +22,7 @@ from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
 from ..sectors.client import SectorChaos
+from ..sectors.host_writes import NewBlock
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
 from .batched import Batched
@@ -56,6 +57,8 @@ class ElasticPagedCache(PagedAttentionCache):
         self.user: Callable[[], object] = lambda: None  # who schedules by it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
+        self._copied: dict[int, list[NewBlock]] = {}  # by allocator, of the batch: host_writes.py
+        self._given = continuous_batching_config
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,
@@ -224,14 +227,54 @@ class ElasticPagedCache(PagedAttentionCache):
         with suppress(DriverError):  # what could not be restored is read where it is
             self.pages.client.begins({piece for each in requests for piece in self.request_pages.pieces(each)})
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """As stock's; full blocks of prompts on the host are copied there: see host_writes.py."""
+        rows = [len(each) for each in write_index]
+        if not any(rows):
+            self._copied = {}  # a batch begins
+        reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
+        super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
+        if self._given.cuda_graph_booleans[0] or not self.pages.client.displaced:
+            return  # a graph would replay no copies
+        for n, allocator in enumerate(self.cache_allocators.values()):
+            if allocator.layer_type != "full_attention":
+                continue
+            size, read = allocator.tokens_per_page, reads[n]
+            for block in self.request_pages.on_host_blocks(request_id, allocator, past_length, query_length):
+                row = rows[n] + block * size - past_length
+                at = None if read is None else read + block * size
+                self._copied.setdefault(n, []).append(NewBlock(row, write_index[n][row], at))
+                write_index[n][row : row + size] = [allocator.write_trash_index] * size
+                if read_index is not None and at is not None:
+                    read_index[n][at : at + size] = [allocator.read_trash_index] * size
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As stock's, under a lease, which a forward keeps."""
+        found: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
-            self.pages.client.uses()
+            client = self.pages.client
+            client.uses()
             if (lease := current()) is not None:
                 lease.touched(self.chaos)
-            keys, values = super().update(*args, **kwargs)
-        return keys, values
+            found = super().update(key_states, value_states, layer_idx, kwargs)
+            allocator: Any = self.layer_to_allocator[layer_idx]
+            if self._copied and kwargs.get("block_table") is None and (blocks := self._copied.get(allocator.index)):
+                new, read = (
+                    [each.squeeze(0).transpose(0, 1) for each in pair] for pair in ((key_states, value_states), found)
+                )
+                caches = allocator._kv_token_views[layer_idx]
+                client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
+        return found
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
         """As stock's, under a lease, and block by block where there is no memory for copies on the way."""

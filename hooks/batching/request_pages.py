@@ -40,6 +40,17 @@ class RequestPages:
         """Bytes of the request's KV that lie on the host."""
         return self._on.page_size * len(self._pages.client.away(self.pieces(request)))
 
+    def on_host_blocks(self, request: str, kind: Any, past: int, new: int) -> list[int]:
+        """Which blocks of the request lie on the host, and are filled by `new` tokens after `past` ones, in their order
+        from 0. `kind`: the allocator whose blocks they are."""
+        size, table = kind.tokens_per_page, kind.block_table[request]
+        pieces = {
+            n: set(self._pages.pieces(table[n] // kind.blocks_per_sector))
+            for n in range(-(-past // size), (past + new) // size)
+        }
+        away = frozenset(self._pages.client.away(set().union(*pieces.values())))
+        return [n for n, found in pieces.items() if found <= away]
+
     def to_host(self, request: str) -> bool:
         """Moves the KV of a request to the host, but for what it shares with others. False where the host has no room,
         or the driver refuses: nothing is moved then."""

@@ -59,9 +59,10 @@ class SpanCache(ElasticPagedCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As stock's, for a layer of the span."""
-        return super().update(
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states=key_states, value_states=value_states, layer_idx=layer_idx - self.layers.start, kwargs=kwargs
         )
+        return found
 
     def store(self, state: Any, tokens: int) -> bool:
         """Gives a request blocks for so many more tokens, on the host where the device has no page, from where they are

@@ -30,6 +30,7 @@ from ...offload.residency.saving import Runs
 from ...offload.residency.states import PieceEvent, PieceState
 from ..device.streams import stream_of
 from ..forward.lease import GroupLease
+from .host_writes import HostWrites
 
 if TYPE_CHECKING:
     from ...allocator._native import Place
@@ -57,6 +58,7 @@ class SectorClient:
         self.end = 0  # no piece from there on was ever in use
         self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
         self._transfer = Transfer(device)
+        self.host_writes = HostWrites(self._transfer)
         self._backing = Backing(device, group, range_, "kv")
         self._mover = Mover(device, range_, self._backing, Lock())
         self._current = stream_of(device)
@@ -161,6 +163,7 @@ class SectorClient:
         self.used = self.governor.clock()
         self._changed, self.kept = self._changed or self.kept, False
         self._read = Pieces(runs_of(reads))
+        self.host_writes.arrive(self.stream)
         if self.governor.taken_of(self.number) or self.displaced:
             self._look()
         if (away := self.displaced) and (pages := self.governor.restorable_pages(self.number)):
@@ -177,6 +180,7 @@ class SectorClient:
     def uses(self) -> None:
         """What this thread submits from now on, under its lease, reads and writes pages. DriverError."""
         self.stream = self._current()
+        self.host_writes.arrive(self.stream)
         if self._mover.comes:
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
@@ -185,6 +189,7 @@ class SectorClient:
         """Waits for what comes back, so that this thread may read pages under its lease, or `write` to them, beside
         the stream that computes. False where something lacks its bytes, as an interrupt has left it. DriverError."""
         with self.lock:
+            self.host_writes.arrive(None)
             self._mover.arrive(None)
             self._range.note_use(self._current(), write)
             return not self._mover.coming

@@ -20,7 +20,7 @@ from ballonet.hooks.batching import seams
 from ballonet.hooks.compat import release
 
 from ..models import build
-from ..serving.batches import BLOCK, answers, prompts
+from ..serving.batches import BLOCK, answers, kv_to_the_host, prompts
 from ..tuned import tuning
 from .scene import Place, play, scene
 
@@ -99,6 +99,19 @@ def test_a_step_waits_for_inputs_that_come_late(place: Place) -> None:
             assert answers(model, asked, NEW) == expected
     finally:
         ContinuousBatchingIOs.prepare_batch_tensors = stock
+
+
+@scene(pages=256)
+def test_prompts_whose_kv_goes_to_the_host(place: Place) -> None:
+    """Full blocks of it are copied beside the layers that follow, and decoding reads them afterwards."""
+    asked = prompts(8, 60)
+    for settings in ({}, {"use_async_batching": True}) if place.cuda else ({},):
+        model, expected = batched(place, asked, **settings)
+        before = ballonet.stats().copied.kv_d2h
+        with kv_to_the_host(), ballonet.manage(model, interval=None):
+            assert answers(model, asked, NEW, **settings) == expected, settings
+        assert ballonet.stats().copied.kv_d2h > before
+        del model
 
 
 @scene(pages=256)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ballonet
+from ballonet.hooks.batching import selection
+from ballonet.offload.policy.admission import Admission
 
 BLOCK = 16  # tokens
 PAGE = 65536
@@ -69,3 +73,19 @@ def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:
     found = answers(model, asked, tokens, num_blocks=16 * len(asked))
     assert [each.error for each in found] == [None] * len(asked), "or nothing would be compared"
     return found
+
+
+@contextmanager
+def kv_to_the_host() -> Iterator[None]:
+    """Whoever is admitted has new KV on the host, as where the device has no room for it."""
+    stock = selection.admit
+
+    def admitted(*args: Any) -> Admission:
+        found = stock(*args)
+        return replace(found, where=dict.fromkeys(found.where, "host"))
+
+    selection.admit = admitted
+    try:
+        yield
+    finally:
+        selection.admit = stock
