@@ -28,7 +28,7 @@ from ballonet.offload.policy.replicas.events import Arrived, Finished, Left, Tic
 
 ENVELOPE = 64 + len('[-1, 100000, [""]]')  # bytes of the keyed hash, and around a message (mailbox.py)
 OWN = (Arrived, Finished, Left, Tick)  # events that the supervisor itself tells its controller
-SECRET, PATIENCE = "a secret", 60.0  # s
+SECRET, PATIENCE = "a secret", 600.0  # s
 TOLD = 4096  # tokens
 BATCHES = (1, 32)  # requests that decode on a replica
 

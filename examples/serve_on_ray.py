@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=float, default=1, help="of each replica (default: %(default)s)")
     parser.add_argument("--address", help="of a Ray cluster; none: one is started on this machine")
     parser.add_argument("--join-port", type=int, default=29400, help="where replicas join (default: %(default)s)")
+    parser.add_argument("--silent", default="1s", help="after which a replica is lost (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="where clients ask (default: %(default)s)")
     given = sys.argv[1:]
     own = given.index("--") if "--" in given else len(given)
@@ -80,7 +81,7 @@ def served(options: argparse.Namespace, where: str, secret: str) -> subprocess.P
     command = [sys.executable, "-m", "ballonet", "serve", options.model, "--replicas", "0", "--listen", where]
     environment = {**os.environ, SECRET: secret}
     server = subprocess.Popen(
-        [*command, "--port", str(options.port)],
+        [*command, "--port", str(options.port), "--silent", options.silent],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,

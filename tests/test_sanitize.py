@@ -27,7 +27,7 @@ def make(target: str, kind: str, *settings: str) -> str:
     """Builds and runs a native program under the sanitizer; returns what it prints."""
     command = ["make", "-C", str(NATIVE), target, f"KIND={kind}", f"PYTHON={sys.executable}", *settings]
     command += ["OPTIMIZE=-O0", f"OUT={NATIVE.parents[1] / 'build' / 'sanitize-quick'}"]  # apart from `make sanitize`
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
     return done.stdout
 

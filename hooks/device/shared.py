@@ -289,13 +289,18 @@ class Share:
             self._moving.release()
         if not others or self.part >= before + nbytes:
             return None
-        # Without the lock: whoever is asked may ask this process meanwhile.
-        due = self._ask_others(before + nbytes, urgent)
-        if self._moving.acquire(blocking=urgent):
-            try:
-                self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
-            finally:
-                self._moving.release()
+        deadline = self._clock() + self._tuning.patience
+        while True:
+            # Without the lock: whoever is asked may ask this process meanwhile.
+            due, gave = self._ask_others(before + nbytes, urgent)
+            if self._moving.acquire(blocking=urgent):
+                try:
+                    self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
+                finally:
+                    self._moving.release()
+            # What somebody gave a third one may have taken.
+            if not urgent or not gave or self.part > before or self._closed or self._clock() >= deadline:
+                break
         if self.part < before + nbytes:
             self._pause = min(2 * self._pause, self._tuning.dwell)
             self._refused = self._clock() + self._pause
@@ -310,8 +315,9 @@ class Share:
             got = self.ledger.raise_to(me, needed, page)
         return got
 
-    def _ask_others(self, wanted: int, urgent: bool) -> int:
-        """Has others give so that this process may have `wanted` bytes, as far as it is due; returns that."""
+    def _ask_others(self, wanted: int, urgent: bool) -> tuple[int, bool]:
+        """Has others give so that this process may have `wanted` bytes, as far as it is due; returns that, and whether
+        anybody gave."""
         now = self.ledger.read()
         self._see(now)
         me, deadline = os.getpid(), self._clock() + self._tuning.patience
@@ -320,13 +326,14 @@ class Share:
         if urgent:
             members = [replace(each, rested=math.inf) for each in members]
         if me not in now.parts:
-            return self.part
-        due = dict(zip(pids, shares(min(now.total or 0, now.target or 0), members, self._tuning), strict=True))
+            return self.part, False
+        gave, total = False, min(now.total or 0, now.target or 0)
+        due = dict(zip(pids, shares(total, members, self._tuning), strict=True))
         for pid in pids:
             left = deadline - self._clock()
             if pid != me and due[pid] < now.parts[pid].nbytes and left > 0:
-                ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
-        return due[me]
+                gave |= ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
+        return due[me], gave
 
     def _member(self, pid: int, now: SharedParts, wanted: int) -> Sharer:
         part = now.parts[pid]
@@ -403,10 +410,14 @@ def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None
     return None
 
 
-def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> None:
-    """Has another process have no more than so many bytes; whoever cannot, or does not answer, keeps what it has."""
-    with suppress(BallonetError):
+def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> bool:
+    """Has another process have no more than so many bytes; False where it cannot, or does not answer, and keeps what it
+    has."""
+    try:
         control.ask_to_give(pid, nbytes, timeout, patience=patience, device=now.parts[pid].number)
+    except BallonetError:
+        return False
+    return True
 
 
 def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:

@@ -20,6 +20,7 @@ from openai import OpenAI
 from .fleet import COST, Asked, made, text_of
 from .processes import ENVIRONMENT, free_port, wait
 
+PATIENT: Final = ("--silent", "300s")  # a loaded machine makes nobody dead
 SIZES: Final = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 
 
@@ -59,7 +60,7 @@ class Program(Running):
     def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
         """Starts it."""
         command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *SIZES]
-        return self.popen([sys.executable, *command, "--batch-tokens", "256"])
+        return self.popen([sys.executable, *command, *PATIENT, "--batch-tokens", "256"])
 
     def popen(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
         """Starts a process whose lines are `said`. `more`: environment."""

@@ -174,7 +174,8 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
     assert all(one == other for one, other in replayed(log))
 
 
-def test_a_log_of_replicas_needs_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "model", "--log", str(tmp_path / "log")]) != 0
-    assert "--log is of the server that has --replicas" in capsys.readouterr().err
+def test_what_a_controller_is_told_needs_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("--log", str(tmp_path / "log")), ("--silent", "2s")):
+        assert main(["serve", "model", name, value]) != 0
+        assert f"{name} is of the server that has --replicas" in capsys.readouterr().err
     assert not (tmp_path / "log").exists()

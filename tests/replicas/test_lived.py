@@ -86,7 +86,8 @@ def simulated(log: list[Entry]) -> list[Entry]:
     ][-1]
     begin = next(each.event.at for each in log if isinstance(each, Decision))
     after = restored.event.at - begin
-    arrivals = [replace(each, at=each.at + LATER * (each.at > after)) for each in arrivals]
+    # The burst comes at once, however long a loaded machine took to send it.
+    arrivals = [replace(each, at=each.at + LATER if each.at > after else arrivals[0].at) for each in arrivals]
     faults = [replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
     found: list[Entry] = []
     run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, found.append)

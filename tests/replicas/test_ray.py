@@ -14,7 +14,7 @@ import pytest
 
 from .fleet import Stock, drawn
 from .processes import ENVIRONMENT, free_port
-from .program import SIZES, Program, given_costs, wait_gone
+from .program import PATIENT, SIZES, Program, given_costs, wait_gone
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/serve_on_ray.py")
@@ -25,7 +25,7 @@ class Placed(Program):
 
     def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
         ports = ["--port", str(port), "--join-port", str(free_port())]
-        own = ["--replicas", str(replicas), "--gpus", "0", *ports]
+        own = ["--replicas", str(replicas), "--gpus", "0", *PATIENT, *ports]
         command = [sys.executable, EXAMPLE, self.model, *own, "--", *SIZES, *given_costs(folder)]
         return self.popen(command, PYTHONPATH=paths("tests/replicas/fake"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .fleet import Stock, drawn
-from .program import SIZES, Program, given_costs, wait_gone
+from .program import PATIENT, SIZES, Program, given_costs, wait_gone
 
 RANKS = 2
 
@@ -24,7 +24,8 @@ class Launched(Program):
         """`replicas`: ranks."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
         command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *SIZES]
-        return self.popen([sys.executable, *launcher, *command, *given_costs(folder)], BALLONET_REPLICA_SECRET="s")
+        options = (*PATIENT, *given_costs(folder))
+        return self.popen([sys.executable, *launcher, *command, *options], BALLONET_REPLICA_SECRET="s")
 
 
 @pytest.fixture

@@ -479,9 +479,6 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
                 ask()
             return large
 
-        def held() -> int:
-            return int(runtime.require().snapshot()["pages"]["activations"])
-
         for _ in range(16):
             manager.add_request([*range(3, 193)])
         for _ in range(3):
@@ -489,14 +486,12 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
         left = 16
         while left:
             left -= answered()
-        assert managed.report().streamed
-        before = held()
+        assert ballonet.stats().copied.weights_h2d > 0, "layers have streamed"
         for _ in range(400):
             answered()
             if not managed.report().streamed:
                 break
         assert not managed.report().streamed
-        assert held() < before
 
 
 def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:

@@ -76,6 +76,13 @@ def add(commands: Any) -> None:
         help="what batches of a replica take, as JSON; where there is no such file it is measured, which takes some "
         "seconds of each start, and written by the server. As for whatif",
     )
+    parser.add_argument(
+        "--silent",
+        metavar="TIME",
+        type=arguments.seconds,
+        help="a replica is lost where it stands still for so long, and for longer than some of its batches take "
+        "(default: 1s). More where other work takes the processors",
+    )
     arguments.add_timeline(parser)
     parser.add_argument(
         "--json", action="store_true", help="one line of JSON on stdout once it is ready: ready, url, models, pid"
@@ -103,8 +110,9 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         check_free(args.host, args.port)
     if where is not None and where.hosts:
         return serve_replicas.server(args, where, address, say)
-    if args.log is not None and (where is None or where.rank is None):
-        raise ConfigError("--log is of the server that has --replicas: it writes what their controller decides")
+    for name, why in (("log", "writes what their controller decides"), ("silent", "says when one of them is lost")):
+        if vars(args)[name] is not None and (where is None or where.rank is None):
+            raise ConfigError(f"--{name} is of the server that has --replicas: it {why}")
     if args.costs is not None and where is None:
         raise ConfigError("--costs is of replicas, whose batches it says the times of: give --replicas")
     if where is not None:

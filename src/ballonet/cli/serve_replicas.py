@@ -72,13 +72,15 @@ def server(
 ) -> Callable[[], None]:
     """Starts the replicas of one model on this machine, and returns what serves them."""
     from ..hooks.replicas.serving import Fleet, ReplicaServer
+    from ..offload.policy.tuning import DEFAULT
 
     here, devices = 1 if where.rank is not None else int(args.replicas), _devices()
     if where.rank is None and here:
         args.budget = _budget_of_each(args, here, devices)
     cost = _cost(args.costs)
     fleet = Fleet(here, _forwarded(args), where, devices, environment().get(SECRET), cost)
-    found = ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline)
+    tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
+    found = ReplicaServer(args.models[0], fleet, address, say, tuning=tuning, log=args.log, timeline=args.timeline)
     if args.costs is not None and cost is None and found.cost is not None:
         args.costs.write_text(json.dumps(asdict(found.cost)) + "\n")
     return found.run
