@@ -22,6 +22,7 @@ from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
 from ..sectors.client import SectorChaos
+from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
 from .batched import Batched
@@ -33,7 +34,7 @@ class ElasticPagedCache(PagedAttentionCache):
     """As a PagedAttentionCache that could use all pages of `on`, and has those of the requests that are there."""
 
     pool: SectorPool
-    kept: PromptBlocks | None = None  # where beginnings of prompts are shared
+    kept: ListedBlocks | None = None  # where beginnings of prompts are shared
     _renewed = False  # was the model looked at since the last batch?
 
     def __init__(
@@ -92,7 +93,7 @@ class ElasticPagedCache(PagedAttentionCache):
             allocator.register_cache_tensor(self.bytes_per_sector, size, self.cache_tensor, self.pool)
         self.num_blocks = size // block
         if self.use_prefix_sharing and len(kinds := [*self.cache_allocators.values()]) == 1:
-            self.kept = PromptBlocks(kinds[0], self.pool, self.pages, self.group)
+            self.kept = ListedBlocks(kinds[0], PromptBlocks(kinds[0], self.pool, self.pages, self.group))
         self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
         self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
 

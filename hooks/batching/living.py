@@ -6,7 +6,7 @@ Note [What is found again]
     size gets the same cache, with the blocks that nobody uses any more. They are void once the model is another:
     weights that were written to, adapters, settings (prefix/identity.py). Between loops they are a client that rests:
     whoever needs pages has them, and their bytes are on the host then. `generate()` finds them in the same index
-    (sectors/prompt_blocks.py), and files are the same ones.
+    (sectors/listed_blocks.py), and files are the same ones.
 """
 
 from __future__ import annotations

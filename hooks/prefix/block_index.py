@@ -30,7 +30,7 @@ PAGED: Final = "paged"  # owns the blocks of the paged cache
 
 
 class PagedBlocks(Protocol):
-    """The full blocks of a paged cache (hooks/sectors/prompt_blocks.py)."""
+    """The full blocks of a paged cache (hooks/sectors/listed_blocks.py)."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -38,7 +38,7 @@ class PagedBlocks(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """Tokens of a block."""
 
     @property
     def count(self) -> int:

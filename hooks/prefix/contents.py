@@ -69,7 +69,7 @@ class Contents:
 
     @property
     def pages(self) -> int:
-        """These, and where no request of continuous batching has blocks the pages under those that are kept."""
+        """Pages under all that is not in use; under blocks where no request of continuous batching has any."""
         paged = self.index.blocks.paged
         return self.sequence_pages + (paged.unused_pages if paged is not None else 0)
 

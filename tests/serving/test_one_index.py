@@ -124,7 +124,7 @@ class Lives(RuleBasedStateMachine):
         hashes = [*self.blocks.hashes(prompt_of(tokens))]
         first = self.blocks.found(hashes)
         self.blocks.used(hashes)
-        placed = self.blocks.place(len(hashes) - first, 8 * self.cache.bytes_per_sector)
+        placed = self.blocks.blocks.place(len(hashes) - first, 8 * self.cache.bytes_per_sector)
         self.blocks.keep(hashes, first, placed)
 
     @rule(count=st.integers(1, 4))

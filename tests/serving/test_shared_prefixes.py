@@ -408,9 +408,9 @@ def test_no_more_is_copied_than_there_is_room_for() -> None:
         cache = kept_by(model)
         assert cache.kept is not None
         for room, count in ((-1, 0), (0, 0), (3, 3), (100, 5)):
-            placed = cache.kept.place(5, room * cache.bytes_per_sector)
+            placed = cache.kept.blocks.place(5, room * cache.bytes_per_sector)
             assert len(placed) == count
-            cache.kept.drop(placed)
+            cache.kept.blocks.drop(placed)
             cache.pool.try_to_free_sectors()
         assert cache.pool.used == set()
         del cache
