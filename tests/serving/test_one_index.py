@@ -117,14 +117,17 @@ class Lives(RuleBasedStateMachine):
                 child.position_offset = state.position_offset
                 self.requests[name] = child
 
-    @rule(tokens=TOKENS)
-    def is_filled(self, tokens: list[int]) -> None:
-        """With what others have computed: the blocks of a prompt that none holds."""
+    @rule(tokens=TOKENS, meanwhile=st.booleans())
+    def is_filled(self, tokens: list[int], meanwhile: bool) -> None:
+        """With what others have computed: the blocks of a prompt that none holds; what they hang on may be gone then.
+        """
         self.step()
         hashes = [*self.blocks.hashes(prompt_of(tokens))]
         first = self.blocks.found(hashes)
         self.blocks.used(hashes)
         placed = self.blocks.blocks.place(len(hashes) - first, 8 * self.cache.bytes_per_sector)
+        if meanwhile:
+            self.gives_up_all()
         self.blocks.keep(hashes, first, placed)
 
     @rule(count=st.integers(1, 4))
