@@ -150,19 +150,24 @@ class PrefixIndex:
 
     def evict(self, count: int = 1, *, on_device: bool = False) -> int:
         """Evicts the `count` blocks or states that are worth least, or as many as may be, and what cannot be used
-        without them. Returns how many. All keys go first, then the pages, a sequence at a time. `on_device`: only
-        sequences and states that have pages there. DriverError."""
+        without them. Returns how many. All keys go first, then the pages, a sequence at a time. Blocks of the paged
+        cache only while their pages count (`Contents.pages`); `on_device`: only sequences and states that have pages
+        there. DriverError."""
         some = {each for each in self.idle if each.device_pages} if on_device else self.idle.keys()
+        paged = None if on_device else self.blocks.paged
+        blocks_too = paged is not None and paged.unused_pages > 0
 
         def may_go(owner: object) -> bool:
+            if owner is PAGED:
+                return blocks_too
             if isinstance(owner, StateSnapshot):
                 return not on_device or owner.pages is None or owner.pages.device_pages > 0
-            return (owner is PAGED and not on_device) or (owner in some and _is_unused(owner))
+            return owner in some and _is_unused(owner)
 
-        if on_device:
-            gone = self.blocks.index.evict(count, lambda owner, _: may_go(owner))
-        else:
+        if blocks_too:
             gone = self.blocks.evict(count, may_go)
+        else:
+            gone = self.blocks.index.evict(count, lambda owner, _: may_go(owner))
         self._dropped(gone)
         self._drop_useless()
         return len(gone)

@@ -102,8 +102,10 @@ class Beginnings:
         """Fills blocks with the tokens of a prompt before `end` that none holds yet, as far as there is room."""
         blocks, done = self._blocks, False
         size, first = blocks.tokens, self._listed.found(hashes)
+        if (count := min(end // size, len(hashes)) - first) <= 0:
+            return
         try:
-            placed = blocks.place(min(end // size, len(hashes)) - first, room())
+            placed = blocks.place(count, room())
         except _FAILURES:
             return
         try:

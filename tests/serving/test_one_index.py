@@ -3,7 +3,8 @@ and what it is worth decides what leaves, whoever has it."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +29,7 @@ from .test_shared_prefixes import kept_by
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-TOKENS = st.lists(st.sampled_from((3, 4)), max_size=3)  # of each block of a prompt
+TOKENS = st.lists(st.sampled_from((3, 4)), min_size=1, max_size=4)  # of each block of a prompt
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +120,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, meanwhile=st.booleans())
     def is_filled(self, tokens: list[int], meanwhile: bool) -> None:
-        """With what others have computed: the blocks of a prompt that none holds; what they hang on may be gone then.
-        """
+        """With what others have computed: blocks of a prompt that none holds; what they hang on may be gone then."""
         self.step()
         hashes = [*self.blocks.hashes(prompt_of(tokens))]
         first = self.blocks.found(hashes)
@@ -130,28 +130,23 @@ class Lives(RuleBasedStateMachine):
             self.gives_up_all()
         self.blocks.keep(hashes, first, placed)
 
+    @contextmanager
+    def keeping_what_is_used(self) -> Iterator[None]:
+        known = self.blocks._ledger.block_to_hash
+        used = {block for block in known if block not in self.blocks._ledger.cached_blocks}
+        yield
+        assert used <= known.keys()
+
     @rule(count=st.integers(1, 4))
     def gives_up(self, count: int) -> None:
-        self.cache.evict_kept(count * self.cache.bytes_per_sector)
+        with self.keeping_what_is_used():
+            self.cache.evict_kept(count * self.cache.bytes_per_sector)
 
     @rule()
     def gives_up_all(self) -> None:
-        self.cache.evict_cached_blocks()
+        with self.keeping_what_is_used():
+            self.cache.evict_cached_blocks()
         assert not self.blocks._ledger.cached_blocks
-
-    @rule(ledgers=st.booleans())
-    def all_end(self, ledgers: bool) -> None:
-        if ledgers:
-            self.cache.free_all_requests(clear_ledgers=True)
-            assert not self.blocks.count
-        else:
-            self.cache.reset()
-        self.requests.clear()
-
-    @rule()
-    def weights_change(self) -> None:
-        with torch.no_grad():
-            next(self.model.model.layers[0].self_attn.parameters()).mul_(1.0)
 
     @rule(tokens=TOKENS)
     def generates(self, tokens: list[int]) -> None:
@@ -172,21 +167,29 @@ class Lives(RuleBasedStateMachine):
 
     @rule(pages=st.none() | st.integers(0, 8))
     def has_a_limit(self, pages: int | None) -> None:
-        self.store.limit = None if pages is None else pages * PAGE
+        with self.keeping_what_is_used():
+            self.store.limit = None if pages is None else pages * PAGE
         assert pages is None or self.read or self.store.nbytes <= pages * PAGE
 
-    @rule()
-    def is_cleared(self) -> None:
-        self.store.clear()
-        assert self.blocks.count == 0
-
-    @rule()
-    def is_broken_off(self) -> None:
-        """An exception in the middle of a change: the next one forgets everything."""
-        with pytest.raises(KeyboardInterrupt), self.store.contents.change():
-            raise KeyboardInterrupt
-        self.store.enforce()
-        assert self.blocks.count == 0
+    @rule(how=st.sampled_from(("weights", "ledgers", "reset", "clear", "interrupt")))
+    def all_goes(self, how: str) -> None:
+        if how == "weights":
+            with torch.no_grad():
+                next(self.model.model.layers[0].self_attn.parameters()).mul_(1.0)
+            self.step()
+        elif how == "clear":
+            self.store.clear()
+        elif how == "interrupt":  # in the middle of a change: the next one forgets everything
+            with pytest.raises(KeyboardInterrupt), self.store.contents.change():
+                raise KeyboardInterrupt
+            self.store.enforce()
+        else:
+            if how == "reset":
+                self.cache.reset()
+            else:
+                self.cache.free_all_requests(clear_ledgers=True)
+            self.requests.clear()
+        assert how == "reset" or self.blocks.count == 0
 
     @invariant()
     def the_index_says_what_the_ledger_says(self) -> None:
@@ -239,7 +242,7 @@ def test_the_index_and_the_ledger_agree_whatever_comes() -> None:
     with ballonet.manage(model, prefix_cache=True) as managed:
         answers(model, prompts(2, 40))
         machine = type("LivesOfOneModel", (Lives,), {"model": model, "managed": managed})
-        run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+        run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))
 
 
 HOT, COLD = [3] * (4 * BLOCK + 1), [4] * (4 * BLOCK + 1)
@@ -273,13 +276,35 @@ def test_what_is_worth_least_leaves_for_the_limit_whoever_has_it(often: str, onc
         assert [store.get_num_new_matched_tokens(each) for each in (HOT, COLD)] == [4 * BLOCK] * 2
         left = []
         while store.get_num_new_matched_tokens(COLD):
-            store.limit = store.nbytes - 1
+            store.limit = limit = store.nbytes - 1
+            assert store.nbytes <= limit
             assert store.get_num_new_matched_tokens(HOT) == 4 * BLOCK
             left.append(store.get_num_new_matched_tokens(COLD))
         assert left == sorted(left, reverse=True)
         assert len(left) > 1
         store.limit = 0
         assert store.nbytes == 0
+
+
+def test_blocks_stay_for_the_limit_while_their_pages_do_not_count() -> None:
+    """While requests run sequences alone are cut to the limit, and once they have ended all that is kept."""
+    model = build("llama", num_hidden_layers=8)
+    install(256)
+    with ballonet.manage(model, prefix_cache=True) as managed:
+        store = managed.prefixes
+        assert store is not None
+        say(model, "batch", HOT)
+        say(model, "generate", COLD)
+        cache = kept_by(model)
+        running = RequestState("running", [9] * 20)
+        assert cache.can_store_request_tokens(running, 20)
+        store.limit = 0
+        assert store.get_num_new_matched_tokens(COLD) == store.nbytes == 0
+        assert store.get_num_new_matched_tokens(HOT) == 4 * BLOCK
+        cache.free_blocks("running")
+        assert store.nbytes == 0
+        assert store.get_num_new_matched_tokens(HOT) < 4 * BLOCK
+        del cache
 
 
 def test_what_is_worth_least_leaves_for_requests() -> None:
@@ -346,8 +371,11 @@ def test_another_cache_takes_the_place_of_the_one_before(seen: list[int]) -> Non
             assert index.paged is not None
             assert index.paged.tokens == size
             assert sum(index.index.owner(key) is PAGED for key in index.index) == index.paged.count > 0
+        with looping(model, 6, page_size=64) as loop:
+            assert loop.batch_processor.cache is kept_by(model)
+            assert not len(index.index)
         with looping(model, 6) as first, looping(model, 6) as second:
-            for loop in (first, second):
+            for loop in (second, second, first):
                 for number, prompt in enumerate(asked):
                     loop.add_request(prompt, request_id=f"{number}")
                 found = {(it := loop.get_result(timeout=600)).request_id: it.generated_tokens for _ in asked}
