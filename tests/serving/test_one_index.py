@@ -3,6 +3,8 @@ and what it is worth decides what leaves, whoever has it."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -383,3 +385,47 @@ def test_another_cache_takes_the_place_of_the_one_before(seen: list[int]) -> Non
             assert first.batch_processor.cache.kept is store.contents.index.blocks.paged
             assert second.batch_processor.cache.kept is not first.batch_processor.cache.kept
         del first, second, loop, index
+
+
+def test_other_threads_read_and_cut_while_a_loop_runs() -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
+    expected = [each.tokens for each in answers(model, asked, 6, num_blocks=128)]
+    install(256)
+    ended, counts, errors = threading.Event(), Counter[str](), list[BaseException]()
+    with ballonet.manage(model, prefix_cache=True) as managed, looping(model, 6) as loop:
+        store = managed.prefixes
+        assert store is not None
+
+        def others() -> None:
+            try:
+                while not ended.is_set():
+                    for number, prompt in enumerate(asked):
+                        now, end = store.identity(), store.get_num_new_matched_tokens(prompt)
+                        with store.read(prompt, now, 0, end) as tokens:
+                            if tokens is not None:
+                                counts["read"] += tokens(0)[0].shape[2] == end
+                        store.limit = 2 * PAGE if number % 2 else None
+                    counts["cleared"] += 1
+                    store.clear()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=others)
+        thread.start()
+        try:
+            for turn in range(40):
+                for number, prompt in enumerate(asked):
+                    loop.add_request(prompt, request_id=f"{turn} {number}")
+                found = {(it := loop.get_result(timeout=600)).request_id: it.generated_tokens for _ in asked}
+                assert [found[f"{turn} {number}"] for number in range(len(asked))] == expected
+                if counts["read"] and counts["cleared"] and turn > 5:
+                    break
+        finally:
+            ended.set()
+            thread.join()
+        assert errors == []
+        assert counts["read"]
+        index, kept = store.contents.index.blocks.index, kept_by(model).kept
+        assert kept is not None
+        assert {key for key in index if index.owner(key) is PAGED} == kept._ledger.hash_to_block.keys()
+        del loop, kept
