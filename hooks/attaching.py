@@ -86,9 +86,7 @@ def attach_caches(
         it = elastic()
         return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
 
-    size, living = options.kept_prefixes, None
-    if size:
-        living = Living(None if size is True else size)
+    living = Living() if options.kept_prefixes else None
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     governor = governors.of(device)

@@ -97,7 +97,7 @@ class Indexed(RuleBasedStateMachine):
                 break
             key = min(leaves, key=lambda key: self.used[key])
             expected.append((self.owners.pop(key), key))
-        found = self.index.evict(count, None if only is None else lambda owner: owner in only)
+        found = self.index.evict(count, None if only is None else lambda owner, _: owner in only)
         assert found == expected
 
     @rule()

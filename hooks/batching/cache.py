@@ -23,6 +23,7 @@ from ..device.shared import reach
 from ..forward.lease import GroupLease, current
 from ..sectors.client import SectorChaos
 from ..sectors.host_writes import NewBlock
+from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
 from .batched import Batched
@@ -34,7 +35,7 @@ class ElasticPagedCache(PagedAttentionCache):
     """As a PagedAttentionCache that could use all pages of `on`, and has those of the requests that are there."""
 
     pool: SectorPool
-    kept: PromptBlocks | None = None  # where it outlives its loop, and beginnings of prompts are shared
+    kept: ListedBlocks | None = None  # where beginnings of prompts are shared
     _renewed = False  # was the model looked at since the last batch?
 
     def __init__(
@@ -94,9 +95,8 @@ class ElasticPagedCache(PagedAttentionCache):
         for allocator in self.cache_allocators.values():
             allocator.register_cache_tensor(self.bytes_per_sector, size, self.cache_tensor, self.pool)
         self.num_blocks = size // block
-        shares = self.use_prefix_sharing and self.model.living is not None
-        kinds = [*self.cache_allocators.values()]
-        self.kept = PromptBlocks(kinds[0], self.pool, self.pages, self.group) if shares and len(kinds) == 1 else None
+        if self.use_prefix_sharing and len(kinds := [*self.cache_allocators.values()]) == 1:
+            self.kept = ListedBlocks(kinds[0], PromptBlocks(kinds[0], self.pool, self.pages, self.group))
         self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
         self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
 
@@ -124,22 +124,17 @@ class ElasticPagedCache(PagedAttentionCache):
             return False
         return bool(super().can_store_request_tokens(state, request_len))
 
-    def evict_oldest(self, nbytes: int) -> bool:
-        """Forgets blocks that are only kept for prompts, the oldest first, until sectors of so many bytes are free, or
-        all are forgotten. Was there any?"""
+    def evict_kept(self, nbytes: int) -> bool:
+        """Forgets blocks that are only kept for prompts, those first that are worth least, until sectors of so many
+        bytes are free, or all are forgotten. Was there any? DriverError."""
         gone = False
-        with self.pages.client.lock:
-            for each in self.cache_allocators.values():
-                ledger = each.ledger
-                while ledger.cached_blocks and nbytes > 0:
-                    block = next(iter(ledger.cached_blocks))
-                    del ledger.cached_blocks[block]
-                    del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-                    self.pool.free_blocks(each.index, [block])
-                    before = self.pool.num_free_sectors
-                    self.pool.try_to_free_sectors()
-                    nbytes -= (self.pool.num_free_sectors - before) * self.bytes_per_sector
-                    gone = True
+        while nbytes > 0 and self.kept is not None:
+            before = self.pool.num_free_sectors
+            if not self.kept.evict(-(-nbytes // self.bytes_per_sector)):
+                break
+            self.pool.try_to_free_sectors()
+            nbytes -= (self.pool.num_free_sectors - before) * self.bytes_per_sector
+            gone = True
         return gone
 
     def renew(self) -> None:
@@ -153,19 +148,17 @@ class ElasticPagedCache(PagedAttentionCache):
         """As stock's."""
         self.renew()
         with self.pages.client.lock:
-            return int(super().search_prefix_match(request_id, prompt_ids))
+            found = int(super().search_prefix_match(request_id, prompt_ids))
+        if found and self.kept is not None and self.model.living is None:  # else noted when it was looked at
+            self.kept.used([*self.kept.hashes(prompt_ids[:found])])
+        return found
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """As stock's, also for a request that has just ended, whose blocks are found by the next one then."""
-        name = state.request_id
-        with self.pages.client.lock:
-            if self.kept is None:
-                super().mark_complete_blocks(state, complete_blocks)
-            elif name not in self.kept.stale:
-                for kind, count in complete_blocks.items():
-                    if name in (allocator := self.cache_allocators[kind]).block_table:
-                        tokens = state.initial_tokens + state.generated_tokens
-                        allocator.mark_complete_blocks(name, tokens, count)
+        if self.kept is not None and complete_blocks:
+            (count,) = complete_blocks.values()
+            with suppress(DriverError):  # they are found by nobody then
+                self.kept.mark(state.request_id, state.initial_tokens + state.generated_tokens, count)
 
     def ended(self, state: Any) -> None:
         """A request ends that has its blocks yet: what is full of them goes to files, if there are any."""
@@ -176,30 +169,29 @@ class ElasticPagedCache(PagedAttentionCache):
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As stock's; with the last request of a cache that outlives its loop what it keeps is cut to its limit."""
+        if no_cache and self.kept is not None:
+            self.kept.discard(request_id)
         with self.pages.client.lock:
-            stale = self.kept is not None and request_id in self.kept.stale
-            blocks = [] if self.kept is None else self.kept.of(request_id)
-            super().free_blocks(request_id, no_cache or stale)
+            super().free_blocks(request_id)
             if self.kept is not None:
                 self.kept.stale.discard(request_id)
-                self.kept.order(blocks)
         if self.model.living is not None and not self.request_pages.requests():
             self.pool.try_to_free_sectors()
-            if self.model.living.limit is not None:
-                self.evict_oldest(self.pages.nbytes - self.model.living.limit)
+            self.model.living.rests(self)
             self.pages.client.rests()
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """As stock's."""
         with self.pages.client.lock:
-            super().free_all_requests(clear_ledgers)
+            super().free_all_requests()
             if self.kept is not None:
                 self.kept.stale.clear()
+        if clear_ledgers and self.kept is not None:
+            self.kept.forget()
 
     def evict_cached_blocks(self) -> bool:
         """As stock's."""
-        with self.pages.client.lock:
-            return bool(super().evict_cached_blocks())
+        return self.evict_kept(self.pages.nbytes)
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
         """As stock's; children that find no memory are not forked."""
@@ -213,13 +205,10 @@ class ElasticPagedCache(PagedAttentionCache):
         return made
 
     def reset(self) -> None:
-        """As stock's, which a loop calls after its warmup; a cache that outlives its loop keeps what it has."""
+        """As stock's, which a loop calls after its warmup, but that it keeps what it has computed."""
         with self.pages.client.lock:
-            if self.kept is None:
-                super().reset()
-            else:
-                self.free_all_requests()
-                self.pool.try_to_free_sectors()
+            self.free_all_requests()
+            self.pool.try_to_free_sectors()
 
     def begins(self, requests: Iterable[str]) -> None:
         """A step with these requests is about to begin."""

@@ -82,7 +82,7 @@ class RequestMemory:
             with suppress(DriverError):
                 lacking -= self._cache.pages.client.governor.ladder.pull(Rung.IDLE_KV, lacking)
             if lacking > 0:
-                self._cache.evict_oldest(lacking * page)
+                self._cache.evict_kept(lacking * page)
 
     def lacked(self) -> None:
         """A step found no memory in the middle, although it was admitted: from now on more stays free."""

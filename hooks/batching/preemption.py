@@ -35,7 +35,7 @@ class PagePreemption(OffloadingManager):
         blocks that nobody uses go. Was there anything to give?"""
         self.cache.pool.try_to_free_sectors()
         starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
-        evicted = not self._fits(starved) and self.cache.evict_oldest(self.scheduler.selection.needed(starved))
+        evicted = not self._fits(starved) and self.cache.evict_kept(self.scheduler.selection.needed(starved))
         gave = False
         while starved and active > 1 and not self._fits(starved):
             state, _ = starved.pop()

@@ -68,10 +68,10 @@ class Selection:
             looked = self._looked(candidates, budget, active, waiting)
         found, now = self._admitted(looked, active), self._memory.now()
         taken = found.kv + found.activations - (now.usable - now.dear)
-        if taken > 0 and self._cache.evict_oldest(taken):  # rather than that others get slower
+        if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
             found = self._admitted(looked, active)
         lacking = self.needed(each for each in looked if each[0].request_id not in found.where)
-        if lacking and self._cache.evict_oldest(lacking):
+        if lacking and self._cache.evict_kept(lacking):
             found = self._admitted(looked, active)
         self._memory.make_room(found)
         left_out = [each for each in looked if each[0].request_id not in found.where]

@@ -1,15 +1,24 @@
-"""Where the blocks of a prompt are stored: the index of policy/prefixes.py, whose owners are sequences and states.
+"""Where the blocks of a prompt are stored: the index of policy/prefixes.py, whose owners are sequences, states, and the
+paged cache of continuous batching.
 
 Whoever calls holds the store's lock.
+
+Note [Two copies]
+    A block of a paged cache holds all layers of some tokens, and a sequence all tokens of a layer, so neither can be
+    used in the place of the other: what one lacks it copies. So tokens that both have are two entries, each with its
+    own worth. Those of the paged cache, which may have blocks of another size, are transformers' hashes of its blocks,
+    the others keys of `chain`: two forests of one index, and neither hangs on the other.
 """
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import groupby
-from typing import cast
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby, takewhile
+from typing import Final, Protocol, cast
 
 from ...offload.policy.prefixes import Index, chain
 from ...offload.policy.tuning import Prefixes
@@ -17,19 +26,98 @@ from ...offload.policy.worth import Odds
 from .sequence import CachedSequence, TokenRun
 from .snapshot import state_key
 
+PAGED: Final = "paged"  # owns the blocks of the paged cache
+
+
+class PagedBlocks(Protocol):
+    """The full blocks of a paged cache (hooks/sectors/listed_blocks.py)."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held while any of them changes hands; taken after the store's."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def count(self) -> int:
+        """How many are found."""
+
+    @property
+    def unused_tokens(self) -> int:
+        """Tokens in those that nobody uses."""
+
+    @property
+    def unused_pages(self) -> int:
+        """Pages under these where no request has blocks; else 0."""
+
+    def keys(self, prompt: Sequence[int], salt: bytes) -> Iterable[int]:
+        """Returns the keys of a prompt's full blocks; none where they are of other settings or weights."""
+
+    def run(self, keys: Sequence[int]) -> TokenRun:
+        """Returns the tokens of the first blocks of a prompt, which are stored."""
+
+    def unused(self, key: Hashable) -> bool:
+        """Does nobody use this block? Under `lock`."""
+
+    def dropped(self, keys: Iterable[Hashable]) -> None:
+        """The index has dropped these. Under `lock`. DriverError."""
+
+    def lost(self) -> None:
+        """The index has dropped all. DriverError."""
+
 
 class BlockIndex:
-    """Finds the sequences that hold the beginning of a prompt."""
+    """Finds who holds the beginning of a prompt."""
 
     def __init__(self, tuning: Prefixes) -> None:
         self.block = tuning.block  # tokens
         self._odds = tuning.odds
         self.index = Index(policy=Odds(tuning.odds))
+        self._paged: Callable[[], PagedBlocks | None] = lambda: None
+
+    @property
+    def paged(self) -> PagedBlocks | None:
+        """The paged cache whose blocks are in the index, if there is one."""
+        return self._paged()
+
+    def hold(self, paged: PagedBlocks) -> None:
+        """The blocks of this paged cache are in the index from now on, in the place of another one's. Does not keep it
+        alive. DriverError."""
+        self.forget_paged()
+        self._paged = weakref.ref(paged)
+
+    def forget_paged(self) -> None:
+        """Forgets the blocks of the paged cache. DriverError."""
+        self.index.forget([key for owner, key in self.index.after(None) if owner is PAGED])
+        if (paged := self.paged) is not None:
+            paged.lost()
+
+    def clear(self) -> None:
+        """Forgets everything. DriverError."""
+        self.index.clear()
+        if (paged := self.paged) is not None:
+            paged.lost()
 
     def reset(self) -> None:
-        """Forgets everything but what was counted, whatever state an interrupt has left the index in."""
-        hits, self.index = self.index.hits, Index(policy=Odds(self._odds))
-        self.index.hits = hits
+        """As `clear`, whatever state an interrupt has left the index in."""
+        self.index = Index(policy=Odds(self._odds))
+        self.clear()
+
+    def evict(self, count: int, only: Callable[[Hashable], bool]) -> list[tuple[Hashable, Hashable]]:
+        """Evicts the `count` blocks that are worth least, of owners that `only` says and of blocks of the paged cache
+        that nobody uses, which are dropped. Returns (owner, key) of each. DriverError."""
+        paged = self.paged
+
+        def may_go(owner: Hashable, key: Hashable) -> bool:
+            return only(owner) and (owner is not PAGED or paged is None or paged.unused(key))
+
+        with nullcontext() if paged is None else paged.lock:
+            gone = self.index.evict(count, may_go)
+            if paged is not None:
+                paged.dropped(key for owner, key in gone if owner is PAGED)
+        return gone
 
     def stored(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
         """Returns the keys of the leading blocks that are stored. A hash finds the owner of a block; comparing tokens
@@ -60,11 +148,24 @@ class BlockIndex:
         return [*self.keys(ids, salt), state_key(ids, salt)] if ids else []
 
     def find(self, prompt: Sequence[int], salt: bytes, *, peek: bool = False) -> list[TokenRun]:
-        """Returns where the longest stored beginning of a prompt lies. `peek`: does not count as a use."""
+        """Returns where the longest stored beginning of a prompt lies: in sequences, and what these lack in blocks of
+        the paged cache. `peek`: does not count as a use."""
+        runs, paged = self.in_sequences(prompt, salt, peek=peek), self.paged
+        if paged is None:
+            return runs
+        keys, end = [*takewhile(self.index.__contains__, paged.keys(prompt, salt))], runs[-1].end if runs else 0
+        if len(keys) * paged.tokens <= end:
+            return runs
+        if not peek:
+            self.index.use(keys)
+        return [*runs, paged.run(keys)._replace(start=end)]
+
+    def in_sequences(self, prompt: Sequence[int], salt: bytes, *, peek: bool = False) -> list[TokenRun]:
+        """Returns where the longest beginning of a prompt lies that sequences hold. `peek`: does not count as a use."""
         index, block = self.index, self.block
         prompt = numbers_of(prompt)
         keys = self.stored(prompt, salt)
-        count = index.peek(keys) if peek else index.match(keys, len(prompt) // block)
+        count = index.peek(keys) if peek else index.use(keys)
         runs, start = [], 0
         for owner, found in groupby(keys[:count], index.owner):
             end = start + len(list(found)) * block

@@ -10,9 +10,9 @@ Note [Who may touch what]
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ...allocator._native import Device
 from ...offload.governor.governor import Governor
@@ -33,18 +33,8 @@ class Lookup:
         self.sequence: CachedSequence | None = None  # in use by this request, which has to give it back
 
 
-class Batches(Protocol):
-    """What continuous batching keeps for the same model (hooks/batching/living.py)."""
-
-    def find(self, ids: Sequence[int], now: Identity) -> TokenRun | None:
-        """Returns where the longest beginning of these tokens lies."""
-
-    def clear(self) -> None:
-        """Forgets everything but what running requests use."""
-
-
 class Contents:
-    """The sequences and states that are kept for one model, their lock, and what has been counted."""
+    """The sequences, states and blocks that are kept for one model, their lock, and what has been counted."""
 
     def __init__(self, name: str, device: Device, governor: Governor) -> None:
         """`name`: of the model, for messages; `governor`: of the device."""
@@ -56,7 +46,6 @@ class Contents:
         self.index = PrefixIndex(governor.tuning.prefixes)
         self.weights: tuple[object, ...] = ()  # what is kept was computed with these: see identity.py
         self.saver: Saver | None = None  # writes to files, if anything does
-        self.batches: Batches | None = None  # asked behind the sequences, and before the files
         self.closed = False
 
     @contextmanager
@@ -74,13 +63,19 @@ class Contents:
         return -(-self.index.states.nbytes // self.device.page_size)
 
     @property
-    def pages(self) -> int:
-        """Pages under what is kept and not in use, on the device or the host."""
+    def sequence_pages(self) -> int:
+        """Pages under sequences and states that are not in use, on the device or the host."""
         return self.index.pages + self.state_pages
 
     @property
+    def pages(self) -> int:
+        """Pages under all that is not in use; under blocks where no request of continuous batching has any."""
+        paged = self.index.blocks.paged
+        return self.sequence_pages + (paged.unused_pages if paged is not None else 0)
+
+    @property
     def device_pages(self) -> int:
-        """The pages of these that are on the device."""
+        """The pages of sequences and states that are on the device."""
         return self.index.device_pages + self.index.states.device_pages + self.fixed_pages
 
     @property
@@ -92,6 +87,12 @@ class Contents:
     def nbytes(self) -> int:
         """The bytes of `pages`."""
         return self.pages * self.device.page_size
+
+    def renew(self, now: Identity) -> None:
+        """Forgets what was computed with other weights. The caller is within `change`. DriverError."""
+        if now.weights != self.weights:
+            self.index.clear()
+            self.weights = now.weights
 
     def clear(self) -> None:
         """Forgets everything but what running requests use. DriverError."""

@@ -24,7 +24,7 @@ class Limit:
             pass
         device = contents.device
         most = device.budget // device.page_size // contents.governor.tuning.prefixes.stuck
-        while contents.pages > most and self._stuck() > most and self.evict():
+        while contents.sequence_pages > most and self._stuck() > most and self.evict(on_device=True):
             pass
 
     def evict(self, count: int = 1, *, on_device: bool = False) -> bool:
@@ -38,14 +38,17 @@ class Limit:
 
     def give_up(self, pages: int) -> int:
         """Gives back up to so many pages of its device, or some more; returns how many. See pressure.py. Does nothing
-        while another thread is about to change something here."""
+        while another thread is about to change something here, and takes no lock of a paged cache: the caller may hold
+        another one's."""
         contents = self._contents
         before = contents.device_pages
 
         def make_room() -> None:
+            if not contents.index.sound:  # the paged cache would have to forget its blocks
+                return
             with contents.change() as index:
                 while (left := pages - before + contents.device_pages) > 0 and self.evict(
-                    index.blocks_of(left, contents.pages), on_device=True
+                    index.blocks_of(left, contents.sequence_pages), on_device=True
                 ):
                     pass
 

@@ -18,7 +18,7 @@ Note [States]
     full one, the state goes too; and tokens of such a model that no state needs are of no use and go as well.
 
 Note [Broken off]
-    Ctrl-C, or an error of the driver, may come between any two lines. The next caller then finds `_sound` unset. As the
+    Ctrl-C, or an error of the driver, may come between any two lines. The next caller then finds `sound` unset. As the
     index may be in any state, it forgets everything. That is the price of a microsecond in which the index is written.
 """
 
@@ -31,7 +31,7 @@ from typing import cast
 
 from ...offload.policy.prefixes import chain
 from ...offload.policy.tuning import DEFAULT, Prefixes
-from .block_index import BlockIndex, numbers_of
+from .block_index import PAGED, BlockIndex, numbers_of
 from .pins import Pins
 from .sequence import CachedSequence, TokenRun
 from .snapshot import StateSnapshot
@@ -49,7 +49,7 @@ class PrefixIndex:
         self.idle: dict[CachedSequence, int] = {}  # sequences that no request goes on with, and their pages
         self.lost: deque[CachedSequence] = deque()  # of requests that were collected before they ended
         self._in_use: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
-        self._sound = True
+        self.sound = True  # was the last change not broken off?
 
     @property
     def pages(self) -> int:
@@ -63,11 +63,11 @@ class PrefixIndex:
 
     def begin(self) -> None:
         """Begins a change: repairs a change that was broken off, and does what was put off. DriverError."""
-        if not self._sound:
+        if not self.sound:
             self.blocks.reset()
             self.pins.restore()
             self.states.clear()
-        self._sound = False
+        self.sound = False
         for each in tuple(self.idle):
             if each.trim_pending or not len(self.blocks.index):
                 self._fit(each)
@@ -79,7 +79,7 @@ class PrefixIndex:
     def done(self) -> None:
         """Ends a change: drops what has become useless. DriverError."""
         self._drop_useless()
-        self._sound = True
+        self.sound = True
 
     def find_state(
         self, prompt: Sequence[int], salt: bytes, growing: bool, *, peek: bool = False
@@ -87,7 +87,7 @@ class PrefixIndex:
         """Returns the longest state with which a prompt begins, and where the tokens before it lie. `growing`: does the
         model have layers that keep every token? `peek`: does not count as a use."""
         prompt, blocks = numbers_of(prompt), self.blocks
-        runs = blocks.find(prompt, salt, peek=True) if growing else []
+        runs = blocks.in_sequences(prompt, salt, peek=True) if growing else []
         most = runs[-1].end if runs else 0 if growing else len(prompt)
         keys = blocks.stored(prompt, salt) if growing else chain(prompt, blocks.block, salt)
         state = self.states.longest(prompt[:most], (salt, *keys))
@@ -95,13 +95,15 @@ class PrefixIndex:
             return [], None
         end = len(state.ids)
         if not peek:
-            blocks.index.match([*(state.blocks if growing else ()), state.key])
+            blocks.index.use([*(state.blocks if growing else ()), state.key])
         return [run._replace(end=min(run.end, end)) for run in runs if run.start < end], state
 
     def movable(self, runs: Sequence[TokenRun], reader: object) -> CachedSequence | None:
         """Returns the sequence that the request `reader`, which reads these runs, may go on with itself; None where
         that would lose more than a little of what is stored."""
-        sequence, end = cast(CachedSequence, runs[-1].source), runs[-1].end
+        sequence, end = runs[-1].source, runs[-1].end
+        if not isinstance(sequence, CachedSequence):
+            return None
         left, leaving = len(sequence.ids) - end, self.blocks.behind(sequence, end)
         if (
             sequence.in_use
@@ -148,27 +150,36 @@ class PrefixIndex:
 
     def evict(self, count: int = 1, *, on_device: bool = False) -> int:
         """Evicts the `count` blocks or states that are worth least, or as many as may be, and what cannot be used
-        without them. Returns how many. All keys go first, then the pages, a sequence at a time. `on_device`: only what
-        has pages there. DriverError."""
+        without them. Returns how many. All keys go first, then the pages, a sequence at a time. Blocks of the paged
+        cache only while their pages count (`Contents.pages`); `on_device`: only sequences and states that have pages
+        there. DriverError."""
         some = {each for each in self.idle if each.device_pages} if on_device else self.idle.keys()
+        paged = None if on_device else self.blocks.paged
+        blocks_too = paged is not None and paged.unused_pages > 0
 
         def may_go(owner: object) -> bool:
+            if owner is PAGED:
+                return blocks_too
             if isinstance(owner, StateSnapshot):
                 return not on_device or owner.pages is None or owner.pages.device_pages > 0
             return owner in some and _is_unused(owner)
 
-        gone = self.blocks.index.evict(count, only=may_go)
+        if blocks_too:
+            gone = self.blocks.evict(count, may_go)
+        else:
+            gone = self.blocks.index.evict(count, lambda owner, _: may_go(owner))
         self._dropped(gone)
         self._drop_useless()
         return len(gone)
 
     def blocks_of(self, pages: int, total: int) -> int:
-        """Returns how many blocks and states have about so many of `total` pages; at least one."""
-        return max(1, pages * len(self.blocks.index) // max(1, total))
+        """Returns how many blocks of sequences and states have about so many of their `total` pages; at least one."""
+        paged = self.blocks.paged
+        return max(1, pages * (len(self.blocks.index) - (paged.count if paged else 0)) // max(1, total))
 
     def clear(self) -> None:
         """Forgets all but what is in use. DriverError."""
-        self.blocks.index.clear()
+        self.blocks.clear()
         self.states.clear()
         for each in tuple(self.idle):
             self._fit(each)

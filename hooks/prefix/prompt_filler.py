@@ -13,7 +13,6 @@ from ...offload.policy.prefixes import chain
 from ..kv.layer import ElasticLayer
 from .contents import Contents, Lookup
 from .identity import Identity
-from .prefix_index import PrefixIndex
 from .sequence import CachedSequence, Gone, TokenRun, copy_in, fill_in
 from .sequence_keeper import SequenceKeeper
 from .snapshot import StateSnapshot, begin
@@ -56,24 +55,26 @@ class PromptFiller:
         layers of the store may take their place. DriverError."""
         contents = self._contents
         with contents.change() as index:
-            self._count_request(index, rows, now)
+            self._count_request(rows, now)
             found = [index.blocks.find(row[:-1], now.settings) for row in rows]
             known = [_keys(runs, index.blocks.block) for runs in found]
             sources = contents.begin_reading(lookup, (run for runs in found for run in runs))
         try:
-            more = self._with_others(rows, found, known, now)
+            more = self._with_files(rows, found, known, now)
             alone = movable and len(rows) == 1 and not pads[0] and more is None
             columns = self._move(lookup, layers, found[0], rows[0], now) if alone else 0
             lookup.columns = self._thread.reused = columns or self._copy(layers, more or found, pads)
         finally:
             contents.end_reading(lookup, sources)
 
-    def look(self, row: Sequence[int], now: Identity) -> int:
-        """Counts a request of continuous batching with this prompt, and returns how many of its tokens sequences hold:
-        not the last one. DriverError."""
+    def look(self, row: Sequence[int], now: Identity, found: int) -> int:
+        """Counts a request of continuous batching with this prompt, `found` tokens of which its own blocks hold, and
+        returns how many are stored: not the last one. DriverError."""
         with self._contents.change() as index:
-            self._count_request(index, (row,), now)
-            runs = index.blocks.find(row[:-1], now.settings)
+            self._count_request((row,), now)
+            runs = index.blocks.find(row[:-1], now.settings, peek=True)
+            if runs and runs[-1].end > found:
+                index.blocks.find(row[:-1], now.settings)  # a use
         return runs[-1].end if runs else 0
 
     def resumes_from_state(self, now: Identity, proof: Callable[[], bool] | None) -> bool:
@@ -92,7 +93,7 @@ class PromptFiller:
         that is kept of its beginnings. DriverError."""
         contents, growing = self._contents, any(isinstance(layer, ElasticLayer) for layer in layers)
         with contents.change() as index:
-            self._count_request(index, (row,), now)
+            self._count_request((row,), now)
             runs, state = index.find_state(row[:-1], now.settings, growing)
             sources = contents.begin_reading(lookup, runs)
         try:
@@ -101,34 +102,31 @@ class PromptFiller:
         finally:
             contents.end_reading(lookup, sources)
 
-    def _count_request(self, index: PrefixIndex, rows: Sequence[Sequence[int]], now: Identity) -> None:
+    def _count_request(self, rows: Sequence[Sequence[int]], now: Identity) -> None:
         """Counts a request with these prompts; forgets what was stored of other weights."""
         contents = self._contents
-        if now.weights != contents.weights:
-            index.clear()
-            contents.weights = now.weights
+        contents.renew(now)
         contents.counts.requests += 1
         contents.counts.prompts += sum(map(len, rows))
 
-    def _with_others(
+    def _with_files(
         self,
         rows: Sequence[Sequence[int]],
         found: Sequence[list[TokenRun]],
         known: Sequence[list[bytes]],
         now: Identity,
     ) -> list[list[TokenRun]] | None:
-        """Returns the runs found in sequences with those that only batches or files have; None where neither has more.
-        `known`: the keys of the runs found."""
-        batches, saver, block = self._contents.batches, self._contents.saver, self._contents.index.blocks.block
+        """Returns the runs found in memory with those that only files have; None where these have no more. `known`:
+        keys of the first blocks of each prompt."""
+        saver, block = self._contents.saver, self._contents.index.blocks.block
         extended, more = [], False
         for row, runs, there in zip(rows, found, known, strict=True):
-            longer = runs if batches is None else behind(runs, batches.find(row[:-1], now))
-            count, full = len(there) if longer is runs else longer[-1].end // block, len(row[:-1]) // block
+            count, full = (runs[-1].end if runs else 0) // block, len(row[:-1]) // block
             files: list[TokenRun] = []
             if saver is not None and count < full:
                 files = saver.find(chain(row[:-1], block, now.settings, there), count, row, now)
-            extended.append(up_to(longer, count * block) + files if files else list(longer))
-            more |= bool(files) or longer is not runs
+            extended.append(up_to(runs, count * block) + files if files else list(runs))
+            more |= bool(files)
         return extended if more else None
 
     def _resume(
@@ -223,16 +221,10 @@ def up_to(runs: Iterable[TokenRun], end: int) -> list[TokenRun]:
     return [run._replace(end=min(run.end, end)) for run in runs if run.start < end]
 
 
-def behind(runs: list[TokenRun], more: TokenRun | None) -> list[TokenRun]:
-    """Returns the runs with what another one, which begins with the prompt, has behind them; the same where that is
-    nothing."""
-    end = runs[-1].end if runs else 0
-    return runs if more is None or more.end <= end else [*runs, more._replace(start=end)]
-
-
 def _keys(runs: Sequence[TokenRun], block: int) -> list[bytes]:
-    """Returns the keys of the full blocks that the runs hold."""
-    return cast(CachedSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
+    """Returns the keys of the full blocks that the runs hold, up to the last one of a sequence."""
+    last = next((run for run in reversed(runs) if isinstance(run.source, CachedSequence)), None)
+    return cast(CachedSequence, last.source).keys[: last.end // block] if last is not None else []
 
 
 def _before(runs: Iterable[TokenRun], source: object) -> list[TokenRun]:

@@ -17,7 +17,7 @@ from ...offload.governor.governor import Governor
 from .contents import Contents
 from .identity import Identity, Looks
 from .limit import Limit
-from .prompt_filler import PromptFiller, behind
+from .prompt_filler import PromptFiller
 from .sequence_keeper import SequenceKeeper
 from .stored_tokens import StoredTokens, read
 
@@ -62,8 +62,12 @@ class PrefixStore:
 
     @limit.setter
     def limit(self, nbytes: int | None) -> None:
+        self.pressure.nbytes = nbytes
+        self.enforce()
+
+    def enforce(self) -> None:
+        """Evicts down to the limit. DriverError."""
         with self.contents.change():
-            self.pressure.nbytes = nbytes
             self.pressure.enforce()
 
     @property
@@ -73,8 +77,8 @@ class PrefixStore:
 
     @property
     def pages(self) -> int:
-        """Pages under what is kept and not in use, on the device or the host. States count as if they lay on whole
-        ones."""
+        """Pages under what is kept and not in use, on the device or the host: of blocks of continuous batching once no
+        request has any. States count as if they lay on whole ones."""
         return self.contents.pages
 
     @property
@@ -89,8 +93,10 @@ class PrefixStore:
 
     @property
     def tokens(self) -> int:
-        """The tokens that are stored and not in use, each counted once."""
-        return sum(len(each.ids) - each.first for each in tuple(self.contents.index.idle))
+        """The tokens that are stored and not in use, each counted once of sequences, and once of blocks."""
+        paged = self.contents.index.blocks.paged
+        blocks = paged.unused_tokens if paged is not None else 0
+        return blocks + sum(len(each.ids) - each.first for each in tuple(self.contents.index.idle))
 
     @property
     def reused(self) -> int:
@@ -104,16 +110,17 @@ class PrefixStore:
     def get_num_new_matched_tokens(self, ids: Ids) -> int:
         """Returns how many tokens of a prompt, int[tokens] or a list, would not be computed now. Does not count as a
         use."""
-        settings, prompt = self.identity().settings, numbers(ids)[:-1]
+        now, prompt = self.identity(), numbers(ids)[:-1]
+        settings = now.settings
         with self.contents.lock:
+            if now.weights != self.contents.weights:
+                return 0
             index = self.contents.index
             if index.states:
                 growing = next(iter(index.states)).growing
                 _, state = index.find_state(prompt, settings, growing, peek=True)
                 return len(state.ids) if state is not None else 0
             runs = index.blocks.find(prompt, settings, peek=True)
-        if self.contents.batches is not None:
-            runs = behind(runs, self.contents.batches.find(prompt, self.identity()))
         return runs[-1].end if runs else 0
 
     def pin(self, ids: Ids) -> list[bytes]:
@@ -144,8 +151,6 @@ class PrefixStore:
     def clear(self) -> None:
         """Forgets everything but what running requests use. DriverError."""
         self.contents.clear()
-        if self.contents.batches is not None:
-            self.contents.batches.clear()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until all that is stored is in files, if it goes to files; returns whether that came within so many

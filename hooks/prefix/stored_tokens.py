@@ -9,7 +9,7 @@ import torch
 
 from .contents import Contents, Lookup
 from .identity import Identity
-from .prompt_filler import behind, up_to
+from .prompt_filler import up_to
 from .sequence import Gone, Pair, TokenRun, reading
 
 
@@ -37,8 +37,6 @@ def read(contents: Contents, ids: Sequence[int], now: Identity, start: int, end:
         runs = index.blocks.find(ids[:end], now.settings, peek=True) if known else []
         sources = contents.begin_reading(lookup, runs)
     try:
-        if (runs[-1].end if runs else 0) < end and contents.batches is not None:
-            runs = behind(runs, contents.batches.find(ids[:end], now))
         found = runs[-1].end if runs else 0
         runs = cut(runs, start, end)
         if not runs or found < end:

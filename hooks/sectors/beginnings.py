@@ -21,7 +21,7 @@ from ...offload.policy.prefixes import chain
 from ..prefix.sequence import Gone, TokenRun
 from ..prefix.store import PrefixStore
 from ..prefix.stored_tokens import StoredTokens, cut, open_runs
-from .prompt_blocks import PromptBlocks
+from .listed_blocks import ListedBlocks
 
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
 Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # of the tokens [start, end)
@@ -30,9 +30,10 @@ Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # of
 class Beginnings:
     """Fills blocks with what prompts begin with. Used by the thread that schedules."""
 
-    def __init__(self, blocks: PromptBlocks, store: PrefixStore, renew: Callable[[], None]) -> None:
+    def __init__(self, listed: ListedBlocks, store: PrefixStore, renew: Callable[[], None]) -> None:
         """`store`: of the same model; `renew` has what was computed before the model changed forgotten."""
-        self._blocks = blocks
+        self._listed = listed
+        self._blocks = listed.blocks
         self._renew = renew
         self._store = store
         self._hashes: dict[str, list[int]] = {}  # by request that waits, of its prompt: those that were looked at
@@ -47,13 +48,13 @@ class Beginnings:
 
     def found(self, request: str) -> int:
         """Returns how many tokens of a request that was looked at blocks hold: never the last one."""
-        return self._blocks.count(self._hashes.get(request, ())) * self._blocks.tokens
+        return self._listed.found(self._hashes.get(request, ())) * self._blocks.tokens
 
     def look(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> bool:
         """Looks once for what is stored of a prompt. `room`: bytes that its blocks may take. False while files are
         read."""
         if request not in self._hashes:
-            self._hashes[request] = self._blocks.hashes(ids[:-1])
+            self._hashes[request] = [*self._listed.hashes(ids[:-1])]
             with suppress(*_FAILURES):
                 self._begin(request, ids, room)
             if request not in self._readings:
@@ -83,43 +84,39 @@ class Beginnings:
         counts.hit(found - from_files, *self._blocks.away(self._hashes[request]))
 
     def _begin(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> None:
-        store, blocks, hashes = self._store, self._blocks, self._hashes[request]
+        store, listed, hashes = self._store, self._listed, self._hashes[request]
         self._renew()
-        now = blocks.identity
+        now = listed.identity
         assert now is not None
-        blocks.used(hashes[: blocks.count(hashes)])
-        self._fill(hashes, store.filler.look(ids, now), room, partial(store.read, ids, now))
+        listed.used(hashes)
+        stored = store.filler.look(ids, now, listed.found(hashes) * listed.tokens)
+        self._fill(hashes, stored, room, partial(store.read, ids, now))
         saver, full = store.contents.saver, (len(ids) - 1) // store.block
-        count = blocks.count(hashes) * blocks.tokens // store.block
-        if saver is not None and count < full and blocks.count(hashes) < len(hashes):
+        count = listed.found(hashes) * listed.tokens // store.block
+        if saver is not None and count < full and listed.found(hashes) < len(hashes):
             keys = chain(ids[:-1], store.block, now.settings)
             self._readings[request] = _Reading(self._one, partial(saver.find, keys, count, ids, now))
             self._readings[request].start()
 
     def _fill(self, hashes: Sequence[int], end: int, room: Callable[[], int], opened: Opened) -> None:
         """Fills blocks with the tokens of a prompt before `end` that none holds yet, as far as there is room."""
-        blocks = self._blocks
-        size, last = blocks.tokens, min(end // blocks.tokens, len(hashes))
-        while (first := blocks.count(hashes)) < last:
-            # a block may be there without one before it
-            until = next((n for n in range(first, last) if blocks.count(hashes[n : n + 1])), last)
-            try:
-                placed = blocks.place(until - first, room())
-            except _FAILURES:
-                return
-            done = False
-            try:
-                done = bool(placed) and self._copy(placed, partial(opened, first * size, (first + len(placed)) * size))
-            except _FAILURES:
-                pass
-            finally:
-                if not done:
-                    blocks.drop(placed)
+        blocks, done = self._blocks, False
+        size, first = blocks.tokens, self._listed.found(hashes)
+        if (count := min(end // size, len(hashes)) - first) <= 0:
+            return
+        try:
+            placed = blocks.place(count, room())
+        except _FAILURES:
+            return
+        try:
+            done = bool(placed) and self._copy(placed, partial(opened, first * size, (first + len(placed)) * size))
+        except _FAILURES:
+            pass
+        finally:
             if not done:
-                return
-            blocks.keep(hashes[first : first + len(placed)], placed)
-            if first + len(placed) < until:
-                return
+                blocks.drop(placed)
+        if done:
+            self._listed.keep(hashes, first, placed)
 
     def _copy(self, placed: Sequence[int], opened: Callable[[], AbstractContextManager[StoredTokens | None]]) -> bool:
         blocks = self._blocks

@@ -37,8 +37,8 @@ def counted_runs(pieces: Iterable[int]) -> list[tuple[int, int]]:
 
 
 class SectorPages:
-    """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: the thread that schedules calls
-    all of it."""
+    """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: of several threads each
+    holds the client's lock."""
 
     def __init__(
         self,
@@ -60,22 +60,17 @@ class SectorPages:
         size = self._front + sectors * sector
         self.range: Range = device.reserve(size, "kv", group, expected=size, keeps=True)
         self._users = [0] * self.range.pieces  # sectors in use, by piece
+        self.pages = 0  # that sectors in use lie on, without the guard's
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
         fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
         self.fixed = len(fixed) * self._page  # of `nbytes`, what stays
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
-        for piece in fixed:
-            self._users[piece] += 1
+        self._use(fixed)
 
     def window(self) -> object:
         """A DLPack capsule over all sectors, uint8."""
         return self.range.window(self._front, self._sectors * self.sector)
-
-    @property
-    def pages(self) -> int:
-        """Pages that sectors in use lie on, without the guard's."""
-        return sum(map(bool, self._users))
 
     @property
     def nbytes(self) -> int:
@@ -107,8 +102,7 @@ class SectorPages:
         self._map(runs, place)
         self.client.extended(piece for first, count in runs for piece in range(first, first + count))
         for sector in sectors:
-            for piece in self.pieces(sector):
-                self._users[piece] += 1
+            self._use(self.pieces(sector))
 
     def give(self, sectors: Iterable[int]) -> None:
         """Nobody uses these sectors any more; pages without any go back, once the device is done with them."""
@@ -116,7 +110,13 @@ class SectorPages:
             for piece in self.pieces(sector):
                 self._users[piece] -= 1
                 if not self._users[piece]:
+                    self.pages -= 1
                     self.client.dropped(piece)
+
+    def _use(self, pieces: Iterable[int]) -> None:
+        for piece in pieces:
+            self.pages += not self._users[piece]
+            self._users[piece] += 1
 
     def _map(self, runs: list[tuple[int, int]], place: Place = "device") -> None:
         done: list[tuple[int, int]] = []

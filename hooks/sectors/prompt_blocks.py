@@ -1,14 +1,10 @@
-"""The full blocks of a paged cache as beginnings of prompts: found by transformers' hashes of their tokens, read by
-others than the generation loop, and filled with what others have computed.
+"""What is in the blocks of a paged cache that shares beginnings of prompts: read by others than the generation loop,
+and filled with what others have computed. Which of them are found is in listed_blocks.py.
 
 Note [Two threads]
     A generation loop changes tables, counts and hashes under the lock of the client (client.py). Whoever else
     reads blocks, to write them to files or for a request of `generate()`, counts as one more request that has them, so
     that they are neither evicted nor written to; and leases the cache, so that no page leaves its address.
-
-Note [Another model]
-    Hashes are of tokens alone. So all of them go before a request is looked at after the model has changed. Requests
-    that run then are `stale`: none of their blocks is found by anyone.
 """
 
 from __future__ import annotations
@@ -18,13 +14,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from ...allocator._native import Group
 from ..device.streams import torch_device, wait_for_work
 from ..forward.lease import GroupLease
-from ..prefix.identity import Identity
-from ..prefix.sequence import Gone, Pair, TokenRun
+from ..prefix.sequence import Gone, Pair
 from .pages import SectorPages, SectorPool
 
 
@@ -36,8 +30,6 @@ class PromptBlocks:
         self.tokens: int = allocator.tokens_per_page  # of a block
         self.layers: list[int] = list(allocator.layer_indices)
         self.lock = pages.client.lock
-        self.identity: Identity | None = None  # of the model that has computed them
-        self.stale: set[str] = set()  # requests: see Note [Another model]
         self.group = group
         self.pages = pages
         self._pool = pool
@@ -47,32 +39,9 @@ class PromptBlocks:
         self._shape = (len(self.layers), 2, self.tokens, heads, dim)
         self._tensor: torch.Tensor = allocator.cache_tensor.view(-1, *self._shape)
 
-    def hashes(self, ids: Sequence[int]) -> list[int]:
-        """Returns transformers' hashes of the full blocks of these tokens."""
-        found: list[int] = []
-        for end in range(self.tokens, len(ids) + 1, self.tokens):
-            found.append(compute_block_hash(found[-1] if found else None, list(ids[end - self.tokens : end])))
-        return found
-
-    def count(self, hashes: Sequence[int]) -> int:
-        """Returns how many of the first ones lead to blocks."""
-        known = self._ledger.hash_to_block
-        return next((n for n, each in enumerate(hashes) if each not in known), len(hashes))
-
-    def find(self, ids: Sequence[int]) -> TokenRun | None:
-        """Returns where the longest beginning of these tokens lies."""
-        hashes = self.hashes(ids)
-        count = self.count(hashes)
-        return TokenRun(KeptBlocks(self, hashes[:count]), 0, count * self.tokens) if count else None
-
     def of(self, request: str) -> list[int]:
         """Returns the blocks of a request."""
         return list(self._allocator.block_table.get(request, ()))
-
-    def full(self, request: str) -> int:
-        """Returns how many blocks of a request, from the first one on, are found by their tokens."""
-        known, table = self._ledger.block_to_hash, self.of(request)
-        return next((n for n, block in enumerate(table) if block not in known), len(table))
 
     def away(self, hashes: Sequence[int]) -> tuple[float, float]:
         """Returns the part of these blocks, as far as they are there, that is not on the device, and the part that is
@@ -109,22 +78,6 @@ class PromptBlocks:
 
     # -- for the loop
 
-    def used(self, hashes: Sequence[int]) -> None:
-        """Notes that a request wants these: of blocks that nobody has they are evicted last, and the last one of them
-        first."""
-        with self.lock:
-            blocks = [self._ledger.hash_to_block.get(each) for each in hashes]
-            self.order([block for block in blocks if block is not None])
-
-    def order(self, blocks: Sequence[int]) -> None:
-        """Makes those of these blocks of a prompt that are only kept the last to be evicted: of them the last one
-        first, which is of no use without those before it. Under the lock."""
-        cached = self._ledger.cached_blocks
-        for block in reversed(blocks):
-            if block in cached:
-                del cached[block]
-                cached[block] = None
-
     def place(self, count: int, room: int) -> list[int]:
         """Returns so many blocks with pages, or as many as `room` bytes are enough for, whose bytes are anything. Given
         back by `keep` or `drop`. torch.OutOfMemoryError, DriverError."""
@@ -156,35 +109,13 @@ class PromptBlocks:
                 self._tensor[index, at, n] = each[0].transpose(0, 1).reshape(len(blocks), tokens, heads, dim)
         return True
 
-    def keep(self, hashes: Sequence[int], blocks: Sequence[int]) -> None:
-        """Blocks that were filled are found from now on, and kept like those of requests that have ended."""
-        with self.lock:
-            for each, block in zip(hashes, blocks, strict=True):
-                if self._ledger.register_new_hash(block, each) is None:
-                    self._ledger.cached_blocks[block] = None
-                else:
-                    self._pool.free_blocks(self._allocator.index, [block])
-            self.order(blocks)
-
     def drop(self, blocks: Sequence[int]) -> None:
-        """Gives blocks back that could not be filled."""
+        """Gives blocks back that nobody uses, and their pages, where no request has blocks: a loop gives pages back
+        itself. DriverError."""
         with self.lock:
             self._pool.free_blocks(self._allocator.index, list(blocks))
-
-    def renew(self, now: Identity) -> None:
-        """Forgets everything if the model is not what it was: see Note [Another model]."""
-        if now != self.identity:
-            self.forget()
-            self.identity = now
-
-    def forget(self) -> None:
-        """No block is found any more. Those that requests have, or readers, are free once these end."""
-        with self.lock:
-            self.stale.update(self._allocator.block_table)
-            blocks = self._ledger.evict_cached_blocks()
-            self._ledger.hash_to_block.clear()
-            self._ledger.block_to_hash.clear()
-            self._pool.free_blocks(self._allocator.index, blocks)
+            if not self._allocator.block_table:
+                self._pool.try_to_free_sectors()
 
     def wait(self) -> None:
         """Until all that was submitted to the device is done, on any stream: what is written to blocks, of which a step

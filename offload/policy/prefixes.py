@@ -108,21 +108,27 @@ class Index:
         """How many of the first keys are stored. Changes nothing."""
         return next((n for n, key in enumerate(keys) if key not in self._nodes), len(keys))
 
-    def match(self, keys: Sequence[Hashable], blocks: int = 0) -> int:
-        """As `peek`, by a request that uses these blocks; counted in `hits`. `blocks`: of the request, if more."""
-        found = self.peek(keys)
+    def match(self, keys: Sequence[Hashable]) -> int:
+        """As `use`, by a request of these blocks; counted in `hits`."""
+        found = self.use(keys)
         self.hits.requests += 1
-        self.hits.blocks += max(blocks, len(keys))
+        self.hits.blocks += len(keys)
         self.hits.hit_blocks += found
+        return found
+
+    def use(self, keys: Sequence[Hashable]) -> int:
+        """As `peek`, by a request that uses the blocks that are stored."""
+        found = self.peek(keys)
         for key in keys[:found]:
             node = self._nodes[key]
             node.worth = self._policy.used(key)
             self._offer(node)
         return found
 
-    def insert(self, keys: Sequence[Hashable], owner: Hashable) -> list[Hashable]:
-        """Stores the blocks of a sequence, from its first; returns those that were not there, which are `owner`'s now.
-        Evicts nothing, and is no use of those that were there."""
+    def insert(self, keys: Sequence[Hashable], owner: Hashable, *, ended: bool = True) -> list[Hashable]:
+        """Stores the blocks of a sequence, from its first, or one that is stored; returns those that were not there,
+        which are `owner`'s now. Evicts nothing, and is no use of those that were there. `ended`: is the last one that
+        of its request?"""
         new: list[Hashable] = []
         parent: _Node | None = None
         behind: Hashable | None = None
@@ -132,7 +138,7 @@ class Index:
                 node = self._nodes[key] = _Node(key, owner, parent, self._ever)
                 self._ever += 1
                 (self._roots if parent is None else parent.children)[key] = node
-                node.worth = self._policy.stored(key, behind, last=n == len(keys))
+                node.worth = self._policy.stored(key, behind, last=ended and n == len(keys))
                 new.append(key)
             elif not new:
                 behind = key
@@ -161,8 +167,10 @@ class Index:
         """Blocks above the capacity."""
         return 0 if self.capacity is None else max(0, len(self._nodes) - self.capacity)
 
-    def evict(self, count: int, only: Callable[[Hashable], bool] | None = None) -> list[tuple[Hashable, Hashable]]:
-        """Drops the `count` blocks that are worth least: (owner, key) of each, in order. `only`: of which owners.
+    def evict(
+        self, count: int, only: Callable[[Hashable, Hashable], bool] | None = None
+    ) -> list[tuple[Hashable, Hashable]]:
+        """Drops the `count` blocks that are worth least: (owner, key) of each, in order. `only`: which may be.
 
         Never one that is pinned, nor one that another hangs on; so there may be fewer.
         """
@@ -173,7 +181,7 @@ class Index:
             node = entry[-1]
             if not self._candidate(entry):
                 continue
-            if only is not None and not only(node.owner):
+            if only is not None and not only(node.owner, node.key):
                 spared.append(entry)
                 continue
             gone.append((node.owner, node.key))

@@ -61,7 +61,7 @@ class Here:
             while cache.request_pages.requests():  # the step of those that were cancelled last may run
                 time.sleep(MOMENT)
             with loop._cb.pause():
-                cache.evict_oldest(cache.pages.nbytes)
+                cache.evict_kept(cache.pages.nbytes)
                 cache.pool.try_to_free_sectors()
         device = runtime.require()
         device.reap(wait=True)

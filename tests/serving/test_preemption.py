@@ -30,7 +30,7 @@ class Preemption(PagePreemption):
             seconds_again=lambda state: again,
         )
         cache.pool = SimpleNamespace(try_to_free_sectors=lambda: None)
-        cache.evict_oldest = lambda nbytes: False
+        cache.evict_kept = lambda nbytes: False
         self.cache, self.scheduler = cache, scheduler
 
     def compute_again(self, state: Any) -> None:

@@ -18,9 +18,9 @@ from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
-from ballonet.hooks.batching.living import Living
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.prefix import saving
+from ballonet.hooks.prefix.prefix_index import PrefixIndex
 from ballonet.hooks.prefix.sequence import Gone
 from ballonet.hooks.prefix.stored_tokens import StoredTokens
 from ballonet.hooks.sectors.pages import SectorPages
@@ -362,12 +362,17 @@ def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> Non
     assert [found] == batch(model, [asked])
 
 
-def kept_by(model: Any) -> tuple[Living, ElasticPagedCache]:
+def kept_by(model: Any) -> ElasticPagedCache:
     known = seams.batched(model)
     assert known is not None
     assert known.living is not None
     assert known.living._cache is not None
-    return known.living, known.living._cache
+    return known.living._cache
+
+
+def index_of(managed: Managed) -> PrefixIndex:
+    assert managed.prefixes is not None
+    return managed.prefixes.contents.index
 
 
 def test_blocks_that_are_read_stay() -> None:
@@ -375,25 +380,24 @@ def test_blocks_that_are_read_stay() -> None:
     model, asked = build("llama"), questions()
     with managing(model, prefix_cache=True) as managed:
         batch(model, asked)
-        living, cache = kept_by(model)
-        before, now = cache.pages.pages, managed.prefixes.identity()
-        run = living.find(asked[-1], now)
-        assert run is not None
-        assert living.find(asked[-1], now._replace(settings=b"other")) is None
+        cache = kept_by(model)
+        before, settings, blocks = cache.pages.pages, managed.prefixes.identity().settings, index_of(managed).blocks
+        (run,) = blocks.find(asked[-1], settings)
+        assert blocks.find(asked[-1], b"other") == []
         source = run.source
         with source.leased(run.end):
             first = [each.clone() for each in source.part(0, 0, run.end)]
-            cache.evict_oldest(2**40)
+            cache.evict_kept(2**40)
             assert cache.pool.used
             assert cache.pages.pages < before
             assert all(map(torch.equal, first, source.part(0, 0, run.end)))
         del first
-        cache.evict_oldest(2**40)
+        cache.evict_kept(2**40)
         cache.pool.try_to_free_sectors()
         assert cache.pool.used == set()
         with pytest.raises(Gone), source.leased(run.end):
             pass
-        del run, source, cache, living
+        del run, source, cache
 
 
 def test_no_more_is_copied_than_there_is_room_for() -> None:
@@ -401,12 +405,12 @@ def test_no_more_is_copied_than_there_is_room_for() -> None:
     with managing(model, prefix_cache=True) as managed:
         batch(model, asked)
         managed.prefixes.clear()
-        _, cache = kept_by(model)
+        cache = kept_by(model)
         assert cache.kept is not None
         for room, count in ((-1, 0), (0, 0), (3, 3), (100, 5)):
-            placed = cache.kept.place(5, room * cache.bytes_per_sector)
+            placed = cache.kept.blocks.place(5, room * cache.bytes_per_sector)
             assert len(placed) == count
-            cache.kept.drop(placed)
+            cache.kept.blocks.drop(placed)
             cache.pool.try_to_free_sectors()
         assert cache.pool.used == set()
         del cache
@@ -427,6 +431,6 @@ def test_what_fails_leaves_no_block(failing: int, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(StoredTokens, "__call__", fails)
         assert batch(model, asked) == first
         managed.prefixes.clear()
-        _, cache = kept_by(model)
+        cache = kept_by(model)
         assert cache.pool.used == set()
         del cache
