@@ -58,8 +58,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.user: Callable[[], object] = lambda: None  # who schedules by it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
-        self._copied: dict[int, list[NewBlock]] = {}  # by allocator, of the batch: host_writes.py
-        self._given = continuous_batching_config
+        self.new_blocks: dict[int, list[NewBlock]] = {}  # of the batch, by allocator: see host_writes.py
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,
@@ -227,11 +226,11 @@ class ElasticPagedCache(PagedAttentionCache):
         """As stock's; full blocks of prompts on the host are copied there: see host_writes.py."""
         rows = [len(each) for each in write_index]
         if not any(rows):
-            self._copied = {}  # a batch begins
+            self.new_blocks = {}  # a batch begins
         reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
-        if self._given.cuda_graph_booleans[0] or not self.pages.client.displaced:
-            return  # a graph would replay no copies
+        if not self.pages.client.displaced:
+            return
         for n, allocator in enumerate(self.cache_allocators.values()):
             if allocator.layer_type != "full_attention":
                 continue
@@ -239,7 +238,7 @@ class ElasticPagedCache(PagedAttentionCache):
             for block in self.request_pages.on_host_blocks(request_id, allocator, past_length, query_length):
                 row = rows[n] + block * size - past_length
                 at = None if read is None else read + block * size
-                self._copied.setdefault(n, []).append(NewBlock(row, write_index[n][row], at))
+                self.new_blocks.setdefault(n, []).append(NewBlock(row, write_index[n][row], at))
                 write_index[n][row : row + size] = [allocator.write_trash_index] * size
                 if read_index is not None and at is not None:
                     read_index[n][at : at + size] = [allocator.read_trash_index] * size
@@ -257,7 +256,7 @@ class ElasticPagedCache(PagedAttentionCache):
                 lease.touched(self.chaos)
             found = super().update(key_states, value_states, layer_idx, kwargs)
             allocator: Any = self.layer_to_allocator[layer_idx]
-            if self._copied and kwargs.get("block_table") is None and (blocks := self._copied.get(allocator.index)):
+            if self.new_blocks and kwargs.get("block_table") is None and (blocks := self.new_blocks.get(allocator.index)):
                 new, read = (
                     [each.squeeze(0).transpose(0, 1) for each in pair] for pair in ((key_states, value_states), found)
                 )

@@ -20,11 +20,13 @@ Note [Inputs of a step]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from .cache import ElasticPagedCache
 from .preemption import PagePreemption
 from .scheduler import no_room
 
@@ -40,7 +42,8 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
         if isinstance(stream, torch.cuda.Stream):
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
-            stock(self, model)
+            with _launched_one_by_one(self):
+                stock(self, model)
         except torch.OutOfMemoryError as error:
             preemption, active = self.offloading_manager, self.scheduler.active_requests
             if not isinstance(preemption, PagePreemption):
@@ -108,6 +111,20 @@ def telling(stock: Callable[..., None]) -> Callable[..., None]:
         stock(self, error, state)
 
     return handle
+
+
+@contextmanager
+def _launched_one_by_one(processor: Any) -> Iterator[None]:
+    """No graph is replayed within it, or captured, where the batch has blocks that are copied to the host: a graph has
+    no copies of them."""
+    runner, cache = processor.model_runner, processor.cache
+    graphs = runner.use_cuda_graph_varlen
+    if isinstance(cache, ElasticPagedCache) and cache.new_blocks:
+        runner.use_cuda_graph_varlen = False
+    try:
+        yield
+    finally:
+        runner.use_cuda_graph_varlen = graphs
 
 
 def _take_in(processor: Any) -> bool:

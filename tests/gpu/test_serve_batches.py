@@ -48,9 +48,10 @@ def in_order() -> Iterator[None]:
         ContinuousBatchProcessor._generation_step = stock
 
 
-def batched(place: Place, asked: list[list[int]], **settings: Any) -> tuple[Any, list[Any]]:
+def batched(place: Place, asked: list[list[int]], layers: int = 4, **settings: Any) -> tuple[Any, list[Any]]:
     """A model, and what stock answers."""
-    model = build("llama", num_hidden_layers=4).to(place.kind)
+    sizes = {} if layers == 4 else {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    model = build("llama", num_hidden_layers=layers, **sizes).to(place.kind)
     with in_order():
         expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **settings)
     place.synchronize()
@@ -101,12 +102,12 @@ def test_a_step_waits_for_inputs_that_come_late(place: Place) -> None:
         ContinuousBatchingIOs.prepare_batch_tensors = stock
 
 
-@scene(pages=256)
+@scene(pages=1024, needs_host=True)
 def test_prompts_whose_kv_goes_to_the_host(place: Place) -> None:
     """Full blocks of it are copied beside the layers that follow, and decoding reads them afterwards."""
     asked = prompts(8, 60)
-    for settings in ({}, {"use_async_batching": True}) if place.cuda else ({},):
-        model, expected = batched(place, asked, **settings)
+    for settings in ({}, {"use_cuda_graph": True}, {"use_async_batching": True}) if place.cuda else ({},):
+        model, expected = batched(place, asked, 12, **settings)
         before = ballonet.stats().copied.kv_d2h
         with kv_to_the_host(), ballonet.manage(model, interval=None):
             assert answers(model, asked, NEW, **settings) == expected, settings
