@@ -256,6 +256,10 @@ class Device:
     @property
     def available(self) -> int:
         """Device pages that can be had from nobody: free ones, and those that the budget lets be made."""
+    @property
+    def idle(self) -> int:
+        """Device pages of activations that no live block lies on: a range that finds none available gets them before
+        anything is taken."""
     def check(self) -> None:
         """Verifies every invariant the core can see; raises InvariantBroken."""
     def bind(self) -> None:

@@ -68,6 +68,7 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
           },
           py::arg("keys"), py::arg("pages") = py::none(), ReleaseGil())
       .def_property_readonly("reclaimed", [](Device& d) { return d.reclaim.pages(); })
+      .def_property_readonly("idle", py::cpp_function([](Device& d) { return d.heap.idle_pages(false); }, ReleaseGil()))
       .def_property_readonly("available",
                              py::cpp_function([](Device& d) { return d.mapper->available(); }, ReleaseGil()))
       .def("yield_pages", [](Device& d) { return if_requested(d, &Reclaim::yield_pages); })

@@ -22,7 +22,6 @@ Blocks::Block* BlockSupply::find(HeapLock& lock, const ArenaKey& key, std::uint6
     }
     ++counts_.retries;
     try {
-      if (!mapper_.fences.capturing()) give_up_idle(lock);
       return fit_with_reclaimed(lock, key, size, arena);
     } catch (const PoolExhausted& error) {
       reason = error.what();
@@ -70,6 +69,18 @@ Blocks::Block* BlockSupply::fit(HeapLock& lock, const ArenaKey& key, std::uint64
   }
 }
 
+// The same, and while pages are lacking as many of those that lie idle are given up: the others stay mapped, for what
+// is allocated next.
+Blocks::Block* BlockSupply::fit_with_idle(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena) {
+  for (;;) {
+    try {
+      return fit(lock, key, size, arena);
+    } catch (const PoolExhausted& reason) {
+      if (mapper_.fences.capturing() || give_up_idle(lock, std::max<std::size_t>(reason.missing, 1)) == 0) throw;
+    }
+  }
+}
+
 // The lock is held while a place is looked for, and not while something is taken for it.
 Blocks::Block* BlockSupply::fit_with_reclaimed(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena) {
   Blocks::Block* found = nullptr;
@@ -78,7 +89,7 @@ Blocks::Block* BlockSupply::fit_with_reclaimed(HeapLock& lock, const ArenaKey& k
     reclaim_.supply([&] {
       lock.lock();
       try {
-        found = fit(lock, key, size, arena);
+        found = fit_with_idle(lock, key, size, arena);
       } catch (...) {
         lock.unlock();
         throw;
@@ -124,13 +135,13 @@ Blocks::Block* BlockSupply::spill(HeapLock& lock, const ArenaKey& key, std::uint
   return nullptr;
 }
 
-std::size_t BlockSupply::give_up_idle(HeapLock& lock) {
+std::size_t BlockSupply::give_up_idle(HeapLock& lock, std::size_t pages) {
   ++counts_.waits;
   live_.wait_freed(lock);
-  const std::size_t pages = pages_.harvest(~std::size_t{0});
+  const std::size_t given = pages_.harvest(pages);
   Unlocked unlocked(lock);
   mapper_.reap(true);
-  return pages;
+  return given;
 }
 
 }  // namespace ballonet

@@ -42,8 +42,9 @@ class BlockSupply {
 
   // A free block to cut `size` from, and its arena. Throws PoolExhausted with a message for the user, DriverError.
   Blocks::Block* find(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena);
-  // Everything that waiting can free, and every page that nothing lies on, goes to the pool. Returns how many.
-  std::size_t give_up_idle(HeapLock& lock);
+  // Up to `pages` whole pages that nothing lies on go to the pool, once the streams that used them have passed, and
+  // everything that waiting can free becomes free. Returns how many.
+  std::size_t give_up_idle(HeapLock& lock, std::size_t pages = ~std::size_t{0});
 
   // May be called without the lock.
   void allow_spilling(bool allowed) { limited_ = !allowed; }
@@ -57,6 +58,7 @@ class BlockSupply {
 
  private:
   Blocks::Block* fit(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena);
+  Blocks::Block* fit_with_idle(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena);
   Blocks::Block* fit_with_reclaimed(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena);
   Blocks::Block* spill(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena, std::string& reason);
 

@@ -37,18 +37,24 @@ bool Device::own(Range& range, std::size_t first, std::size_t count) {
   return with_idle_pages(count, [&] { return mapper->aliasing.own(range, first, count); });
 }
 
-// Attempts what takes so many device pages, once more after the heap gave up what it could, and again with what can be
-// reclaimed.
+// Attempts what takes so many device pages, again for as long as the heap has idle ones to give for what is lacking,
+// and then with what can be reclaimed.
 template <class Attempt>
 auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt()) {
+  const auto with_idle = [&] {
+    for (;;) {
+      try {
+        return attempt();
+      } catch (const PoolExhausted& reason) {
+        const std::int64_t since = now_ns();
+        const std::size_t idle = heap.give(reason.missing);
+        if (idle == 0) throw;
+        mapper->events.add(Events::Kind::kInflate, idle, since);
+      }
+    }
+  };
   try {
-    return attempt();
-  } catch (const PoolExhausted&) {
-    const std::int64_t since = now_ns();
-    if (const std::size_t idle = heap.trim_and_wait()) mapper->events.add(Events::Kind::kInflate, idle, since);
-  }
-  try {
-    return reclaim.supply(attempt);
+    return reclaim.supply(with_idle);
   } catch (const PoolExhausted& reason) {
     mapper->events.add(Events::Kind::kRefuse, pages);
     std::lock_guard<std::mutex> lock(heap.mutex);
@@ -113,7 +119,7 @@ double Device::fraction() {
 
 // Device pages that nothing could give back.
 std::size_t Device::immovable() {
-  const std::size_t idle = heap.idle_pages();
+  const std::size_t idle = heap.idle_pages(true);
   const Reclaim::Outlook entries = reclaim.outlook();
   const auto numbers = mapper->numbers();
   const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };

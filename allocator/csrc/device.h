@@ -35,7 +35,7 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // Mapper::map, once more after the heap gave up what it could, and again with what can be reclaimed. Throws
+  // Mapper::map, again with as many idle pages of the heap as are lacking, and then with what can be reclaimed. Throws
   // PoolExhausted with a message for the user.
   void map(Range& range, std::size_t first, std::size_t count, Place place);
   // Mapper::own in the same way.

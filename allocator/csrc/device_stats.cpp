@@ -5,8 +5,8 @@
 // reserved   every page that exists, whoever owns it, free ones included
 // segment    a page
 // The peak of allocated bytes is that of the blocks plus the pages there are now, but no more than the peak of what
-// existed. Historical totals are kept for the blocks; elsewhere they repeat the current value. Blocks below 1 MiB are
-// torch's small pool; all else, ranges too, is its large one.
+// existed. Historical totals are kept for the blocks; elsewhere they repeat the current value. Blocks below 1 MiB,
+// or half a page where that is less, are torch's small pool; all else, ranges too, is its large one.
 #include <algorithm>
 
 #include "device.h"

@@ -12,7 +12,7 @@ void* Heap::allocate(std::size_t size, CUstream stream) {
   if (size > kLargest) throw PoolExhausted(exhausted(size, "No device has as much memory as that"));
   const std::uint64_t wanted = Blocks::rounded(size);
   const CUstream owner = Streams::of_all_threads(stream);
-  const ArenaKey key{owner, pools.of(stream), wanted < kSmall};
+  const ArenaKey key{owner, pools.of(stream), wanted < small_};
   Arena* arena = nullptr;
   Blocks::Block* block = Arenas::best_fit(arenas_.of(key), wanted, arena);
   if (block == nullptr) {
@@ -58,9 +58,14 @@ std::size_t Heap::trim_and_wait() {
   return mapper_->fences.capturing() ? 0 : supply_.give_up_idle(lock);
 }
 
-std::size_t Heap::idle_pages() {
+std::size_t Heap::give(std::size_t lacking) {
   HeapLock lock(mutex);
-  if (!mapper_->fences.capturing()) live_.wait_freed(lock);
+  return mapper_->fences.capturing() ? 0 : supply_.give_up_idle(lock, pages_.worth_giving(lacking));
+}
+
+std::size_t Heap::idle_pages(bool wait) {
+  HeapLock lock(mutex);
+  if (wait && !mapper_->fences.capturing()) live_.wait_freed(lock);
   return pages_.idle();
 }
 

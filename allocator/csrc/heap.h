@@ -22,6 +22,7 @@
 // parts want it held.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -36,7 +37,8 @@ namespace ballonet {
 
 class Heap {
  public:
-  // Blocks below this have arenas of their own, so that a small live block does not hold a large block's page.
+  // Blocks below this, and below half a page, have arenas of their own, so that a small live block does not hold a
+  // large block's page.
   static constexpr std::uint64_t kSmall = 1 << 20;
   static constexpr std::uint64_t kLargest = 1ULL << 45;
 
@@ -53,8 +55,10 @@ class Heap {
   // Every page that no live block lies on goes to the pool; returns how many. Waits for the streams that used them;
   // does nothing during a stream capture.
   std::size_t trim_and_wait();
-  // How many pages that would be. Waits likewise.
-  std::size_t idle_pages();
+  // The same for others that lack so many: no more go than is worth it (heap_pages.h, Note [Giving]).
+  std::size_t give(std::size_t lacking);
+  // How many pages no live block lies on. `wait`: as above, for streams that use blocks which were freed.
+  std::size_t idle_pages(bool wait);
   // Pages that no live block lies on go to the driver, as many as exist above the budget. `wait`: for the streams that
   // used them; not during a capture.
   void shrink(bool wait);
@@ -84,6 +88,7 @@ class Heap {
   void harvest_excess();
 
   const std::shared_ptr<Mapper> mapper_;
+  const std::uint64_t small_ = std::min<std::uint64_t>(kSmall, mapper_->space.page_size / 2);
   Arenas arenas_{*this, *mapper_};
   HeapReport report_{mapper_->space.page_size};
 

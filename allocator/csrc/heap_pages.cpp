@@ -48,6 +48,7 @@ bool HeapPages::back(Arena& arena, const Blocks::Placement& placement, bool may_
 
 void HeapPages::map(Arena& arena, const Blocks::Placement& placement) {
   const Span span{placement.from / page_, (placement.to - placement.from) / page_};
+  if (arena.key.place == Place::kDevice) given_ = 0;
   mapper_.map(*arena.range, span.first, span.count, arena.key.place, false);
   report_.mapped(arena, span);
   arena.blocks.fill(placement.hole, placement.from, placement.to);
@@ -74,6 +75,11 @@ std::size_t HeapPages::harvest(std::size_t pages, const Blocks::Block* keep_befo
     if (taken >= pages) break;
   }
   return taken;
+}
+
+std::size_t HeapPages::worth_giving(std::size_t lacking) {
+  given_ = std::min(std::max({lacking, 2 * given_, std::size_t{1}}), mapper_.numbers().created);
+  return given_;
 }
 
 void HeapPages::harvest_excess() {

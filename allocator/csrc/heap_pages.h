@@ -10,6 +10,13 @@
 // been given. Instead, pages are made beyond the peak, up to as many again and within the budget; the idle ones are
 // free for anyone once the streams have passed.
 //
+// Note [Giving]
+// Where others lack pages, the idle ones that are given up first need not be needed again: but what is idle between two
+// operators of a layer is, as a rule, what the next ones lie on. To unmap all of it and to map it again would cost a
+// driver call per page and layer. So no more is given than is lacking, and twice as much each time that nothing was
+// mapped since the last time: what activations need no more is soon given, and no more than twice what is asked for is
+// given too early.
+//
 // Guarantees: whoever backs a hole gets all of it or, with an exception or false, nothing; what is harvested lies under
 // no live block and in no memory pool that has users; a host page goes as soon as no block lies on it.
 //
@@ -37,6 +44,8 @@ class HeapPages {
   // many.
   std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before = nullptr,
                       const Blocks::Block* keep_after = nullptr);
+  // How many idle pages to give for those that others lack. See Note [Giving].
+  std::size_t worth_giving(std::size_t lacking);
   // Harvests what exists above the budget, as far as it has not been given up.
   void harvest_excess();
   // How many pages could be harvested.
@@ -58,6 +67,7 @@ class HeapPages {
   const PrivatePools& pools_;
   HeapReport& report_;
   const std::uint64_t page_;
+  std::size_t given_ = 0;  // the last time that others lacked pages; 0: some were mapped since
 };
 
 }  // namespace ballonet

@@ -30,7 +30,7 @@ def copied_in(device: Device, range_: Range, geometry: Geometry, flat: torch.Ten
     one = replace(geometry, layers=1)
     keys, values = shown
     size = keys.shape[2] * one.token_bytes + _ALIGNMENT
-    if device.available * device.page_size < size:
+    if (device.available + device.idle) * device.page_size < size:
         return None
     try:
         memory = torch.empty(size // geometry.itemsize, dtype=flat.dtype, device=flat.device)

@@ -108,6 +108,11 @@ class KVReadPlan:
         """How often what may be taken of slots became another."""
         return self._slots.changes
 
+    @property
+    def _within_reach(self) -> int:
+        """Device pages that slots can have from nobody, the idle ones of activations among them."""
+        return self._device.available + self._device.idle
+
     def slices(self) -> list[Slice]:
         """What may be taken of slots, those first that fewest layers read. On any thread."""
         return self._slots.slices()
@@ -173,7 +178,7 @@ class KVReadPlan:
         with self._lock:
             if self._choice.way is Way.STREAMED:
                 self._stream(layers, stream)
-            elif self._choice.way is Way.ZERO_COPY or away > self._device.available:
+            elif self._choice.way is Way.ZERO_COPY or away > self._within_reach:
                 self._slots.close()
             elif self._slots.slots:  # until it is restored
                 self._slots.bind(layers)
@@ -193,7 +198,7 @@ class KVReadPlan:
     def _choose(self, extents: Sequence[KVExtent], rows: int, link: float) -> Choice:
         if len(extents) < 2:
             return _ZERO_COPY
-        free = self._device.available + self._slots.slots * self._slots.pages
+        free = self._within_reach + self._slots.slots * self._slots.pages
         page = self._device.page_size
         free += sum(max(0, extent.held - extent.away) for extent in extents)
         free -= self._device.budget // page // self._tuning.left
@@ -213,11 +218,11 @@ class KVReadPlan:
             self._device.reap()  # what they were made of is free
             wanted = max(wanted, most)
             pages = wanted + max(1, wanted // self._tuning.slack)
-            lacking = self._choice.slots * pages - self._device.available
+            lacking = self._choice.slots * pages - self._within_reach
             each = -(-max(0, lacking) // len(extents))
             for extent in extents:
                 extent.evict(extent.oldest(max(each, wanted - extent.away)), self._transfer, stream)
-            room = self._device.available // self._choice.slots
+            room = self._within_reach // self._choice.slots
             if room < max(extent.away for extent in extents):
                 return
             self._slots.open(self._choice.slots, min(pages, room))

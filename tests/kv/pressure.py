@@ -80,7 +80,7 @@ def poison(device: Device, more: int = 0) -> None:
     """Fills all free pages, of the device, the peer and the host, and `more` of the device that are not free."""
     device.reap(wait=True)
     numbers = device.snapshot()
-    free = device.available + more
+    free = device.available + device.idle + more
     host = numbers["host_budget"] // device.page_size - numbers["host_pages"] + numbers["host_free"]
     peer = numbers["peer_budget"] // device.page_size - numbers["peer_pages"] + numbers["peer_free"]
     for count, place in ((free, "device"), (min(host, 64), "host"), (peer, "peer")):

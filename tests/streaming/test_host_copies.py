@@ -362,7 +362,7 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
 
         def need(*_: object) -> None:
             now = device.snapshot()["pages"]
-            torch.zeros((device.budget // PAGE - sum(now.values()) + now["free"] + 4) * PAGE // 4)
+            torch.zeros((device.budget // PAGE - sum(now.values()) + now["free"] + device.idle + 4) * PAGE // 4)
 
         handle = model.model.layers[2].mlp.register_forward_pre_hook(need)
         with less(-40):
