@@ -256,7 +256,8 @@ class ElasticPagedCache(PagedAttentionCache):
                 lease.touched(self.chaos)
             found = super().update(key_states, value_states, layer_idx, kwargs)
             allocator: Any = self.layer_to_allocator[layer_idx]
-            if self.new_blocks and kwargs.get("block_table") is None and (blocks := self.new_blocks.get(allocator.index)):
+            blocks = self.new_blocks.get(allocator.index) if kwargs.get("block_table") is None else None
+            if blocks:
                 new, read = (
                     [each.squeeze(0).transpose(0, 1) for each in pair] for pair in ((key_states, value_states), found)
                 )
