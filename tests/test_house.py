@@ -376,6 +376,8 @@ PROCESS = {
         "_managed": "the registry of managed models, where what users call looks",
         "_lock": "of the above",
     },
+    "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
+    "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},
     "hooks/prefix/sessions.py": {"_stores": "`generate` of transformers is wrapped once"},
     "hooks/programs/notebook.py": {
         "_installed": "a notebook loads the extension once",
