@@ -283,7 +283,6 @@ LARGEST = 25  # methods of a class, with properties and special ones
 LARGE = {  # and what has more
     # The methods are those of an interface.
     "ElasticLayer": "a layer of a cache of transformers",
-    "Elastic": "what a governor asks of a model (ModelClient)",
     "SectorClient": "what a governor asks of pages (PageClient)",
 }
 
