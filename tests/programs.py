@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .gpu.forked import Fork
 from .gpu.scene import FORKS, ROOT, environment
 
 SECONDS = 900  # that a program may take: only one that hangs takes them
@@ -23,7 +24,7 @@ command, folder, out, err, told = {}
 __spec__ = runpy.__spec__  # as what Python begins programs with, whose frames are in no traceback of theirs
 if told:
     os.dup2(os.open(told, os.O_RDONLY), 0)
-for descriptor, path in ((1, out), (2, err)):
+for descriptor, path in ((1, out), (2, err)) if out else ():
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
 os.chdir(folder)
 if command[0] == "-m":
@@ -45,6 +46,12 @@ def gone() -> int:
     done = subprocess.Popen([sys.executable, "-S", "-c", ""])
     done.wait()
     return done.pid
+
+
+def begun(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Fork:
+    """`python COMMAND`, which writes all that it says to the end of `log`."""
+    told = [*command], str(ROOT), "", "", ""
+    return FORKS.start(BEGIN.format(repr(told)), variables, log)
 
 
 class Program:
