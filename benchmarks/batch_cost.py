@@ -43,7 +43,7 @@ def errors(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     ballonet.install("20GiB" if chosen.cuda else "1GiB")
     layers, tuning = LAYERS, DEFAULT.replicas
     if chosen.tiny:
-        layers, tuning = 2, replace(tuning, rounds_measured=1)
+        layers, tuning = 2, replace(tuning, requests_measured=24, answer_measured=6, rounds_measured=1)
     model = build(few(chosen, layers), chosen.device)
     mark = CudaMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostMarks(time.thread_time)
     with ballonet.manage(model), Splice(model) as splice:
@@ -75,7 +75,7 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], chosen: Opti
     leader = stage.leader
     assert leader is not None
     random = Random(1)
-    for number in range(REQUESTS):
+    for number in range(REQUESTS // 2 if chosen.tiny else REQUESTS):
         prompt = min(900, max(8, round(random.lognormvariate(4.5, 1.0))))
         ids = tuple(random.randrange(member.model.config.vocab_size) for _ in range(prompt))
         leader.requests.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))

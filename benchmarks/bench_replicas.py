@@ -46,6 +46,7 @@ DENSE_COST = ChunkCost(3e-9, 1.6e-4, 0.016, decode=ChunkCost(0.0, 1.6e-4, 0.016,
 # attention to 2,500 tokens takes as long as all else, as where kernels know little of it
 DEAR = ChunkCost(4e-9, 1e-5, 4e-3)
 LEAST = 2048  # tokens of a microbatch
+ANSWER = 1500  # tokens, in the median, of the larger model
 PERIOD, PERIODS, HIGH = 600.0, 3, 50.0  # of the square wave, in seconds
 SIZES = (8, 64, 512, 4096)  # replicas, for the cost of a decision
 FLEETS = (8, 32, 128)  # replicas, for what is said between them and the supervisor
@@ -114,14 +115,14 @@ def _judged(batches: list[Batch], cost: ChunkCost) -> tuple[float, float, float]
 
 def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     """P99 of the seconds to the first token, by policy."""
-    short = 0.02 if chosen.tiny else 1.0
+    short, answer = (0.02, 30) if chosen.tiny else (1.0, ANSWER)
     moe = VirtualFleet(MOE, 4, 610 * GB, PAGE, 1000 * GB, 200e9, 200e9)
-    mostly = wave(8, 40, 60 * short, 180 * short, 1)
+    mostly = wave(8, 40, 60 * short, 180 * short, 1, answer)
     yield from _compared("235B, 4 replicas, a burst", moe, MOE_COST, mostly, at_least=1.3)
     dense = VirtualFleet(DENSE, 8, 40 * GB, PAGE, 100 * GB, 25e9, 25e9)
     code = coding(prompts[: round(3000 * short)], 20.0)
     yield from _compared("14B, 8 replicas, prompts of code", dense, DENSE_COST, code, at_most=1.02)
-    square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS)
+    square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS, answer)
     log: list[Entry] = []
     found = run(moe, MOE_COST, square, "drop", log=log.append)
     commits = [
@@ -159,14 +160,14 @@ def _compared(
     yield row(f"{what}: P99 TTFT", names, value=ratio, drops=drops, restores=restores, bubble=bubble)
 
 
-def wave(low: float, high: float, seconds: float, period: float, periods: int) -> list[RecordedArrival]:
+def wave(low: float, high: float, seconds: float, period: float, periods: int, answer: int) -> list[RecordedArrival]:
     """Requests that come at `low` a second, and at `high` for so many `seconds` of each period; prompts of 1,000 tokens
-    and answers of 1,500 in the median."""
+    and answers of `answer` in the median."""
     random, at, found = Random(0), 0.0, list[RecordedArrival]()
     begin = (period - seconds) / 3
     while at < period * periods:
         at += random.expovariate(high if begin <= at % period < begin + seconds else low)
-        prompt, new = (max(10, round(random.lognormvariate(math.log(each), 0.6))) for each in (1000, 1500))
+        prompt, new = (max(10, round(random.lognormvariate(math.log(each), 0.6))) for each in (1000, answer))
         found.append(RecordedArrival(at, prompt, new))
     return found
 

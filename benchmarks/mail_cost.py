@@ -47,33 +47,38 @@ def carried(fleet: VirtualFleet, cost: ChunkCost, arrivals: Sequence[RecordedArr
 def told(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     """(what, peer, microseconds of the supervisor's CPU for a token that it is told), by how many are told at once."""
     tokens = BATCHES[-1] if chosen.tiny else TOLD
-    peers = {f"{batch} at once": partial(_taken, batch, tokens) for batch in BATCHES}
-    for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
-        yield "the supervisor's CPU for a token that it is told, us", peer, found
-
-
-def _taken(batch: int, tokens: int) -> float:
     store, bell = Store.host(timeout=PATIENCE), Bell()
     box = Mailbox(store, SUPERVISOR, SECRET, bell)
-    replicas, left = FromReplicas(box), tokens
-    with subprocess.Popen([sys.executable, __file__, str(store.port), str(batch), str(tokens)]):
-        assert bell.wait(lambda: box.has() or None, PATIENCE), "nobody tells"
-        begin = time.process_time()
-        while left:
-            bell.wait(lambda: box.has() or None, PATIENCE)
-            while replicas.take() is not None:
-                left -= 1
-        seconds = time.process_time() - begin
+    command = [sys.executable, __file__, str(store.port), str(tokens)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as replica:
+        peers = {f"{batch} at once": partial(_taken, box, bell, replica, batch, tokens) for batch in BATCHES}
+        for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
+            yield "the supervisor's CPU for a token that it is told, us", peer, found
     box.close()
-    return seconds / tokens * 1e6
 
 
-def _tell(port: int, batch: int, tokens: int) -> None:
-    """What a replica does: in each step it has a token of each request."""
+def _taken(box: Mailbox, bell: Bell, replica: subprocess.Popen[str], batch: int, tokens: int) -> float:
+    assert replica.stdin is not None
+    replicas, left = FromReplicas(box), tokens
+    replica.stdin.write(f"{batch}\n")
+    replica.stdin.flush()
+    assert bell.wait(lambda: box.has() or None, PATIENCE), "nobody tells"
+    begin = time.process_time()
+    while left:
+        bell.wait(lambda: box.has() or None, PATIENCE)
+        while replicas.take() is not None:
+            left -= 1
+    return (time.process_time() - begin) / tokens * 1e6
+
+
+def _tell(port: int, tokens: int) -> None:
+    """What a replica does, for each line of a number of requests: in each step it has a token of each of them."""
     box = Mailbox(Store.connect(LOCAL, port, timeout=PATIENCE), 0, SECRET, Bell())
     supervisor = ToSupervisor(box)
-    for first in range(0, tokens, batch):
-        supervisor.post(*(Told(f"cmpl-{each}", 1, first, (1000 + each,)) for each in range(batch)))
+    for line in sys.stdin:
+        batch = int(line)
+        for first in range(0, tokens, batch):
+            supervisor.post(*(Told(f"cmpl-{each}", 1, first, (1000 + each,)) for each in range(batch)))
     box.close()
 
 

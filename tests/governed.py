@@ -146,6 +146,7 @@ class FakeModel:
         self.entries: Callable[[int], bool] = lambda layer: True
         self.decisions: list[StreamDecision] = []
         self.wanted: float | None = None
+        self.timings = self
         self.loaded = 0  # pages that came back from the host
         device.models.append(self)
 
@@ -170,6 +171,9 @@ class FakeModel:
 
     def typical(self, point: Point) -> float | None:
         return self.times[point.phase]
+
+    def wanted_until(self) -> float | None:
+        return self.wanted
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
         """Answers for a layer that streams, too: a draft that another thread fills may be out of date, and is not

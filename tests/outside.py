@@ -71,7 +71,7 @@ def watch(pid: int, path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         limits = mmap.mmap(file.fileno(), LIMITS.size, prot=mmap.PROT_READ)
     found = {"looks": 0, **{f"{what}_{place}": 0 for what in ("most", "over") for place in PLACES}}
-    descriptors = {place: _descriptors(pid, place) for place in PLACES}
+    descriptors = {place: descriptors(pid, place) for place in PLACES}
     print("watching", flush=True)
     while not select.select([sys.stdin], [], [], EVERY)[0]:
         before = LIMITS.unpack(limits[:])
@@ -84,7 +84,7 @@ def watch(pid: int, path: Path) -> dict[str, int]:
     return found
 
 
-def _descriptors(pid: int, place: str) -> list[Path]:
+def descriptors(pid: int, place: str) -> list[Path]:
     """One of each memfd: a process that has loaded several copies of the stand-in has one of each."""
     links = Path(f"/proc/{pid}/fd").iterdir()
     found = [each for each in links if f"memfd:ballonet-{place}" in os.readlink(each)]

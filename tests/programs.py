@@ -5,6 +5,7 @@ That process is a fork of one which has imported torch and transformers (gpu/for
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,15 +13,18 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .gpu.forked import Fork
 from .gpu.scene import FORKS, ROOT, environment
 
 SECONDS = 900  # that a program may take: only one that hangs takes them
 # As Python itself begins with `-m`, with `-c` and with a file
 BEGIN = """
 import os, runpy, sys
-command, folder, out, err = {}
+command, folder, out, err, told = {}
 __spec__ = runpy.__spec__  # as what Python begins programs with, whose frames are in no traceback of theirs
-for descriptor, path in ((1, out), (2, err)):
+if told:
+    os.dup2(os.open(told, os.O_RDONLY), 0)
+for descriptor, path in ((1, out), (2, err)) if out else ():
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
 os.chdir(folder)
 if command[0] == "-m":
@@ -44,6 +48,12 @@ def gone() -> int:
     return done.pid
 
 
+def begun(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Fork:
+    """`python COMMAND`, which writes all that it says to the end of `log`."""
+    told = [*command], str(ROOT), "", "", ""
+    return FORKS.start(BEGIN.format(repr(told)), variables, log)
+
+
 class Program:
     """`python COMMAND` that runs beside the tests."""
 
@@ -52,8 +62,12 @@ class Program:
         self.command = command
         self._out, self._err, self._log = said / "out", said / "err", said / "log"
         self._log.touch()
-        program = BEGIN.format(repr(([*command], str(folder), str(self._out), str(self._err))))
+        program = BEGIN.format(repr(([*command], str(folder), str(self._out), str(self._err), self._told(said))))
         self.process = FORKS.start(program, environment() if variables is None else variables, self._log)
+
+    def _told(self, said: Path) -> str:
+        """A file that it reads as its input; none where that is empty."""
+        return ""
 
     @property
     def out(self) -> str:
@@ -70,6 +84,27 @@ class Program:
         status = self.process.wait(seconds)
         assert status is not None, f"no end within {seconds} s"
         return subprocess.CompletedProcess(self.command, status, self.out, self.err)
+
+
+class Asked(Program):
+    """As a program of Popen whose input and output are pipes."""
+
+    def __init__(self, command: Sequence[str], said: Path, folder: Path, variables: Mapping[str, str] | None) -> None:
+        super().__init__(command, said, folder, variables)
+        self.stdin, self.stdout = (said / "told").open("w"), self._out.open()
+
+    def _told(self, said: Path) -> str:
+        for each in (said / "told", self._out):
+            os.mkfifo(each)
+        return str(said / "told")
+
+    def wait(self, seconds: float = SECONDS) -> int | None:
+        """Returns the exit status; None where there is none within so many seconds, and it was killed."""
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """Ends it, unless it has ended."""
+        self.process.kill()
 
 
 def read(path: Path) -> str:

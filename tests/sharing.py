@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from .gpu.scene import FORKS
-from .outside import memfd_bytes
+from .outside import descriptors
 
 PAGE: Final = 4096
 SIZES: Final = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 512}
@@ -73,10 +73,10 @@ class Process:
                 pipe.close()
 
 
-def held(pid: int) -> int:
-    """Bytes that the kernel holds for the device of that process; 0 where it has ended."""
+def held(memfds: Sequence[Path]) -> int:
+    """Bytes that the kernel holds for the device of a process with these; 0 where it has ended."""
     with suppress(OSError):
-        return memfd_bytes(pid, "device")
+        return sum(os.stat(each).st_blocks * 512 for each in memfds)
     return 0
 
 
@@ -89,17 +89,22 @@ class Watcher(threading.Thread):
         super().__init__(daemon=True)
         self.total = total
         self.most = dict.fromkeys(pids, 0)  # bytes that each held
+        self._memfds = {pid: descriptors(pid, "device") for pid in pids}
         self.looks = self.over = self.together = 0  # looks, those that found too much; the most bytes of all
         self._end = threading.Event()
 
     def run(self) -> None:
         while not self._end.wait(0.001):
-            before, there = self.total, {pid: held(pid) for pid in self.most}
+            before, there = self.total, self._look()
             self.most = {pid: max(most, there[pid]) for pid, most in self.most.items()}
-            if there == {pid: held(pid) for pid in self.most}:
+            if there == self._look():
                 self.looks += 1
                 self.over += sum(there.values()) > max(before, self.total)
                 self.together = max(self.together, sum(there.values()))
+
+    def _look(self) -> dict[int, int]:
+        """Bytes that each holds."""
+        return {pid: held(each) for pid, each in self._memfds.items()}
 
     def __enter__(self) -> Self:
         self.start()

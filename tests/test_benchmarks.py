@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,7 +32,9 @@ INSIDE = (
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
     *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve", "bench_serve_plain"),
 )
-PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
+FORKED = ("bench_plan",)  # in this process, with a fork for each peer
+HERE = {*INSIDE, *FORKED}
+PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *HERE})
 
 
 @pytest.fixture
@@ -86,7 +89,7 @@ class Inside:
 def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bandwidth import measure
 
-    module, out = importlib.import_module(program), tmp_path / "figure.json"
+    module = importlib.import_module(program)
 
     def link(chosen: Any) -> dict[str, Callable[..., Any]]:
         return {"about": dict, "link": measure(chosen)}
@@ -106,6 +109,12 @@ def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monk
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
     starting = module if hasattr(module, "peers") else importlib.import_module("serving")
     monkeypatch.setattr(starting, "peers", peers)
+    run_here(program, tmp_path, monkeypatch)
+
+
+def run_here(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the benchmark in this process."""
+    module, out = importlib.import_module(program), folder / "figure.json"
     monkeypatch.setattr(sys, "argv", [program, "--tiny", "--out", str(out)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -114,6 +123,21 @@ def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monk
     finally:
         torch.set_num_threads(threads)
     check_figure(out, program)
+
+
+@pytest.mark.parametrize("program", FORKED)
+def test_runs_with_forked_peers(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peer
+
+    numbers = count()
+
+    def forked(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> programs.Asked:
+        (said := tmp_path / f"peer {next(numbers)}").mkdir()
+        return programs.Asked(command[1:], said, ROOT, env)
+
+    kept = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(peer, "subprocess", SimpleNamespace(Popen=forked, **kept))
+    run_here(program, tmp_path, monkeypatch)
 
 
 def test_a_soak_holds_and_notices_what_does_not(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +165,7 @@ def test_a_soak_holds_and_notices_what_does_not(run: ModuleType, monkeypatch: py
 
 def test_every_benchmark_belongs_to_a_part(run: ModuleType) -> None:
     named = {f"bench_{name}" for part in run.PARTS.values() for name in part.benchmarks}
-    assert named == {*PLAYED, *INSIDE} | {program.stem for program in PROGRAMS}
+    assert named == {*PLAYED, *HERE} | {program.stem for program in PROGRAMS}
 
 
 def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:

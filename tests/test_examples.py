@@ -172,10 +172,20 @@ def test_a_batch_of_requests_gives_the_same_text(tmp_path: Path) -> None:
     assert "8 requests, " in pooled.stderr
 
 
-def test_two_models_are_served_from_one_pool() -> None:
-    found = run("examples/serve_two_models.py", "--requests", "8", "--tokens", "8", BALLONET_DEVICE="cpu")
-    assert found.returncode == 0, found.stderr
-    assert re.findall(r"\d+ of \d+", found.stdout) == ["8 of 8", "8 of 8", "16 of 16"]
+def test_two_models_are_served_from_one_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import serve_two_models
+
+    def forked(command: list[str], env: dict[str, str]) -> Any:
+        return programs.Program(command[1:], tmp_path, ROOT, env).process
+
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    monkeypatch.setattr(serve_two_models, "subprocess", SimpleNamespace(Popen=forked))
+    monkeypatch.setattr(sys, "argv", ["serve_two_models.py", "--requests", "8", "--tokens", "8"])
+    serve_two_models.main()
+    assert re.findall(r"\d+ of \d+", capsys.readouterr().out) == ["8 of 8", "8 of 8", "16 of 16"]
 
 
 def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:

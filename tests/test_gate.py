@@ -22,10 +22,10 @@ from ballonet.hooks.forward import gate as gates
 from ballonet.hooks.forward.gate import Gate
 from ballonet.hooks.forward.stacks import stack_of
 from ballonet.hooks.managed import managed, managed_as
+from ballonet.hooks.measure.timings import Timings
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
-from ballonet.hooks.streaming.elastic import Elastic
 from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 
@@ -378,17 +378,17 @@ def test_release_is_refused_while_a_layer_is_called_by_itself(model: Any) -> Non
 def test_a_report_is_made_while_another_thread_measures_its_first_step(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle, typical = ballonet.manage(model), Elastic.typical
+    handle, typical = ballonet.manage(model), Timings.typical
 
-    def measured_meanwhile(elastic: Elastic, point: Any) -> float | None:
-        elastic.timings.last["decode"] = elastic.timings.last["prefill"]
-        return typical(elastic, point)
+    def measured_meanwhile(timings: Timings, point: Any) -> float | None:
+        timings.last["decode"] = timings.last["prefill"]
+        return typical(timings, point)
 
     with torch.no_grad():
         for _ in range(3):
             model(**INPUTS)
     assert handle.report().times["prefill"].measured is not None
-    monkeypatch.setattr(Elastic, "typical", measured_meanwhile)
+    monkeypatch.setattr(Timings, "typical", measured_meanwhile)
     assert handle.report().times["prefill"].measured is not None
     handle.release()
 

@@ -213,7 +213,7 @@ def test_both_halves_of_an_encoder_decoder_s_cache_have_ranges_of_their_own(devi
     assert ElasticLayer in {type(layer) for layer in prepared.self_attention_cache.layers}
     for cache in (prepared, forwarded):
         halves = [
-            {id(layer._ranges) for layer in half.layers if isinstance(layer, ElasticLayer)}
+            {id(layer.ranges) for layer in half.layers if isinstance(layer, ElasticLayer)}
             for half in (cache.self_attention_cache, cache.cross_attention_cache)
         ]
         assert len(halves[0]) == 1

@@ -280,11 +280,10 @@ def test_decisions_are_pure(trees: dict[Path, ast.Module]) -> None:
 
 
 LARGEST = 25  # methods of a class, with properties and special ones
-LARGE = {  # and what has more
-    # The methods are those of an interface.
-    "ElasticLayer": "a layer of a cache of transformers",
-    "Elastic": "what a governor asks of a model (ModelClient)",
-    "SectorClient": "what a governor asks of pages (PageClient)",
+LARGE = {  # and what has more, at most so many
+    # A layer of a cache of transformers: 17 methods are transformers' and Python's, the others share what those change.
+    "ElasticLayer": 34,
+    "SectorClient": 28,  # what a governor asks of pages (PageClient)
 }
 
 
@@ -294,7 +293,9 @@ def methods(each: ast.ClassDef) -> int:
 
 def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
     classes = [each for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
-    assert {each.name for each in classes if methods(each) > LARGEST} == set(LARGE)
+    large = {each.name: methods(each) for each in classes if methods(each) > LARGEST}
+    assert large.keys() == LARGE.keys()
+    assert {name: count for name, count in large.items() if count > LARGE[name]} == {}
 
 
 TWICE = {  # names that two classes have yet: one of them, as a rule, lies in hooks/replicas/
@@ -376,6 +377,8 @@ PROCESS = {
         "_managed": "the registry of managed models, where what users call looks",
         "_lock": "of the above",
     },
+    "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
+    "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},
     "hooks/prefix/sessions.py": {"_stores": "`generate` of transformers is wrapped once"},
     "hooks/programs/notebook.py": {
         "_installed": "a notebook loads the extension once",

@@ -198,22 +198,22 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
     """The total is too little for all weights and caches of two; each works in turn, and then all at once."""
     torch.set_num_threads(1)
     model = build("llama", **SIZES)
-    stock = model.generate(**prompts(2, 16), max_new_tokens=200, do_sample=False).tolist()
+    stock = model.generate(**prompts(2, 16), max_new_tokens=64, do_sample=False).tolist()
     weights = sum(each.nbytes for each in model.parameters())
     total = (weights * 3 // 2 + 2 * MIB) // PAGE * PAGE
     processes = [start(total, "model")]
     with Watcher([processes[0].pid], total) as alone:
-        assert processes[0].do("say 200") == stock
+        assert processes[0].do("say 64") == stock
     within(alone)
     processes += [start(True, "model"), start(True, "model")]
     with Watcher([each.pid for each in processes], total) as watcher:
         for each in processes:
             before = dict(watcher.most)
             watcher.most = dict.fromkeys(before, 0)
-            assert each.do("say 200") == stock
+            assert each.do("say 64") == stock
             assert parts()[each.pid] == max(parts().values()), "pages follow the load"
         for each in processes:
-            each.begin("say 200")
+            each.begin("say 64")
         assert [each.answer() for each in processes] == [stock] * 3
     within(watcher)
     assert all(watcher.most.values())

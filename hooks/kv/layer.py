@@ -51,8 +51,8 @@ class ElasticLayer(DynamicLayer):
     def __init__(self, ranges: CacheRanges | None = None, *, number: int | None = None, **kwargs: Any) -> None:
         """`ranges`: shared with the other layers of the cache. `number`: of the layer in its model, None where layers
         are made in order. `kwargs`: what transformers gives to any layer."""
-        self._ranges = CacheRanges() if ranges is None else ranges
-        self._number = self._ranges.number() if number is None else number
+        self.ranges = CacheRanges() if ranges is None else ranges  # shared with the other layers of its cache
+        self.number = self.ranges.number() if number is None else number
         self._range: KVRange | None = None
         self._place = 0
         self._latest: Latest | None = None  # in `_range`
@@ -201,16 +201,6 @@ class ElasticLayer(DynamicLayer):
     # -- for those who keep caches for later (hooks/prefix)
 
     @property
-    def number(self) -> int:
-        """The number of the layer in its model."""
-        return self._number
-
-    @property
-    def ranges(self) -> CacheRanges:
-        """The ranges that it shares with the other layers of its cache."""
-        return self._ranges
-
-    @property
     def kv_range(self) -> KVRange | None:
         """The range that the tokens lie in, None where they do not."""
         return self._range if self.elastic else None
@@ -267,10 +257,10 @@ class ElasticLayer(DynamicLayer):
 
     def _fill(self, shape: KVShape, room: int, tokens: Pair | None) -> bool:
         """Takes a new place with room for so many tokens, puts `tokens` there, and only then leaves the old one."""
-        device = self._ranges.device_at(shape.device)
+        device = self.ranges.device_at(shape.device)
         if device is None:
             return False
-        found = self._ranges.join(device, shape, room, self._number)
+        found = self.ranges.join(device, shape, room, self.number)
         if found is None:
             return False
         kv_range, place = found

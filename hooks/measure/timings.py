@@ -27,11 +27,11 @@ class Timings:
         self._uncounted: deque[tuple[Phase, float]] = deque()  # seconds that no histogram has yet
 
     def seconds(self, point: Point) -> float | None:
-        """See ModelClient.seconds."""
+        """See IterationTimes.seconds."""
         return None if self.record is None else self.record.time(*point)
 
     def typical(self, point: Point) -> float | None:
-        """See ModelClient.typical."""
+        """See IterationTimes.typical."""
         return None if self.record is None else self.record.typical(*point)
 
     def note(self, measured: Measured) -> bool:

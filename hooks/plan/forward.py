@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -59,6 +59,7 @@ class SeenForward:
         return max(self.stages)
 
 
+@lru_cache(maxsize=256)
 def seen(
     shape: ModelShape, batch: int, prompt: int, context: int, alike: int = DEFAULT.planning.alike
 ) -> tuple[SeenForward, SeenForward]:

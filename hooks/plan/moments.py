@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from ...allocator.errors import ConfigError
 from ...offload.policy.geometry import Geometry
@@ -46,16 +45,15 @@ class Spread:
             yield piece * page // token + 1
 
 
+@dataclass(frozen=True, slots=True)
 class Sizing:
-    """Answers what one model needs, and remembers what its forwards were seen to do."""
+    """Answers what one model needs. `page`: bytes."""
 
-    def __init__(self, shape: ModelShape, page: int) -> None:
-        """`page`: bytes."""
-        self.shape = shape
-        self.page = page
-        self.seen = cache(self._seen)
+    shape: ModelShape
+    page: int
 
-    def _seen(self, batch: int, prompt: int, context: int) -> tuple[SeenForward, SeenForward]:
+    def seen(self, batch: int, prompt: int, context: int) -> tuple[SeenForward, SeenForward]:
+        """As `forward.seen`."""
         return seen(self.shape, batch, prompt, context, governors.composed_with().tuning.planning.alike)
 
     def saved(self, bits: int | None) -> int:

@@ -9,8 +9,9 @@ Note [The class decides]
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,20 +36,37 @@ class Weight:
     matrix: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelShape:
-    """A model without values. `model`: on the meta device; `weights`: in the order in which they are moved;
-    `layers`: how many decoder layers there are; `widths`: of each layer of its cache that is elastic, by its index;
-    `positions`: tokens that it was made for, 0 where nobody says."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A configuration and the class that would load it, equal to others of the same `text` (JSON)."""
 
-    name: str
-    config: Any
-    model: Any
-    weights: tuple[Weight, ...]
-    layers: int
-    widths: dict[int, Widths]
-    dtype: torch.dtype
-    positions: int
+    model_class: Any
+    text: str
+    config: Any = field(compare=False)
+
+    @classmethod
+    def of(cls, model_class: Any, config: Any) -> Described:
+        return cls(model_class, f"{config._attn_implementation} {config.to_json_string(use_diff=False)}", config)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model without values, equal to others that are described by the same. `model`: on the meta device; `weights`:
+    in the order in which they are moved; `layers`: how many decoder layers there are; `widths`: of each layer of its
+    cache that is elastic, by its index; `positions`: tokens that it was made for, 0 where nobody says."""
+
+    described: Described
+    name: str = field(compare=False)
+    model: Any = field(compare=False)
+    weights: tuple[Weight, ...] = field(compare=False)
+    layers: int = field(compare=False)
+    widths: Mapping[int, Widths] = field(compare=False)
+    dtype: torch.dtype = field(compare=False)
+    positions: int = field(compare=False)
+
+    @property
+    def config(self) -> Any:
+        return self.described.config
 
     def blocks(self, bits: int | None = None) -> list[Block]:
         """The weights as `layout.place` takes them. `bits`: of an element of quantized matrices, None as they are."""
@@ -75,18 +93,18 @@ def shape_of(name: str) -> ModelShape:
             f"{name} is quantized, and its configuration does not say how large its weights are: give the model that "
             "it was made of; what fewer bits would change is among the changes"
         )
-    caches = planned(name, model_class, config)
+    described, caches = Described.of(model_class, config), planned(name, model_class, config)
     model, dtype = _built(name, model_class, config)
     layers = decoder_layers(model)
     if not layers:
         raise ConfigError(f"{name}: the configuration does not say how many decoder layers there are")
     return ModelShape(
+        described,
         name,
-        config,
         model,
         tuple(_weights(model, layers)),
         len(layers),
-        _widths(name, model_class, config, caches),
+        _widths(name, described, caches),
         dtype,
         longest_sequence(config),
     )
@@ -119,12 +137,12 @@ def _weights(model: nn.Module, layers: tuple[nn.Module, ...]) -> Iterator[Weight
         yield Weight(nbytes, layer, nbytes if matrix and layer is not None else 0)
 
 
-def _widths(name: str, model_class: Any, config: Any, caches: CachePlan) -> dict[int, Widths]:
+def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, Widths]:
     elastic = [index for index, layer in enumerate(caches.layers) if layer.elastic]
     if not elastic:
         return {}
     try:
-        (cache,) = run_without_values(model_class, config)
+        found = _all_widths(described)
     except BallonetError:
         raise
     except Exception as error:  # whatever the model's own code does without values
@@ -132,8 +150,14 @@ def _widths(name: str, model_class: Any, config: Any, caches: CachePlan) -> dict
             f"{name}: the widths of its keys and values are known with the first token only, as its code asks for "
             f"values: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    found = widths_of(cache)
     known = {index: width for index in elastic if (width := found[index]) is not None}
     if len(known) < len(elastic):
         raise ConfigError(f"{name}: its keys and values have other dimensions than sequences, heads, tokens, elements")
     return known
+
+
+@lru_cache(maxsize=64)
+def _all_widths(described: Described) -> tuple[Widths | None, ...]:
+    """The widths of each layer of its cache. Raises whatever the model's code does without values."""
+    (cache,) = run_without_values(described.model_class, described.config)
+    return tuple(widths_of(cache))

@@ -22,6 +22,7 @@ from ...offload.policy.ladder import Rung
 from ...offload.policy.replicas.groups import Span
 from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
+from ..streaming.arrangement import Arrangement
 from ..weights.layers import decoder_layers
 from .layer_bytes import Came, LayerBytes
 from .piecewise import Piecewise
@@ -165,7 +166,7 @@ class HeldLayers:
         with self._lock:
             self.give_back()
             if self.dropped:
-                between_forwards(self._handle, self._elastic.release)
+                self._change(lambda arrangement: arrangement.release())
 
     def close(self) -> None:
         """As `release`; nothing is ready or offered any more."""
@@ -191,7 +192,8 @@ class HeldLayers:
             if not self._ready.still(layer, self._module(layer)):
                 self._ready.make(layer, self._module(layer))
         before = self._weights.pages
-        self._elastic.drop(layers)
+        with self._elastic.changing() as arrangement:
+            arrangement.drop(layers)
         freed = before - self._weights.pages
         self._governor.events.decided(Rung.DUPLICATES.label, "pull", freed, what=self._elastic.name)
         self._governor.pages.given()
@@ -217,7 +219,16 @@ class HeldLayers:
     def _look_for_files(self) -> None:
         """See ReadyLayers. Layers that stream from files are not shown because of it."""
         model = self._model
-        between_forwards(self._handle, lambda: self._elastic.plainly(lambda: self._ready.look_for_files(model)))
+        self._change(lambda arrangement: arrangement.plainly(lambda: self._ready.look_for_files(model)))
+
+    def _change(self, act: Callable[[Arrangement], None]) -> None:
+        """Changes the layers between two forwards."""
+
+        def changed() -> None:
+            with self._elastic.changing() as arrangement:
+                act(arrangement)
+
+        between_forwards(self._handle, changed)
 
     # -- restoring
 
@@ -242,7 +253,8 @@ class HeldLayers:
         if each is None or each.pages != filled.pieces:
             raise ManageError(f"layer {layer} of {self._elastic.name} has changed while it came home: try again")
         peer = self._bytes.complete(each, filled, came)
-        self._elastic.restore(layer, filled)
+        with self._elastic.changing() as arrangement:
+            arrangement.restore(layer, filled)
         return peer
 
     # -- the model

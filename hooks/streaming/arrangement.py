@@ -18,7 +18,7 @@ Note [Dropped layers]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,13 +26,14 @@ import torch
 from torch import nn
 
 from ...allocator._native import Range
+from ...allocator.errors import ManageError
 from ...offload.policy.plan import Plan, streaming
 from ...offload.residency.layer_parts import StreamedLayer, spans
 from ..weights import moving, room
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
 from ..weights.storages import members
-from .streamed import Layer, Streaming
+from .streamed import CAPTURED, Layer, Streaming
 
 
 class Arrangement:
@@ -81,16 +82,26 @@ class Arrangement:
         finally:
             self._bind()
 
-    def drop(self, layers: Iterable[int]) -> None:
-        """Drops these layers beside those that are, all or none: after a failure those that have left stream. Raises as
-        `Ring.arrange`."""
-        before, self.dropped = self.dropped, tuple(sorted({*self.dropped, *layers}))
-        try:
-            self._arrange_away(max(1, len(self.plan.slot_pages)))
-        except BaseException:
-            self.dropped = before
-            self._bind()
-            raise
+    @property
+    def read_in_place(self) -> int:
+        """Pages of layers that are on the host and have no slot: each forward reads them there."""
+        ring = self._weights.ring
+        slotted = {layer for layer in ring.streamed if ring.slot(layer) is not None}.union(ring.own.layers)
+        return sum(self.pages[layer] for layer in self._weights.on_host() if layer not in slotted)
+
+    def drop(self, layers: Collection[int]) -> None:
+        """Drops these layers beside those that are, all or none, to backings that are ready: after a failure those that
+        have left stream. ManageError where a CUDA graph has captured one; else raises as `Ring.arrange`."""
+        if not self.kept.isdisjoint(layers):
+            raise ManageError(CAPTURED)
+        with self._weights.backings.leaving(self._weights.of(layers)):
+            before, self.dropped = self.dropped, tuple(sorted({*self.dropped, *layers}))
+            try:
+                self._arrange_away(max(1, len(self.plan.slot_pages)))
+            except BaseException:
+                self.dropped = before
+                self._bind()
+                raise
 
     def restore(self, layer: int, filled: Range) -> None:
         """A dropped layer is resident again, with the pages of `filled`. Raises as `Ring.adopt`, which leaves it
@@ -111,7 +122,8 @@ class Arrangement:
         self._bind()
 
     def plainly(self, act: Callable[[], None]) -> None:
-        """Calls `act` while no layer is bound."""
+        """Calls `act` while the modules of layers that stream hold plain dictionaries, so that whoever asks them is not
+        heard, and must not look at the bytes."""
         self._passes.close()
         try:
             act()

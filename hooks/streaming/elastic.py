@@ -14,13 +14,13 @@ Note [Nothing is prepared]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 from torch import nn
 
-from ...allocator._native import Device, Range
+from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...offload.governor.decision import StreamDecision
 from ...offload.governor.governor import Governor
@@ -40,7 +40,7 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
-from .streamed import CAPTURED, Streaming
+from .streamed import Streaming
 
 
 class Elastic:
@@ -61,7 +61,7 @@ class Elastic:
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.others_wait = False  # see ModelClient.others_wait
         self.decision: StreamDecision | None = None
-        self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted
+        self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
         self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
         self.streaming = Streaming(
@@ -112,23 +112,6 @@ class Elastic:
     @property
     def running(self) -> bool:
         return self._weights.group.leases > self._turns.leases
-
-    @property
-    def wanted(self) -> float | None:
-        return self.wanted_until()
-
-    @property
-    def read_in_place(self) -> int:
-        """Pages of layers that are on the host and have no slot: each forward reads them there."""
-        ring = self._weights.ring
-        slotted = {layer for layer in ring.streamed if ring.slot(layer) is not None}.union(ring.own.layers)
-        return sum(self.arrangement.pages[layer] for layer in self._weights.on_host() if layer not in slotted)
-
-    def seconds(self, point: Point) -> float | None:
-        return self.timings.seconds(point)
-
-    def typical(self, point: Point) -> float | None:
-        return self.timings.typical(point)
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
         if layer in self.arrangement.kept or layer in self.arrangement.dropped or self._turns.sections:
@@ -228,38 +211,15 @@ class Elastic:
         """Nothing of the model is taken meanwhile, and its modules have plain dictionaries. `act` follows it anew."""
         with self.captured.lock:
             self.streaming.close()
-            if self._governed:
-                with self._governor.changing(self):
-                    act()
-            else:
+            with self.changing():
                 act()
 
-    # What replicas ask, while no forward runs and none begins
-
-    def drop(self, layers: Collection[int]) -> None:
-        """Drops layers, all or none, to backings that are ready. ManageError where a CUDA graph has captured one, or
-        addresses cannot be exchanged now; what else is raised as by `Arrangement.drop`."""
-        with self.captured.lock:
-            if not self.arrangement.kept.isdisjoint(layers):
-                raise ManageError(CAPTURED)
-            with self._changing(), self._weights.backings.leaving(self._weights.of(layers)):
-                self.arrangement.drop(layers)
-
-    def restore(self, layer: int, filled: Range) -> None:
-        """See `Arrangement.restore`."""
-        with self.captured.lock, self._changing():
-            self.arrangement.restore(layer, filled)
-
-    def plainly(self, act: Callable[[], None]) -> None:
-        """Calls `act` while the modules of layers that stream hold plain dictionaries, so that whoever asks them is not
-        heard, and must not look at the bytes."""
-        with self.captured.lock, self._changing():
-            self.arrangement.plainly(act)
-
-    def release(self) -> None:
-        """The governor decides about all layers again."""
-        with self.captured.lock, self._changing():
-            self.arrangement.release()
+    @contextmanager
+    def changing(self) -> Iterator[Arrangement]:
+        """Hands out the arrangement, to be changed while no forward runs and none begins: meanwhile nobody else takes
+        or arranges a layer."""
+        with self.captured.lock, self._governor.changing(self) if self._governed else nullcontext():
+            yield self.arrangement
 
     def report(self) -> Report:
         """What streams, why, and what it costs."""
@@ -272,7 +232,7 @@ class Elastic:
             self.plan,
             weights.device.page_size,
             bandwidth=self._governor.link.bandwidth,
-            resident={phase: self.typical(found.point) for phase, found in last.items() if found.point},
+            resident={phase: self.timings.typical(found.point) for phase, found in last.items() if found.point},
             last=last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
             link_bytes=weights.ring.copied,
@@ -346,13 +306,10 @@ class Elastic:
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Notes that these have come back, and are resident again."""
-        with self._changing():
-            self.arrangement.make_resident(
+        with self.changing() as arrangement:
+            arrangement.make_resident(
                 layers, lambda pages: self._governor.events.decided("host copies", "revert", pages, what=self.name)
             )
-
-    def _changing(self) -> AbstractContextManager[object]:
-        return self._governor.changing(self) if self._governed else nullcontext()
 
     def _replanned(self) -> None:
         if self._governed:

@@ -54,6 +54,16 @@ class Offer:
     resting: bool = False
 
 
+class IterationTimes(Protocol):
+    """Seconds of iterations of a model with every layer resident; None where nobody knows."""
+
+    def seconds(self, point: Point) -> float | None:
+        """Returns what such an iteration takes at most."""
+
+    def typical(self, point: Point) -> float | None:
+        """Returns what such an iteration takes as a rule."""
+
+
 class ModelClient(Client, Protocol):
     """The layers of a managed model. `entry` is called on threads that run a model."""
 
@@ -86,15 +96,12 @@ class ModelClient(Client, Protocol):
         """Device pages that its weights and caches keep."""
 
     @property
-    def wanted(self) -> float | None:
+    def timings(self) -> IterationTimes:
+        """What its iterations take."""
+
+    def wanted_until(self) -> float | None:
         """Until when requests need it, on the governor's clock: infinity while whoever schedules them has some, else
         when the last one ended; None where nobody schedules any."""
-
-    def seconds(self, point: Point) -> float | None:
-        """Returns the seconds of such an iteration with every layer resident, at most; None where nobody knows."""
-
-    def typical(self, point: Point) -> float | None:
-        """As `seconds`, as a rule."""
 
     def give_up(self, pages: int) -> int:
         """Up to so many device pages of prefixes that are kept for its prompts and that nobody uses go back, or a few

@@ -42,7 +42,7 @@ class ClientState:
 
     @property
     def wanted(self) -> float | None:
-        """See ModelClient.wanted."""
+        """See ModelClient.wanted_until."""
         return None
 
     def client(self) -> Client | None:
@@ -97,7 +97,7 @@ class ModelState(ClientState):
 
     @property
     def wanted(self) -> float | None:
-        return self.model.wanted
+        return self.model.wanted_until()
 
     def client(self) -> ModelClient:
         return self.model
@@ -115,7 +115,7 @@ class ModelState(ClientState):
 
     def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
         """Returns the usual seconds of such an iteration; None where it was not measured."""
-        seconds = self.model.typical(point)
+        seconds = self.model.timings.typical(point)
         return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
@@ -144,7 +144,7 @@ class ModelState(ClientState):
 
     def _costs(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
         pages, ratio = self.model.plan.pages, float(self.tuning.assumed_ratio)
-        seconds = self.model.seconds(point)
+        seconds = self.model.timings.seconds(point)
         measured = seconds is not None and page_seconds is not None
         if seconds is None:
             seconds = max(1, sum(pages)) * (page_seconds or 1.0) / ratio

@@ -156,20 +156,35 @@ def options(client: LinkClient) -> tuple[LinkOption, ...]:
     return found if client.slo < math.inf else tuple(sorted(found, key=lambda each: (each.host, each.interval))[:1])
 
 
-def share(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | Refusal:
+def possible(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | None:
     """The intervals with which every SLO is met and most host memory is used; of several the one with the smallest
-    largest need, then with the fewest bytes per second, then with the smallest intervals in the order of `clients`. The
-    latter come in the order in which they were admitted: refused is the first that does not go with those before it.
-    `bandwidth` of the link and other `traffic` on it in bytes per second."""
-    left = max(0, math.floor(bandwidth - traffic))
+    largest need, then with the fewest bytes per second, then with the smallest intervals in the order of `clients`.
+    None where no intervals meet every SLO. `bandwidth` of the link and other `traffic` on it in bytes per second."""
+    active = [client for client in clients if not client.idle]
+    best = _best([options(client) for client in active], _left(bandwidth, traffic))
+    if best is None:
+        return None
+    chosen, level = best
+    return Shares({client.name: option for client, option in zip(active, chosen, strict=True)}, level)
+
+
+def share(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | Refusal:
+    """As `possible`, and where no intervals meet every SLO, why: `clients` come in the order in which they were
+    admitted, and refused is the first that does not go with those before it. What would do is looked for, which takes
+    many times as long as the shares."""
+    found = possible(clients, bandwidth, traffic)
+    if found is not None:
+        return found
+    left = _left(bandwidth, traffic)
     active = [client for client in clients if not client.idle]
     tables = [options(client) for client in active]
-    best = _best(tables, left)
-    if best is not None:
-        chosen, level = best
-        return Shares({client.name: option for client, option in zip(active, chosen, strict=True)}, level)
     count = next(n for n in range(1, len(active) + 1) if not _possible(tables[:n], left))
     return _refusal(active[count - 1], tables[: count - 1], left)
+
+
+def _left(bandwidth: float, traffic: float) -> int:
+    """Bytes per second of the link beside other traffic."""
+    return max(0, math.floor(bandwidth - traffic))
 
 
 def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> RunningShares:

@@ -70,7 +70,7 @@ class Fork:
             self._status = int(answer)
         return self._status
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float = SECONDS) -> int | None:
         """Returns the exit status. None where it did not end within so many seconds and was killed."""
         if self._status is None:
             answer = self._forks.ask("wait", self.pid, seconds=seconds)
@@ -84,6 +84,10 @@ class Fork:
         """Does nothing to a program whose status is known: its number may be another's by now."""
         if self._status is None:
             os.kill(self.pid, number)  # it is at least a zombie, as nobody has asked for its status
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends it, unless it has ended."""

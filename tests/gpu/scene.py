@@ -223,6 +223,7 @@ class Pool:
     peer: str = "none"
     peer_pages: int = 1
     spill: bool = False
+    given_back: float = GIVEN_BACK
 
 
 def scene(*, only: str = "", needs_host: bool = False, **pool: Any) -> Callable[[Callable[..., None]], Any]:
@@ -323,9 +324,10 @@ def enter(module: str, name: str, kind: str, arguments: dict[str, Any], pool: Po
     act(getattr(found, "scene", found), kind, pool, arguments)
 
 
-def settled(device: Device) -> dict[str, Any]:
-    """What the device has once nothing is used any more: another thread may just be giving the last of it back."""
-    end = time.monotonic() + GIVEN_BACK
+def settled(device: Device, seconds: float) -> dict[str, Any]:
+    """What the device has once nothing is used any more, or after so many seconds: another thread may just be giving
+    the last of it back."""
+    end = time.monotonic() + seconds
     while True:
         gc.collect()
         device.synchronize()
@@ -354,7 +356,7 @@ def act(scene: Callable[..., None], kind: str, pool: Pool, arguments: dict[str, 
     assert device.kind == ("cuda" if kind == "cuda" else "standin")
     try:
         scene(Place(kind, device), **arguments)
-        left = settled(device)
+        left = settled(device, pool.given_back)
         assert left["pages"]["weights"] == left["pages"]["kv"] == 0, (
             f"pages that nothing uses any more: {left['pages']}"
         )

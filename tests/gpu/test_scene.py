@@ -13,7 +13,7 @@ import torch
 
 from .scene import Place, Pool, program, run, run_forked, scene
 
-SMALL = Pool(16, 4)
+SMALL = Pool(16, 4, given_back=0.0)
 kept: list[object] = []
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,8 @@ from typing import Final, TextIO
 
 from openai import OpenAI
 
+from .. import programs
+from ..gpu.forked import Fork
 from .fleet import COST, Asked, made, text_of
 from .processes import ENVIRONMENT, free_port, wait
 
@@ -27,7 +28,7 @@ SIZES: Final = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "6
 class Running:
     """A server in a `process`, which listens at `url` and writes its lines to a file, `_said`."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     url: str
     _said: TextIO
 
@@ -57,10 +58,15 @@ class Program(Running):
         self.process = self.start(folder, replicas, port)
         self.wait(lambda: self.said().count("has joined") == replicas)
 
-    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes] | Fork:
         """Starts it."""
         command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *SIZES]
-        return self.popen([sys.executable, *command, *PATIENT, "--batch-tokens", "256"])
+        log = Path(self._said.name)
+        return programs.begun([*command, *PATIENT, *self.options(folder)], {**os.environ, **ENVIRONMENT}, log)
+
+    def options(self, folder: Path) -> list[str]:
+        """More arguments of `ballonet serve`."""
+        return ["--batch-tokens", "256"]
 
     def popen(self, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
         """Starts a process whose lines are `said`. `more`: environment."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ballonet.allocator.errors import ConfigError
 from ballonet.offload.policy.replicas.memory_fit import check_fits, share
+
+from .. import programs
 
 GIB = 2**30
 
@@ -41,9 +41,8 @@ def test_who_is_not_told_shares() -> None:
 
 def refused(tmp_path: Path, *arguments: str) -> str:
     """What `ballonet serve` says before anything is loaded: the model is an empty folder."""
-    command = [sys.executable, "-m", "ballonet", "serve", str(tmp_path), *arguments]
     environment = {**os.environ, "BALLONET_DEVICE": "cpu"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found = programs.python("-m", "ballonet", "serve", str(tmp_path), *arguments, variables=environment)
     assert found.returncode == 2, found.stderr
     return found.stderr
 

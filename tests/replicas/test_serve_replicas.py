@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from ballonet.hooks.whatif.replicas.costs import read_costs
 
+from .. import programs
 from .fleet import Stock, drawn
 from .program import Program, wait_gone
 
@@ -21,9 +20,8 @@ from .program import Program, wait_gone
 class Measuring(Program):
     """A program that measures what batches take, and writes it down. Small ones: those are measured soon."""
 
-    def popen(self, command: list[str], **more: str) -> subprocess.Popen[bytes]:  # type: ignore[override]
-        costs = str(Path(self._said.name).parent / "costs.json")
-        return super().popen([*command, "--batch-tokens", "48", "--costs", costs], **more)
+    def options(self, folder: Path) -> list[str]:
+        return ["--batch-tokens", "48", "--costs", str(folder / "costs.json")]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +45,9 @@ def test_what_was_measured_is_written(program: Program) -> None:
 
 def test_who_does_not_know_the_secret_is_refused(program: Program) -> None:
     where = program.said().partition("others join at ")[2].split()[0]
-    command = [sys.executable, "-m", "ballonet", "serve", program.model, "--join", where, "--budget", "44MiB"]
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_REPLICA_SECRET": "another"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "ballonet", "serve", program.model, "--join", where, "--budget", "44MiB"]
+    found = programs.python(*command, variables=environment)
     assert found.returncode == 2, found.stderr
     assert "another secret" in found.stderr
     assert program.figure("ballonet_replicas ") == 2

@@ -127,7 +127,7 @@ def test_tokens_are_stocks_while_pages_move(name: str, seed: int, changes: dict[
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemCreate", "cuMemcpyAsync"])
-@pytest.mark.parametrize("ahead", [1, 7, 40])
+@pytest.mark.parametrize("ahead", [1, 40])
 def test_a_driver_call_that_fails_loses_no_page(call: str, ahead: int) -> None:
     model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)
     expected = stock(model, asked, 30)

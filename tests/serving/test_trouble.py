@@ -56,8 +56,12 @@ class Lacking:
             raise torch.OutOfMemoryError("no memory, says the test")
 
 
-@pytest.mark.parametrize("children", [1, 3])
-@pytest.mark.parametrize("schedule", ["fifo", "prefill_first"])
+# each two of these that go together
+@pytest.mark.parametrize(
+    ("two", "schedule", "children"),
+    [(False, "fifo", 1), (False, "prefill_first", 3), (True, "fifo", 3), (True, "prefill_first", 1)],
+    indirect=["two"],
+)
 def test_requests_of_a_step_that_finds_no_memory_begin_again(two: bool, schedule: str, children: int) -> None:
     """In the first step, in the last one, and in two in a row; with children, which are forks of their prompt."""
     model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
@@ -221,7 +225,7 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
         del manager
 
 
-@pytest.mark.parametrize("left", [*range(19, 25), 27])
+@pytest.mark.parametrize("left", [19, 21, 23, 27])
 def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
     """No more is free than always stays so, or little more."""
     tuned(serving={"lonely": 3})

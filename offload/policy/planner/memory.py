@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 from ..interval import Costs
 from ..ladder import Candidate, Rung, ordered
-from ..ledger import LinkClient, Refusal, share
+from ..ledger import LinkClient, possible
 from ..plan import Fewest, Plan
 from ..reclaim import by_rung, of_layer
 from ..remap import Model, remap, standing
@@ -337,8 +337,8 @@ def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudge
         )
         for each in running
     ]
-    found = share(clients, budget.page_size / budget.page_seconds)
-    if isinstance(found, Refusal):
+    found = possible(clients, budget.page_size / budget.page_seconds)
+    if found is None:
         return list(running)
     plans = {client.name: client.plan(found.options[client.name].interval) for client in clients}
     return [

@@ -10,7 +10,8 @@ from multiprocessing.connection import wait as ready
 from types import SimpleNamespace
 from typing import Any
 
-_spawned = multiprocessing.get_context("spawn")
+_forked: Any = multiprocessing.get_context("forkserver")  # each spawned by itself would import torch anew
+_forked.set_forkserver_preload(["ballonet.hooks.replicas.process"])
 _begun = False
 
 
@@ -59,8 +60,8 @@ class Actor:
     """The handle of an actor."""
 
     def __init__(self, kind: type, arguments: tuple[Any, ...]) -> None:
-        self._connection, other = _spawned.Pipe()
-        _spawned.Process(target=_run, args=(kind, arguments, other), daemon=True).start()
+        self._connection, other = _forked.Pipe()
+        _forked.Process(target=_run, args=(kind, arguments, other), daemon=True).start()
         other.close()
 
     def __getattr__(self, name: str) -> Method:

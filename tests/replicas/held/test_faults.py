@@ -83,7 +83,8 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
             """Whatever has left comes back, and nothing is ready."""
             held.close()
             if it._weights.on_host():
-                it._elastic.drop(it._weights.on_host())
+                with it._elastic.changing() as layers:
+                    layers.drop(it._weights.on_host())
                 list(held.restore(range(LAYERS)))
                 held.close()
             assert it._weights.on_host() == ()
