@@ -71,11 +71,11 @@ def watch(pid: int, path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         limits = mmap.mmap(file.fileno(), LIMITS.size, prot=mmap.PROT_READ)
     found = {"looks": 0, **{f"{what}_{place}": 0 for what in ("most", "over") for place in PLACES}}
-    descriptors = {place: descriptors(pid, place) for place in PLACES}
+    files = {place: descriptors(pid, place) for place in PLACES}
     print("watching", flush=True)
     while not select.select([sys.stdin], [], [], EVERY)[0]:
         before = LIMITS.unpack(limits[:])
-        there = {place: sum(os.stat(each).st_blocks * 512 for each in them) for place, them in descriptors.items()}
+        there = {place: sum(os.stat(each).st_blocks * 512 for each in them) for place, them in files.items()}
         allowed = dict(zip(PLACES, map(max, before, LIMITS.unpack(limits[:])), strict=True))
         found["looks"] += 1
         for place in PLACES:
