@@ -73,8 +73,15 @@ class Process:
                 pipe.close()
 
 
-def held(memfds: Sequence[Path]) -> int:
-    """Bytes that the kernel holds for the device of a process with these; 0 where it has ended."""
+def held(pid: int) -> int:
+    """Bytes that the kernel holds for the device of that process; 0 where it has ended."""
+    with suppress(OSError):
+        return held_by(descriptors(pid, "device"))
+    return 0
+
+
+def held_by(memfds: Sequence[Path]) -> int:
+    """The same for a process with these memfds."""
     with suppress(OSError):
         return sum(os.stat(each).st_blocks * 512 for each in memfds)
     return 0
@@ -104,7 +111,7 @@ class Watcher(threading.Thread):
 
     def _look(self) -> dict[int, int]:
         """Bytes that each holds."""
-        return {pid: held(each) for pid, each in self._memfds.items()}
+        return {pid: held_by(each) for pid, each in self._memfds.items()}
 
     def __enter__(self) -> Self:
         self.start()
