@@ -102,7 +102,7 @@ def test_a_step_waits_for_inputs_that_come_late(place: Place) -> None:
         ContinuousBatchingIOs.prepare_batch_tensors = stock
 
 
-@scene(pages=1024, needs_host=True)
+@scene(pages=1024, host_pages=1024, needs_host=True)
 def test_prompts_whose_kv_goes_to_the_host(place: Place) -> None:
     """Full blocks of it are copied beside the layers that follow, and decoding reads them afterwards."""
     asked = prompts(8, 60)

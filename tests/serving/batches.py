@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ballonet
 from ballonet.hooks.batching import selection
-from ballonet.offload.policy.admission import Admission
+from ballonet.offload.policy.admission import Admission, Demand, Memory
 
 BLOCK = 16  # tokens
 PAGE = 65536
@@ -85,12 +85,17 @@ def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:
 
 @contextmanager
 def kv_to_the_host() -> Iterator[None]:
-    """Whoever is admitted has new KV on the host, as where the device has no room for it."""
+    """Whoever is admitted has new KV on the host while that has room, as where the device has none."""
     stock = selection.admit
 
-    def admitted(*args: Any) -> Admission:
-        found = stock(*args)
-        return replace(found, where=dict.fromkeys(found.where, "host"))
+    def admitted(demands: Iterable[Demand], memory: Memory, *args: Any) -> Admission:
+        demands, left = list(demands), memory.host // 2
+        found = stock(demands, memory, *args)
+        where = dict(found.where)
+        for each in demands:
+            if each.request in where and each.kv <= left:
+                where[each.request], left = "host", left - each.kv
+        return replace(found, where=where)
 
     selection.admit = admitted
     try:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from statistics import median
 from typing import Any
 
 import pytest
@@ -225,7 +226,7 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
         del manager
 
 
-@pytest.mark.parametrize("left", [19, 21, 23, 27])
+@pytest.mark.parametrize("left", [20, 21, 23, 27])
 def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, left: int) -> None:
     """No more is free than always stays so, or little more."""
     tuned(serving={"lonely": 3})
@@ -252,13 +253,14 @@ def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
     ballonet.install(128 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
     with ballonet.manage(model, interval=None), looping(model, 12, max_batch_tokens=256) as manager:
         device, calls = runtime.require(), []
-        for _ in range(16):
-            before = device.snapshot()["driver_calls"]["cuMemSetAccess"]
+        for _ in range(24):
+            began = device.snapshot()["driver_calls"]["cuMemSetAccess"]
             for _ in range(8):
                 manager.add_request(torch.randint(3, 60, (60,), generator=draw).tolist())
             assert [manager.get_result(timeout=600).error for _ in range(8)] == [None] * 8
-            calls.append(device.snapshot()["driver_calls"]["cuMemSetAccess"] - before)
+            calls.append(device.snapshot()["driver_calls"]["cuMemSetAccess"] - began)
         kept = manager.batch_processor.scheduler.cache.pages.client
         assert kept.displaced > 0
-        assert sum(calls[-6:]) <= 3.4 * sum(calls[1:7]), "each page that comes, and one that goes to the host for it"
+        before, then = median(calls[1:7]), median(calls[-12:])  # when requests come decides about a single round
+        assert then <= 3.4 * before, "each page that comes, and one that goes to the host for it"
         del kept, manager
