@@ -231,8 +231,8 @@ class ElasticPagedCache(PagedAttentionCache):
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
         if not self.pages.client.displaced:
             return
-        for n, allocator in enumerate(self.cache_allocators.values()):
-            if allocator.layer_type != "full_attention":
+        for n, (kind, allocator) in enumerate(self.cache_allocators.items()):
+            if kind != "full_attention":
                 continue
             size, read = allocator.tokens_per_page, reads[n]
             for block in self.request_pages.on_host_blocks(request_id, allocator, past_length, query_length):

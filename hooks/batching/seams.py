@@ -4,7 +4,7 @@ Note [What is replaced]
     The generation loop of a managed model makes its cache, its scheduler and what preempts requests by names of one
     module of transformers. These names lead to makers that give a managed model ballonet's parts, and any other model
     stock's. What they rely on is compared with what is there, by the names of parameters, when they are put in; where
-    it differs, and in transformers before 5.18, continuous batching stays stock, and a warning says why. With the last
+    it differs, and in transformers before 5.19, continuous batching stays stock, and a warning says why. With the last
     managed model everything is put back.
 """
 
@@ -26,7 +26,7 @@ from ..compat import release
 from ..device import governors
 from .batched import Batched
 
-OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
+OLDEST: Final = (5, 19)  # the first whose cache of sectors takes the keywords of a forward
 
 # (module, name, parameters that are relied on)
 _NEEDED: Final = (
@@ -40,6 +40,11 @@ _NEEDED: Final = (
     ("cache", "PagedAttentionCache.free_blocks", ("request_id", "no_cache")),
     ("cache", "PagedAttentionCache.prepare_fork_request", ("src_state", "dst_req_ids", "copy_src_and_dst")),
     ("cache", "PagedAttentionCache.perform_cache_copy", ("copy_src_and_dst",)),
+    (
+        "cache",
+        "PagedAttentionCache.extend_read_and_write_indices",
+        ("request_id", "past_length", "query_length", "read_index", "write_index"),
+    ),
     ("cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx", "kwargs")),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     ("cache_allocators", "CachePool.allocate_sector", ("index",)),
@@ -56,6 +61,7 @@ _NEEDED: Final = (
     ("offloading_manager", "OffloadingManager.__init__", ("cache", "scheduler")),
     ("offloading_manager", "OffloadingManager.offload_requests", ()),
     ("offloading_manager", "OffloadingManager.restore_scheduled_requests", ("requests_in_batch",)),
+    ("model_runner", "ModelRunner.compute_batch", ("model", "batch_data")),
     ("continuous_api", "ContinuousBatchingManager._create_batch_processor", ()),
     ("continuous_api", "ContinuousBatchProcessor._generation_step", ("model",)),
     ("continuous_api", "ContinuousBatchProcessor.prepare_next_batch", ()),

@@ -72,8 +72,8 @@ class HostWrites:
 
     def arrive(self, stream: int | None) -> None:
         """What `stream` is given from now on, on None the host, comes after the copies. DriverError."""
-        if self._flying is not None:
-            done, _ = self._flying
+        if (flying := self._flying) is not None:
+            done, _ = flying
             done.wait() if stream is None else done.before(stream)
             if stream is not None:
                 self._flying = None

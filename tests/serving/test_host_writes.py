@@ -39,8 +39,8 @@ class Seen:
 
         def extending(it: Any, request: str, past: int, new: int, reads: Any, writes: Any) -> None:
             extend(it, request, past, new, reads, writes)
-            for kind, rows in zip(it.cache_allocators.values(), writes, strict=True):
-                if kind.layer_type == "full_attention":
+            for (name, kind), rows in zip(it.cache_allocators.items(), writes, strict=True):
+                if name == "full_attention":
                     blocks = Counter(row // kind.block_physical_stride for row in rows)
                     for block in kind.block_table[request]:
                         pieces = it.pages.pieces(block // kind.blocks_per_sector)
