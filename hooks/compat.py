@@ -84,6 +84,7 @@ __all__ = [
     "StaticLayer",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "attention_of",
     "builds_dynamic_cache",
     "cache_name",
     "causal_model",
@@ -327,8 +328,12 @@ def settings_of(config: Any) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = config.to_dict()
     left_out = ("_name_or_path", "_commit_hash", "transformers_version", "architectures")
-    attention = getattr(config, "_attn_implementation", None)
-    return {name: value for name, value in found.items() if name not in left_out} | {"attention": attention}
+    return {name: value for name, value in found.items() if name not in left_out} | {"attention": attention_of(config)}
+
+
+def attention_of(config: Any) -> str:
+    """The implementation of attention; where a loop has set it to that of batches, the one whose arithmetic that is."""
+    return str(getattr(config, "_attn_implementation", None)).removeprefix(_PAGED)
 
 
 def checkpoint_folder(model: Any) -> Path | None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..compat import StorageWeakRef
+from ..compat import StorageWeakRef, attention_of
 from ..forward.hook import Hook
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -119,7 +119,7 @@ def _settings(model: Any, states: Iterable[dict[str, Any]]) -> Iterator[object]:
     yield type(model).__qualname__
     yield str(getattr(model, "dtype", None))
     yield str(getattr(model, "device", None))
-    yield str(getattr(getattr(model, "config", None), "_attn_implementation", None)).removeprefix("paged|")
+    yield attention_of(getattr(model, "config", None))
     yield _autocast()
     yield [tuple(getattr(torch_module, name, ())) for name in _GLOBAL_HOOKS]
     for number, state in enumerate(states):
