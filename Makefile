@@ -9,12 +9,13 @@ LOG := build/setup.log
 JOBS ?= 2
 RESULTS ?= benchmarks/results
 VLLM ?= build/vllm
+TRANSFORMERS ?= 5.18.0
 # Many tests and benchmarks are processes of their own: without bytecode each would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
+.PHONY: help demo test test-cuda test-release test-serving test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +31,9 @@ test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's
 
 test-vllm: build $(VLLM)/.ready  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
+
+test-serving: build build/transformers-$(TRANSFORMERS)/.ready  ## the tests of batches and of the server under another transformers than constraints.txt names; TRANSFORMERS=5.18.0, the oldest one that is elastic
+	@PYTHONPATH=$(CURDIR)/build/transformers-$(TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist worksteal tests/serving
 
 test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
 	@$(call extra,auditwheel,release)
@@ -113,6 +117,10 @@ $(VENV)/.ready: constraints.txt pyproject.toml setup.py
 	$(call step,dependencies and native core,{ $(PY) setup.py -q build_ext --inplace & \
 		$(install) --no-deps -r constraints.txt && wait $$!; })
 	$(call step,ballonet,$(install) --no-build-isolation -e '.[dev]')
+	@touch $@
+
+build/transformers-%/.ready:
+	$(call step,transformers $*,$(PY) -m pip install -q --no-compile --no-deps --target $(@D) transformers==$*)
 	@touch $@
 
 $(VLLM)/.ready: tests/vllm/requirements.txt tests/vllm/environment.py | $(VENV)/.ready

@@ -21,7 +21,7 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
-from ..sectors.client import SectorChaos
+from ..sectors.client import SectorChaos, SectorClient
 from ..sectors.host_writes import NewBlock
 from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
@@ -245,25 +245,46 @@ class ElasticPagedCache(PagedAttentionCache):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any] | None = None,
+        **indices: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's, under a lease, which a forward keeps."""
+        """As stock's, under a lease, which a forward keeps. `kwargs`: of the forward; transformers 5.18 gives `indices`
+        alone, and returns [tokens, heads, dim] where later ones return [1, heads, tokens, dim]."""
         found: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
-            client = self.pages.client
-            client.uses()
-            if (lease := current()) is not None:
-                lease.touched(self.chaos)
-            found = super().update(key_states, value_states, layer_idx, kwargs)
+            client = self._uses()
+            given = indices if kwargs is None else {"kwargs": kwargs}
+            found = super().update(key_states, value_states, layer_idx, **given)
             allocator: Any = self.layer_to_allocator[layer_idx]
-            blocks = self.new_blocks.get(allocator.index) if kwargs.get("block_table") is None else None
-            if blocks:
+            tables = kwargs is not None and kwargs.get("block_table") is not None
+            if not tables and (blocks := self.new_blocks.get(allocator.index)):
                 new, read = (
-                    [each.squeeze(0).transpose(0, 1) for each in pair] for pair in ((key_states, value_states), found)
+                    [each.squeeze(0).transpose(0, 1) if each.dim() == 4 else each for each in pair]
+                    for pair in ((key_states, value_states), found)
                 )
                 caches = allocator._kv_token_views[layer_idx]
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
         return found
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def get_cache_for_block_table(self, layer_idx: int) -> Any:
+        """As stock's, under a lease, which a forward keeps: transformers 5.18 asks it, and not `update`, where kernels
+        write by tables of blocks."""
+        with GroupLease(self.group):
+            self._uses()
+            return super().get_cache_for_block_table(layer_idx)
+
+    def _uses(self) -> SectorClient:
+        """Kernels of the current stream use the cache from now on; under a lease. Its client."""
+        client = self.pages.client
+        client.uses()
+        if (lease := current()) is not None:
+            lease.touched(self.chaos)
+        return client
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
         """As stock's, under a lease, and block by block where there is no memory for copies on the way."""

@@ -4,7 +4,7 @@ Note [What is replaced]
     The generation loop of a managed model makes its cache, its scheduler and what preempts requests by names of one
     module of transformers. These names lead to makers that give a managed model ballonet's parts, and any other model
     stock's. What they rely on is compared with what is there, by the names of parameters, when they are put in; where
-    it differs, and in transformers before 5.19, continuous batching stays stock, and a warning says why. With the last
+    it differs, and in transformers before 5.18, continuous batching stays stock, and a warning says why. With the last
     managed model everything is put back.
 """
 
@@ -26,7 +26,7 @@ from ..compat import release
 from ..device import governors
 from .batched import Batched
 
-OLDEST: Final = (5, 19)  # the first whose cache of sectors takes the keywords of a forward
+OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
 
 # (module, name, parameters that are relied on)
 _NEEDED: Final = (
@@ -45,7 +45,12 @@ _NEEDED: Final = (
         "PagedAttentionCache.extend_read_and_write_indices",
         ("request_id", "past_length", "query_length", "read_index", "write_index"),
     ),
-    ("cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx", "kwargs")),
+    (
+        "cache",
+        "PagedAttentionCache.update",
+        ("key_states", "value_states", "layer_idx")
+        + (("kwargs",) if release() >= (5, 19) else ("read_index", "write_index")),
+    ),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     ("cache_allocators", "CachePool.allocate_sector", ("index",)),
     ("cache_allocators", "CachePool.try_to_free_sectors", ()),

@@ -20,7 +20,7 @@ class Models(ModelManager):
         """`names`: of the models, on the hub or folders; `device`: as torch calls it."""
         self._names = tuple(self.process_model_name(name) for name in names)
         self._began = int(time.time())
-        super().__init__(device=device, continuous_batching=True, model_timeout=-1)
+        super().__init__(device=device, model_timeout=-1)
 
     @property
     def served(self) -> list[str]:

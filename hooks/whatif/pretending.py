@@ -41,7 +41,7 @@ class Pretending(PreTrainedModel, GenerationMixin):
         text._attn_implementation = "eager"
         dtype = text.dtype or torch.float32
         model = cls(text, [_elements(each, machine.scale, dtype) for each in (*sizes.layers, sizes.rest)], dtype)
-        text._attn_implementation_internal = "flash_attention_2"  # whose batches have no masks; none is called
+        text._attn_implementation_internal = "paged|flash_attention_2"  # whose batches have no masks; none is called
         model.generation_config = GenerationConfig()
         return model
 

@@ -86,8 +86,7 @@ def run(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Within it transformers logs no request that fails: those are counted. A log of them would keep their caches."""
-    from transformers.generation.continuous_batching.utils import logger
-
+    logger = logging.getLogger("ContinuousBatchingLogger")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -17,7 +17,7 @@ from ballonet.hooks.sectors.host_writes import HostWrites
 
 from ..core import arm, disarm
 from ..models import build
-from .batches import BLOCK, PAGE, answers, kv_to_the_host, looping, prompts, stock
+from .batches import BLOCK, PAGE, answers, beside_a_loop, kv_to_the_host, looping, prompts, stock
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("nothing_is_left")]
 
@@ -101,6 +101,7 @@ def test_a_copy_that_fails_is_written_by_the_stream(ahead: int, monkeypatch: pyt
         assert seen.blocks > 0
 
 
+@beside_a_loop
 def test_what_is_on_its_way_is_not_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts end before their copies do, and `generate()` begins with what they have left."""
     for name, value in testing.environment(link="1MB/s").items():  # a tenth of a second for a layer

@@ -29,7 +29,7 @@ from ..core import arm, disarm
 from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
-from .batches import BLOCK, Answer, answers, looping, prompts
+from .batches import BLOCK, Answer, answers, beside_a_loop, looping, prompts
 
 PAGE = 65536
 NEW = 6  # tokens of a turn's answer, and of what is said next
@@ -158,9 +158,13 @@ def test_a_turn_finds_the_one_before_in_the_same_loop(seen: list[int]) -> None:
         del loop
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("ways", [("batch", "batch"), ("generate", "batch"), ("batch", "generate")])
-def test_the_next_process_finds_it_in_files(ways: tuple[str, str], seen: list[int], tmp_path: Path) -> None:
+def test_the_next_process_finds_it_in_files(
+    ways: tuple[str, str], attention: str, seen: list[int], tmp_path: Path
+) -> None:
     model, asked = build("llama"), questions()
+    model.set_attn_implementation(attention)
     first = batch(model, asked)
     again = longer(asked, first, 0)
     second = batch(model, again)
@@ -250,6 +254,7 @@ def test_a_driver_call_that_fails_loses_no_page(call: str, ahead: int, tmp_path:
         assert batch(model, asked) == expected
 
 
+@beside_a_loop
 def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
     """Either finds what the other has computed, and another thread writes both to files meanwhile. In transformers
     generate() gives other tokens while a step of a loop is computed: so it is called between them."""
