@@ -26,7 +26,7 @@ from ..allocator.errors import ManageError
 from ..offload.timeline.recorder import mark
 from . import compat
 from .device.streams import torch_device
-from .managed import managed
+from .manage import managed
 from .options import ManageOptions, given
 from .weights.mapped import file_spans
 from .weights.storages import members

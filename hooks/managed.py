@@ -1,8 +1,7 @@
-"""`manage()`: a model's weights in the pool, a lease around its forwards, the elastic cache under its `generate()`."""
+"""A managed model: its weights in the pool, a lease around its forwards, the elastic cache under its `generate()`."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -12,25 +11,22 @@ from dataclasses import replace
 from functools import partial
 from time import sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
 
-from ..allocator import install, looks, runtime
 from ..allocator._native import Device
-from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, OptionError, PoolExhausted
+from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, PoolExhausted
 from ..allocator.interrupts import Finalizer
-from ..allocator.runtime import Runtime
 from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
-from ..offload.policy.plan import Fewest, Interval, Rule
+from ..offload.policy.plan import Rule
 from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Point, Record
-from ..offload.timeline.recorder import mark
 from . import attaching
-from .device import governors, shared, streams
+from .device import governors
 from .device.marks import marks_of
 from .forward.forwards import Forwards
 from .forward.gate import Gate
@@ -41,7 +37,7 @@ from .forward.turns import Turns
 from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
-from .options import ManageOptions, check_known, given
+from .options import ManageOptions
 from .streaming.elastic import Elastic
 from .weights.backings import Files
 from .weights.follow import WeightsFollower
@@ -54,144 +50,14 @@ if TYPE_CHECKING:
     from .profile import Grid
 
 T = TypeVar("T")
-_managed: Final[weakref.WeakKeyDictionary[nn.Module, Managed]] = weakref.WeakKeyDictionary()
-_lock: Final = threading.RLock()
-
-NO_KEYWORDS: Final[Mapping[str, object]] = {}
+models: Final[weakref.WeakKeyDictionary[nn.Module, Managed]] = weakref.WeakKeyDictionary()
+lock: Final = threading.RLock()
 
 
 class _Working(threading.local):
     """What the forward works on that this thread began last; None where nobody knows."""
 
     of: Point | None = None
-
-
-def manage(
-    model: nn.Module,
-    *,
-    interval: int | Literal["auto"] | None = "auto",
-    tpot_slo: float | str | None = None,
-    ttft_slo: float | str | None = None,
-    priority: int = 0,
-    floor: int | str = 0,
-    prefix_cache: bool | int | str | None = None,
-    prefix_dir: str | os.PathLike[str] | None = None,
-    prefix_dir_limit: int | str | None = None,
-    shared_budget: int | str | bool | None = None,
-    batches: str = "fast",
-    **unknown: object,
-) -> Managed:
-    """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by
-    `release()`.
-
-    Any module is accepted. Each decoder layer of a transformers model gets a range of its own; in other modules
-    everything is resident. `interval`: of every so many decoder layers the last streams: its weights are on the host
-    and come over while the layers before it compute (Select-N §4.3). "auto" streams as few layers as the budget
-    demands, as a rule none, gives pages of layers to KV caches that find no others, and takes them back (Oneiros §5);
-    None never streams. A model whose layers stream is used under `torch.no_grad()`, as `generate()` does it, or is
-    slow.
-
-    `tpot_slo`, `ttft_slo`: seconds, or a text such as "80ms", that a decode step and a prefill may take. "auto" then
-    streams as many layers as that allows, so that their pages are free (Select-N §4.5). What iterations take is
-    measured first, if there is no record of it on this machine. They hold for each request that is batched, too, where
-    it asks nothing else; `ttft_slo` counts from its arrival then. `priority`: models with the lowest give their pages
-    first, and those of their KV caches. `floor`: bytes of device memory, or a text such as "2GiB", that its weights and
-    caches keep together, whoever is short. `prefix_cache`: True, or a size such as "8GiB", that what `generate()`
-    computed is kept, and a prompt that begins with something that is kept computes only the rest; see
-    `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later processes too, written in the background; at
-    most `prefix_dir_limit` bytes in all, those that were used last (16 GiB by default); `prefix_cache` is True then.
-    What lies there is as private as what was said. `shared_budget`: bytes of device memory, or a text, that this
-    process shares with others of the same user, or True for what those share already: who needs pages has
-    them. `batches`: of `generate_batch()` and the server: "fast" has as many requests in a step as make the most tokens
-    per second, once that is known; "full" as many as there is room for.
-
-    Each option can be given by the environment, too, as BALLONET_ and its name in capitals (BALLONET_TPOT_SLO). That
-    counts where the keyword is left at its default.
-
-    Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model, with the same
-    options or none, it returns the same Managed.
-
-    The model may be changed in every way that torch and transformers know. What is new in it (converted, assigned,
-    resized weights, adapters, layers) is brought into the pool at its next forward; what cannot be is in
-    `Managed.report().unmanaged_tensors`. Copies of it are not managed. Views of weights that were taken before keep the
-    old memory, as with `Module.to`. A failure changes nothing. Forwards that run on other threads are waited for, and
-    those that begin wait (gate.py).
-
-    Raises ManageError (OptionError, AlreadyManaged, WrongDevice, ModelInUse where a forward does not end within 30 s or
-    this is called within one, SLOError: with the nearest SLO and budget that would do), BudgetError,
-    torch.OutOfMemoryError, DriverError, and what `install()` raises.
-    """
-    keywords = given(locals())  # the table of options says which names of these count
-    check_known(unknown, "manage")
-    return managed(model, ManageOptions.of(keywords), repeated=keywords)
-
-
-def managed(
-    model: nn.Module,
-    options: ManageOptions,
-    *,
-    repeated: Mapping[str, object] = NO_KEYWORDS,
-    files: Files | None = None,
-    progress: Callable[[int], object] = int,
-    on: Runtime | None = None,
-    grid: Grid | None = None,
-    record: Record | None = None,
-) -> Managed:
-    """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
-    already. `files`: given for a model on the CPU that was just loaded and is to come to the device;
-    its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
-    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case.
-    `record`: what its iterations take, where that is known."""
-    if not isinstance(model, nn.Module):
-        raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
-    started = on or runtime.current()
-    composed = governors.composed_with(None if started is None else started.device)
-    rule = _rule(model, options, composed.tuning)
-
-    def known() -> Managed | None:
-        """What was returned for it before, with the same options or none. AlreadyManaged."""
-        found = managed_as(model)
-        if found is not None and all(getattr(found._options, name) == value for name, value in repeated.items()):
-            return found
-        _check_not_managed(model)
-        return None
-
-    with _lock:
-        if (found := known()) is not None:
-            return found
-    composed.interpreter.check()
-    gate = Gate(model, composed.tuning.waiting, composed.waits)
-    with gate.closed():
-        gate.wait_until_unused()  # without the lock, for which a forward may wait
-        with _lock:
-            if (found := known()) is not None:
-                return found
-            if on is None and runtime.current() is None:
-                install.install()
-            found_on = on or runtime.of()
-            device = found_on.device
-            looks.publish(found_on, "models", _published)
-            if options.shared_budget is not None:
-                shared.join(found_on, options.shared_budget, options.floor, options.priority, composed.tuning.sharing)
-            if options.floor > shared.reach(device):
-                raise OptionError(
-                    f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
-                    "have: give less, or raise the budget with ballonet.set_budget()"
-                )
-            mark("manage()", device)
-            streams.wait_for_work(device)
-            made = Managed(model, gate, device, found_on.settings.chaos, rule, options, files, progress)
-            _managed[model] = made
-        try:
-            streams.wait_for_work(device)  # other threads run it on other streams
-            made._govern(grid, record)
-        except BaseException:
-            if files is None:
-                made.release()
-            else:  # it may be larger than what torch has room for, and nobody has seen it yet
-                made._let_go()
-            raise
-    return made
 
 
 def _kept(model: nn.Module, device: Device) -> Record | None:
@@ -232,19 +98,6 @@ def elastic_of(managed: Managed) -> Elastic:
     return managed._elastic
 
 
-def _published(on: Runtime) -> list[dict[str, Any]]:
-    """For those who watch: each managed model of the device, in the order in which they came."""
-    from .watch.facts import model_facts, with_names
-
-    found = list[dict[str, Any]]()
-    for known in _managed.keyrefs():  # a list of its own: other threads manage and release meanwhile
-        model = known()
-        handle = None if model is None else _managed.get(model)
-        if model is not None and handle is not None and handle._weights.device is on.device:
-            found.append(model_facts(model, handle._elastic, handle._weights, handle._prefixes))
-    return with_names(found)
-
-
 def between_forwards(managed: Managed, act: Callable[[], T]) -> T:
     """Calls `act` while no forward of the model runs on any thread and none begins, and returns what that returns.
     Changes of the model have been taken in by then. ManageError where it is managed no more; ModelInUse where a forward
@@ -254,7 +107,7 @@ def between_forwards(managed: Managed, act: Callable[[], T]) -> T:
 
 def managed_as(model: nn.Module) -> Managed | None:
     """What `manage(model)` returned, None where the model is not managed."""
-    return _managed.get(model)
+    return models.get(model)
 
 
 class Managed:
@@ -391,7 +244,7 @@ class Managed:
             raise ModelInUse(f"a forward of {self._name} is running: release() it afterwards")
         if self._prefixes is not None:
             self._prefixes.flush(self._patience)
-        with _lock:
+        with lock:
             model = self._model()
             if self._released or model is None:
                 return
@@ -417,7 +270,7 @@ class Managed:
         self._detach()
         self._forwards.unhook()
         self._finalizer.detach()
-        _managed.pop(model, None)
+        models.pop(model, None)
 
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
@@ -443,7 +296,7 @@ class Managed:
         self._finalizer()
         model = self._model()
         if model is not None:
-            _managed.pop(model, None)
+            models.pop(model, None)
 
     def _show_what_is_left(self) -> None:
         """The model is gone, and its ranges go with its tensors. What outlives it can be read; it cannot where its file
@@ -460,7 +313,7 @@ class Managed:
         gate = Gate(model, governor.tuning.waiting, governor.waits)
         with gate.closed():
             self._wait_until_none_runs(gate)
-            with _lock:
+            with lock:
                 if self._released:
                     raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
                 if self._pending:
@@ -492,7 +345,7 @@ class Managed:
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""
         if self._behind or self._follower.pending:
-            with _lock:
+            with lock:
                 model = None if self._released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
                 if model is not None and self._elastic.alone and self._pending:
@@ -566,41 +419,10 @@ def _chaos(seed: int, device: Device, tuning: Tuning) -> Chaos:
     return Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
 
 
-def _rule(model: nn.Module, options: ManageOptions, tuning: Tuning) -> Rule:
-    """Which of its layers stream at first. OptionError where it has not the layers that the options need."""
-    layers = len(decoder_layers(model))
-    if options.slo and not layers:
-        raise OptionError(
-            f"{type(model).__name__} has no decoder layers that could stream: manage it without tpot_slo and ttft_slo"
-        )
-    if options.interval == "auto":
-        return Fewest(slots=tuning.weights.slots)
-    if options.interval is not None and options.interval > layers:
-        raise OptionError(
-            f"interval is {options.interval}: give a whole number from 1 (all layers stream) to {layers}, the number "
-            f'of decoder layers of {type(model).__name__}, or "auto", or None'
-        )
-    return Interval(options.interval)
-
-
 def all_managed() -> list[tuple[nn.Module, Weights]]:
     """The models that are managed now, and their weights."""
-    with _lock:
-        return [(model, managed._weights) for model, managed in _managed.items()]
-
-
-def _check_not_managed(model: nn.Module) -> None:
-    parts = {id(module) for module in model.modules()}
-    for other in list(_managed):
-        if other is model:
-            raise AlreadyManaged(
-                f"this {type(model).__name__} is managed already: release() what manage() returned first"
-            )
-        if any(id(module) in parts for module in other.modules()):
-            raise AlreadyManaged(
-                f"{type(model).__name__} has a part in common with a {type(other).__name__} that is managed already: "
-                "manage the one that contains both, or release() the other first"
-            )
+    with lock:
+        return [(model, managed._weights) for model, managed in models.items()]
 
 
 def _in_graphs(reference: weakref.ref[nn.Module]) -> bool:

@@ -19,7 +19,7 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrai
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.managed import manage
+from ballonet.hooks.manage import manage
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse

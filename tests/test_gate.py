@@ -21,7 +21,8 @@ from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.forward import gate as gates
 from ballonet.hooks.forward.gate import Gate
 from ballonet.hooks.forward.stacks import stack_of
-from ballonet.hooks.managed import managed, managed_as
+from ballonet.hooks.manage import managed
+from ballonet.hooks.managed import managed_as
 from ballonet.hooks.measure.timings import Timings
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use

@@ -169,7 +169,7 @@ def test_an_import_of_a_later_folder_is_seen(path: str, line: str) -> None:
     ("room", "line"),
     [
         ("allocator", "from ..offload import layout"),
-        ("allocator", "from ballonet.hooks.managed import manage"),
+        ("allocator", "from ballonet.hooks.manage import manage"),
         ("offload", "from .. import hooks"),
         ("offload", "import ballonet"),
         ("hooks", "from ballonet import stats"),
@@ -374,8 +374,8 @@ PROCESS = {
         "_thread": "of one thread: who hears of its next cache",
     },
     "hooks/managed.py": {
-        "_managed": "the registry of managed models, where what users call looks",
-        "_lock": "of the above",
+        "models": "the registry of managed models, where what users call looks",
+        "lock": "of the above",
     },
     "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
     "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},

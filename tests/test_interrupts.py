@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import install, interrupts, runtime
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Finalizer, guarded, if_free
-from ballonet.hooks import managed
+from ballonet.hooks import manage, managed
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.kv import generation
@@ -35,6 +35,7 @@ from .tuned import Tuned
 INPUTS = prompts(batch=2, longest=9)
 FAREWELLS = (
     interrupts,
+    manage,
     managed,
     generation,
     lease,

@@ -165,7 +165,7 @@ def _numbers(device: Device) -> Counter[str]:
             "files": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
             "tasks": len(os.listdir("/proc/self/task")),
-            "managed": len(managed._managed) + len(generation._attached.users) + len(follow._followers.users),
+            "managed": len(managed.models) + len(generation._attached.users) + len(follow._followers.users),
             "hooks": len(handles),
             "finalizers": sum(each.alive for each in list(weakref.finalize._registry)),  # type: ignore[attr-defined]
             "patches": len(sys.meta_path),

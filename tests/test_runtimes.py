@@ -16,7 +16,8 @@ from ballonet.allocator.runtime import Runtime
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
-from ballonet.hooks.managed import Managed, managed
+from ballonet.hooks.manage import managed
+from ballonet.hooks.managed import Managed
 from ballonet.hooks.options import ManageOptions
 
 from . import models

@@ -16,7 +16,8 @@ from ...offload.policy.interval import Costs, meeting
 from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
 from ..loading import from_pretrained
-from ..managed import manage, pace_of
+from ..manage import manage
+from ..managed import pace_of
 from ..profile import Grid, load_or_measure
 from ..weights.layers import decoder_layers
 

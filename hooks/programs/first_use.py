@@ -40,7 +40,8 @@ from ...allocator.errors import AlreadyManaged, BallonetError, PoolExhausted
 from ...allocator.interrupts import guarded
 from ...allocator.patches import Patches
 from ...offload.policy.tuning import DEFAULT
-from ..managed import Managed, managed, managed_as
+from ..manage import managed
+from ..managed import Managed, managed_as
 from ..options import ManageOptions
 
 _ENTRIES: Final = {  # module of transformers → class and method through which a model is used

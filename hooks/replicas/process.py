@@ -18,7 +18,8 @@ from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
-from ..managed import Managed, elastic_of, managed, weights_of
+from ..manage import managed
+from ..managed import Managed, elastic_of, weights_of
 from ..options import ManageOptions
 from ..sectors.room import memory_of
 from ..server.loading import loaded

@@ -14,7 +14,8 @@ from transformers import ContinuousBatchingConfig
 
 from ...allocator._native import Device
 from ..device import governors
-from ..managed import Managed, managed
+from ..manage import managed
+from ..managed import Managed
 from ..options import ManageOptions
 from ..profile import Grid
 from .application import Address, Application

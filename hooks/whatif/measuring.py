@@ -14,7 +14,7 @@ from ...allocator.errors import ManageError
 from ...offload.policy.step_costs import Parts
 from ...offload.policy.tuning import DEFAULT
 from ..batching import seams
-from ..managed import managed
+from ..manage import managed
 from ..options import ManageOptions
 from ..server.arrivals import RecordedArrival
 

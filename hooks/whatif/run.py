@@ -37,7 +37,7 @@ from ...allocator.units import format_size
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.tuning import DEFAULT
 from ..device import governors
-from ..managed import managed
+from ..manage import managed
 from ..profile import Grid
 from ..server.load import summary
 from .charges import Charges

@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
     from .hooks.loading import from_pretrained
-    from .hooks.managed import Managed, manage
+    from .hooks.manage import manage
+    from .hooks.managed import Managed
     from .hooks.memory_snapshot import snapshot
     from .hooks.plan.planner import plan
     from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
@@ -107,7 +108,7 @@ _HOMES = {
     "from_pretrained": "hooks.loading",
     "install": "allocator.install",
     "load_ipython_extension": "hooks.programs.notebook",
-    "manage": "hooks.managed",
+    "manage": "hooks.manage",
     "plan": "hooks.plan.planner",
     "restore": "allocator.install",
     "set_budget": "allocator.install",

@@ -11,7 +11,7 @@ import pytest
 from ballonet.allocator import runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.runtime import Runtime
-from ballonet.hooks.managed import managed
+from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Answer

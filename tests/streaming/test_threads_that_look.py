@@ -12,7 +12,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import managed
+from ballonet.hooks import manage, managed
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.turns import Turn, Turns
 from ballonet.hooks.streaming import captured
@@ -183,7 +183,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(Turns, "take", recorded_take)
     monkeypatch.setattr(Turns, "end", recorded_end)
     monkeypatch.setattr(captured, "threading", Threading)
-    monkeypatch.setattr(managed, "_lock", it.lock("manage", managed._lock))
+    lock = it.lock("manage", managed.lock)
+    for module in (manage, managed):
+        monkeypatch.setattr(module, "lock", lock)
     lock = it.lock("governor", governor._known.lock)
     monkeypatch.setattr(governor._known, "lock", lock)
     monkeypatch.setattr(governor.link, "_lock", lock)

@@ -63,7 +63,8 @@ def manage(model: nn.Module, *, chaos: int | None = None, **options: Any) -> Man
     weights and KV are moved. `chaos`: a seed; None: as `ballonet.manage`. A model that is managed already, without,
     gets it. Raises what `ballonet.manage` raises, AlreadyManaged where it has another seed, OptionError for what is
     no seed."""
-    from ..hooks.managed import manage, move_pages
+    from ..hooks.manage import manage
+    from ..hooks.managed import move_pages
 
     if chaos is not None and (type(chaos) is not int or chaos < 0):
         raise OptionError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
