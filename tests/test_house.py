@@ -312,7 +312,7 @@ def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
 
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
-    "hooks/device/shared.py",  # what a command asks of other processes
+    "hooks/device/shared_total.py",  # what a command asks of other processes
     *("hooks/programs/facts.py", "hooks/server/page_size.py", "hooks/watch/notebook.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
     *(f"hooks/whatif/{name}.py" for name in ("loops", "measuring", "policies", "run")),

@@ -14,8 +14,9 @@ import torch
 import ballonet
 from ballonet.allocator import _native, companion, runtime
 from ballonet.allocator import install as module
+from ballonet.allocator.budget import set_budget
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, UnsupportedVersion
-from ballonet.allocator.install import allocator, install, restore, set_budget, stock
+from ballonet.allocator.install import allocator, install, restore, stock
 
 from . import programs
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, runtime
+from ballonet.allocator.budget import set_budget
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, BudgetInUse, ConfigError, NotInstalled
-from ballonet.allocator.install import install, restore, set_budget
+from ballonet.allocator.install import install, restore
 
 BUDGET = 8 * 2**20
 PAGE = 64 * 2**10

@@ -21,7 +21,7 @@ from ballonet.allocator import control, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
 from ballonet.allocator.shared_ledger import SharedLedger
-from ballonet.hooks.device import shared
+from ballonet.hooks.device import shared, shared_part, shared_total
 from ballonet.hooks.watch import registry
 from ballonet.offload.policy.tuning import DEFAULT, Sharing
 
@@ -49,7 +49,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 def change(total: int | None = None) -> list[dict[str, Any]]:
     """Who has what, after the total has changed."""
-    return shared.change_total(None, total, 60.0)
+    return shared_total.change_total(None, total, 60.0)
 
 
 def parts() -> dict[int, int]:
@@ -97,13 +97,13 @@ def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
     process, asked = start(16 * MIB), list[int]()
     process.do(f"get {12 * MIB}")
     process.do("drop")
-    stock = shared.facts_of
+    stock = shared_part.facts_of
 
     def counted(pid: int, number: int, patience: float) -> Any:
         asked.append(pid)
         return stock(pid, number, 0.05)
 
-    monkeypatch.setattr(shared, "facts_of", counted)
+    monkeypatch.setattr(shared_part, "facts_of", counted)
     os.kill(process.pid, signal.SIGSTOP)
     with here(True) as share:
         assert asked.count(process.pid) == 0, "its floor was free"
@@ -160,13 +160,13 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared.Share]:
+def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared_part.Share]:
     """Has this process share it, too."""
     runtime.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
         shared.join(runtime.of(), wanted, 0, 0, sharing)
         found = runtime.of().shared
-        assert isinstance(found, shared.Share)
+        assert isinstance(found, shared_part.Share)
         yield found
     finally:
         runtime.stop()

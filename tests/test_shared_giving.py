@@ -14,6 +14,8 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.device import shared
+from ballonet.hooks.device.shared_part import Share
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .models import build, prompts
 from .pool import take_out
@@ -24,19 +26,19 @@ TOTAL = 16 * 2**20  # of which the model takes a fourth
 
 
 @pytest.fixture
-def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[shared.Share]:
+def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[Share]:
     """The part of this process, which has all that there is."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     tuned(weights={"large": 2**11}, sharing={"patience": 30.0})
     ballonet.install(64 * 2**20, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
-    shared.join(runtime.of(), TOTAL, 0, 0, shared.DEFAULT.sharing)
+    shared.join(runtime.of(), TOTAL, 0, 0, DEFAULT.sharing)
     found = runtime.of().shared
-    assert isinstance(found, shared.Share)
+    assert isinstance(found, Share)
     yield found
     take_out()
 
 
-def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: shared.Share) -> None:
+def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: Share) -> None:
     model = build("llama", num_hidden_layers=8, hidden_size=64, intermediate_size=512)
     expected = model(**prompts(2, 16)).logits
     refused, given = list[BudgetInUse](), list[torch.Tensor]()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, runtime, torch_stats
-from ballonet.allocator.install import install, set_budget
+from ballonet.allocator.budget import set_budget
+from ballonet.allocator.install import install
 
 pytestmark = pytest.mark.usefixtures("restored")
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "device": "cpu"}

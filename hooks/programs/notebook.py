@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...allocator import runtime
+from ...allocator.budget import set_budget
 from ...allocator.config import Config
 from ...allocator.errors import InstallError
-from ...allocator.install import install, restore, set_budget
+from ...allocator.install import install, restore
 from ...allocator.units import format_size
 from .first_use import FirstUse
 

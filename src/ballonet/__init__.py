@@ -59,7 +59,8 @@ from .allocator.errors import (
 
 if TYPE_CHECKING:
     from . import metrics
-    from .allocator.install import allocator, install, restore, set_budget
+    from .allocator.budget import set_budget
+    from .allocator.install import allocator, install, restore
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
     from .hooks.loading import from_pretrained
@@ -111,7 +112,7 @@ _HOMES = {
     "manage": "hooks.manage",
     "plan": "hooks.plan.planner",
     "restore": "allocator.install",
-    "set_budget": "allocator.install",
+    "set_budget": "allocator.budget",
     "snapshot": "hooks.memory_snapshot",
     "stats": "allocator.stats",
     "timeline": "offload.timeline.recorder",

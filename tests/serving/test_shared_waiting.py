@@ -10,7 +10,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import control
-from ballonet.hooks.device import shared
+from ballonet.hooks.device import shared_total
 
 from ..models import build
 from ..sharing import Process
@@ -47,5 +47,5 @@ def test_those_that_wait_get_the_pages_of_an_idle_process(
 
 def part() -> int:
     """Bytes of this process."""
-    (found,) = shared.change_total(None, None, 60.0)
+    (found,) = shared_total.change_total(None, None, 60.0)
     return next(each["part"] for each in found["parts"] if each["pid"] == os.getpid())

@@ -42,10 +42,10 @@ def _budget(args: argparse.Namespace) -> None:
     if (args.pid is None) == (args.shared is None):
         args.wrong("give the PID of a process, or --shared")
     if args.shared is not None:
-        from ..hooks.device import shared
+        from ..hooks.device.shared_total import change_total
 
         total = parse_size(args.shared, "the shared budget") if args.shared else None
-        tell(shared.change_total(args.device, total, args.timeout), _show_shared, as_json=args.json)
+        tell(change_total(args.device, total, args.timeout), _show_shared, as_json=args.json)
         return
     size = None if args.size is None else parse_size(args.size)
     tell(ask(args.pid, size, args.timeout), lambda facts: show_rows(_rows(facts)), as_json=args.json)

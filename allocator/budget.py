@@ -1,0 +1,73 @@
+"""The budget of a device changes while the program runs."""
+
+from __future__ import annotations
+
+import time
+
+from . import runtime
+from ._native import Device
+from .config import format_size, parse_size, parse_time
+from .defaults import BUDGET_LOOK
+from .errors import BudgetInUse, ConfigError
+from .runtime import Preparing, Runtime
+
+
+def set_budget(size: int | str, timeout: float | str = "60s") -> None:
+    """Changes the bytes of device pages while running, from any thread or a signal's handler. Returns when what is
+    above is back with the driver.
+
+    A smaller budget is met as an allocation would be: by what is free or idle, then by weights and caches that may go
+    to the host, for which it waits where another thread uses them, and while layers are copied there first. BudgetInUse
+    where that would not do, with the smallest budget that does, and nothing changed; and, with the budget before in
+    force again, where it took longer than `timeout` or another call asked for another budget meanwhile. ConfigError,
+    NotInstalled, DriverError.
+    """
+    set_budget_of(None, size, timeout)
+
+
+def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> None:
+    """As `set_budget`, of the runtime of that number; None: of the first."""
+    found = runtime.of(number)
+    device = found.device
+    nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
+    _, there = device.free_memory()
+    if nbytes > there:
+        raise ConfigError(f"the budget is {format_size(nbytes)} but the device has {format_size(there)}: ask for less")
+    patience = parse_time(timeout, "timeout")
+    if found.shared is not None:
+        found.shared.set_budget(nbytes, patience)
+    else:
+        change_budget(found, nbytes, patience)
+
+
+def change_budget(found: Runtime, nbytes: int, patience: float) -> None:
+    """The budget becomes so many bytes, whole pages, within `patience` seconds. BudgetInUse, DriverError."""
+    device, began = found.device, time.monotonic()
+    try:
+        device.set_budget(nbytes, round(patience * 1e9))
+    except BudgetInUse as error:
+        if error.waited or found.preparing is None:
+            raise
+        _set_prepared(device, nbytes, began, patience, found.preparing, error)
+
+
+def _set_prepared(
+    device: Device, nbytes: int, began: float, patience: float, preparing: Preparing, error: BudgetInUse
+) -> None:
+    """Tries again each time that more is ready, until nothing more will be, or the time is up."""
+    with preparing() as unready:
+        before, left = None, unready()
+        while True:
+            if left != before:
+                remaining = patience - (time.monotonic() - began)
+                try:
+                    return device.set_budget(nbytes, max(0, round(remaining * 1e9)))
+                except BudgetInUse as again:
+                    error = again
+                if error.waited or not left:
+                    raise error
+            waited = time.monotonic() - began
+            if waited >= patience:
+                raise BudgetInUse(error.immovable, error.budget, waited)
+            time.sleep(BUDGET_LOOK)
+            before, left = left, unready()

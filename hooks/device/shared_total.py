@@ -1,0 +1,62 @@
+"""The total of a shared budget, as `ballonet budget --shared` shows and changes it for all who share it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ...allocator.errors import SharedBudgetError
+from ...allocator.shared_ledger import SharedLedger, ledgers
+from ...allocator.units import format_size
+from ...offload.policy.shares import shares
+from ...offload.policy.tuning import DEFAULT
+from .sharers import ask_to_give, facts_of, member_of
+
+
+def change_total(device: str | None, total: int | None, timeout: float) -> list[dict[str, Any]]:
+    """Says who has what of each shared budget of this user, after that of `device` (None for the only one there is) has
+    become `total` bytes, unless None. A lower one is reached by steps: nobody gets more, and each process gives what
+    the new total leaves it. SharedBudgetError with what is there after `timeout` seconds, or where nobody gives any
+    more, and the total as it was."""
+    found = [each for each in ledgers() if device in (None, each.device)]
+    if total is not None:
+        if len(found) != 1:
+            names = ", ".join(each.device for each in found)
+            raise SharedBudgetError(
+                f"processes share budgets on several devices: say which by --device ({names})"
+                if found
+                else "no process shares a budget: give the first one its size, as shared_budget='24GiB'"
+            )
+        _change_total(found[0], total, time.monotonic() + timeout)
+    return [_said(each) for each in found]
+
+
+def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
+    now, tuning = ledger.aim(total), DEFAULT.sharing
+    while now.total != total:
+        pids = sorted(now.parts)
+        members = [
+            member_of(part.nbytes, part.floor, facts_of(pid, part.number, tuning.answer))
+            for pid, part in sorted(now.parts.items())
+        ]
+        before = now.taken
+        for pid, part in zip(pids, shares(total, members, tuning), strict=True):
+            if part < now.parts[pid].nbytes:
+                ask_to_give(pid, now, part, max(0.0, deadline - time.monotonic()), tuning.answer)
+        now = ledger.read()
+        if now.total != total and (now.taken >= before or time.monotonic() >= deadline):
+            ledger.give_up()
+            raise SharedBudgetError(
+                f"a total of {format_size(total)} was asked for, but the processes have {format_size(now.taken)}, "
+                f"which they cannot give: the total is {format_size(now.total or 0)} as before. Ask for "
+                f"{now.taken} bytes or more, end a request, or end a process"
+            )
+
+
+def _said(ledger: SharedLedger) -> dict[str, Any]:
+    now, rows = ledger.read(), []
+    for pid, part in now.parts.items():
+        found = facts_of(pid, part.number, DEFAULT.sharing.answer)
+        seen = {key: None if found is None else found[key] for key in ("used", "wanted", "priority")}
+        rows.append({"pid": pid, "part": part.nbytes, "floor": part.floor, **seen})
+    return {"device": ledger.device, "total": now.total, "free": now.free, "parts": rows}

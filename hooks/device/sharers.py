@@ -1,0 +1,40 @@
+"""What the processes that share a budget say of themselves and ask of each other, by the control socket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ...allocator import control
+from ...allocator.errors import BallonetError
+from ...allocator.shared_ledger import SharedParts
+from ...offload.policy.shares import Sharer
+
+
+def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
+    """A process by what it says of itself; None where it says nothing: then it gives nothing."""
+    if facts is None:
+        return Sharer(part, part, part, floor)
+    rested = math.inf if facts["rested"] is None else facts["rested"]
+    wanted = facts["wanted"] if facts["wanted"] > part else 0
+    return Sharer(part, facts["used"], wanted, floor, facts["priority"], rested)
+
+
+def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None:
+    """What another process says of its part; None where it does not answer in time."""
+    with suppress(BallonetError):
+        found: Mapping[str, Any] | None = control.look(pid, patience=patience, device=number).get("shared")
+        return found
+    return None
+
+
+def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> bool:
+    """Has another process have no more than so many bytes; False where it cannot, or does not answer, and keeps what it
+    has."""
+    try:
+        control.ask_to_give(pid, nbytes, timeout, patience=patience, device=now.parts[pid].number)
+    except BallonetError:
+        return False
+    return True
