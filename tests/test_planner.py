@@ -90,8 +90,8 @@ def test_json_is_one_object_with_all_that_is_asked(folder: str, capsys: pytest.C
 
 
 def test_the_same_budget_that_a_change_names_lifts_the_limit(folder: str) -> None:
-    asked: dict[str, Any] = {"context": 4096, "batch": 4, "gpu": "h100", "page_size": "2MiB"}
-    facts = ballonet.plan(folder, budget="48MiB", **asked)
+    asked: dict[str, Any] = {"context": 1024, "batch": 4, "gpu": "h100", "page_size": "2MiB"}
+    facts = ballonet.plan(folder, budget="16MiB", **asked)
     assert not facts["fits"]
     assert facts["limit"] == "memory"
     (budget,) = (each for each in facts["changes"] if each["what"] == "budget")
@@ -227,7 +227,7 @@ def test_what_was_measured_here_counts(folder: str, tmp_path: Path, capsys: pyte
 
 
 def test_what_leaves_the_device_has_to_fit_the_host(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: dict[str, Any] = {"context": 1024, "page_size": "2MiB", "gpu": "h100"}
+    asked: dict[str, Any] = {"context": 512, "page_size": "2MiB", "gpu": "h100"}
     asked["budget"] = ballonet.plan(folder, budget="1GiB", **asked)["least_budget"]
     unknown = ballonet.plan(folder, **asked)
     assert (unknown["fits"], unknown["host_budget"]) == (True, None)
@@ -239,11 +239,11 @@ def test_what_leaves_the_device_has_to_fit_the_host(folder: str, capsys: pytest.
     assert change["to"] >= sum(unknown["host_pages"].values()) * 2**21  # by the most that operators may have
     assert ballonet.plan(folder, host_budget=change["to"], **asked)["fits"]
     assert not ballonet.plan(folder, host_budget=change["to"] - 2**21, **asked)["fits"]
-    command = [folder, "--context", "1k", "--budget", str(asked["budget"]), "--page-size", "2MiB", "--gpu", "h100"]
+    command = [folder, "--context", "512", "--budget", str(asked["budget"]), "--page-size", "2MiB", "--gpu", "h100"]
     code, out, _ = told(capsys, *command, "--host-budget", "2MiB")
     assert code == 0
     assert "host memory: what leaves the device has no room there, which has 2MiB" in " ".join(out.split())
-    here = ballonet.plan(folder, context=1024, budget="64MiB")
+    here = ballonet.plan(folder, context=512, budget="64MiB")
     assert here["host_budget"] > 0
 
 
