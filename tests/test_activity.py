@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
 from ballonet.offload.governor.activity import Activity, Progress
@@ -12,40 +10,10 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from .governed import LINK, FakeCache, FakeDevice, FakeModel
+from .marks import LateMarks
 from .tuned import Clock
 
 PAGES = DEFAULT.pages
-
-
-class LateMarks:
-    """A stream that does one thing after the other; `launch` gives it work of so many seconds. A mark is the moment at
-    which it is through with what it was given."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.free_at = 0.0
-        self.captures = False
-        self.in_use = 0
-
-    def launch(self, seconds: float) -> None:
-        self.free_at = max(self.free_at, self.clock.now) + seconds
-
-    def capturing(self) -> bool:
-        return self.captures
-
-    def mark(self) -> float:
-        assert not self.captures
-        self.in_use += 1
-        return max(self.free_at, self.clock.now) + 1000.0  # the device's own time is another one
-
-    def passed(self, marks: Iterable[float]) -> bool:
-        return all(each - 1000.0 <= self.clock.now for each in marks)
-
-    def seconds(self, first: float, last: float) -> float:
-        return last - first
-
-    def release(self, marks: Iterable[float]) -> None:
-        self.in_use -= len([*marks])
 
 
 @pytest.fixture

@@ -42,30 +42,13 @@ def test_sizes(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "0",
-        0,
-        -1,
-        "-1",
-        "0.4",
-        True,
-        None,
-        1.5,
-        "1e9",
-        "nan",
-        "inf",
-        "GiB",
-        "1,5GB",
-        "24 GiBs",
-        "٣MiB",
-        b"4096",
-        [],
-    ],
+NO_SIZES = (
+    *("", " ", "0", "-1", "0.4", "1e9", "nan", "inf", "GiB", "1,5GB", "24 GiBs", "٣MiB"),
+    *(0, -1, 1.5, True, None, b"4096", []),
 )
+
+
+@pytest.mark.parametrize("text", NO_SIZES)
 def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
     with pytest.raises(ConfigError, match=r"budget is .*24GiB") as caught:
         parse_size(text, "budget")  # type: ignore[arg-type]
@@ -131,49 +114,31 @@ def test_what_is_no_bandwidth_is_refused(text: object) -> None:
         parse_bandwidth(text, "link")  # type: ignore[arg-type]
 
 
+VALUES = {  # variable -> a text, and the field that it sets to what
+    "BALLONET_BUDGET": ("1GiB", "budget", 2**30),
+    "BALLONET_PAGE_SIZE": ("64KiB", "page_size", 65536),
+    "BALLONET_HOST_BUDGET": ("2GiB", "host_budget", 2**31),
+    "BALLONET_PEER": ("CUDA:2", "peer", "cuda:2"),
+    "BALLONET_PEER_BUDGET": ("1GB", "peer_budget", 10**9),
+    "BALLONET_PEER_LINK": ("9GB/s", "peer_bandwidth", 9 * 10**9),
+    "BALLONET_HOST_PAGES": ("0", "host_pages", False),
+    "BALLONET_SPILL": ("off", "spill", False),
+    "BALLONET_DEVICE": ("CUDA:1", "device", "cuda:1"),
+    "BALLONET_LIBCUDA": ("/opt/libcuda.so", "libcuda", "/opt/libcuda.so"),
+    "BALLONET_LINK": ("8GB/s", "link_bandwidth", 8 * 10**9),
+    "BALLONET_LINK_LATENCY": ("1ms", "link_latency", 1e-3),
+    "BALLONET_CHAOS": ("7", "chaos", 7),
+    "BALLONET_RESERVE": ("2min", "reserve", 120.0),
+    "BALLONET_REPLICA_FAULTS": ("/tmp/faults", "replica_faults", Path("/tmp/faults")),
+    "BALLONET_FAULT": ("cuMemMap:7, cuMemCreate:1", "faults", (("cuMemMap", 7), ("cuMemCreate", 1))),
+    "BALLONET_CONTROL": ("off", "control", False),
+    "BALLONET_CACHE_DIR": ("/var/cache/b", "cache_dir", Path("/var/cache/b")),
+}
+
+
 def test_every_variable_is_read() -> None:
-    config = Config.from_env(
-        {
-            "BALLONET_BUDGET": "1GiB",
-            "BALLONET_PAGE_SIZE": "64KiB",
-            "BALLONET_HOST_BUDGET": "2GiB",
-            "BALLONET_PEER": "CUDA:2",
-            "BALLONET_PEER_BUDGET": "1GB",
-            "BALLONET_PEER_LINK": "9GB/s",
-            "BALLONET_HOST_PAGES": "0",
-            "BALLONET_SPILL": "off",
-            "BALLONET_DEVICE": "CUDA:1",
-            "BALLONET_LIBCUDA": "/opt/libcuda.so",
-            "BALLONET_LINK": "8GB/s",
-            "BALLONET_LINK_LATENCY": "1ms",
-            "BALLONET_CHAOS": "7",
-            "BALLONET_RESERVE": "2min",
-            "BALLONET_REPLICA_FAULTS": "/tmp/faults",
-            "BALLONET_FAULT": "cuMemMap:7, cuMemCreate:1",
-            "BALLONET_CONTROL": "off",
-            "BALLONET_CACHE_DIR": "/var/cache/b",
-        }
-    )
-    assert config == Config(
-        budget=2**30,
-        page_size=65536,
-        host_budget=2**31,
-        peer="cuda:2",
-        peer_budget=10**9,
-        host_pages=False,
-        peer_bandwidth=9 * 10**9,
-        spill=False,
-        device="cuda:1",
-        libcuda="/opt/libcuda.so",
-        link_bandwidth=8 * 10**9,
-        link_latency=1e-3,
-        chaos=7,
-        reserve=120.0,
-        replica_faults=Path("/tmp/faults"),
-        faults=(("cuMemMap", 7), ("cuMemCreate", 1)),
-        control=False,
-        cache_dir=Path("/var/cache/b"),
-    )
+    config = Config.from_env({variable: text for variable, (text, _, _) in VALUES.items()})
+    assert config == Config(**{field: value for _, field, value in VALUES.values()})  # type: ignore[arg-type]
     assert all(getattr(config, field) != getattr(Config(), field) for field, _ in VARIABLES.values())
 
 

@@ -44,6 +44,17 @@ class Recursive(nn.Module):
         self.after(depth)
         return outputs
 
+    def fails(self, error: type[BaseException]) -> None:
+        """Runs it until that is raised in the innermost call."""
+
+        def fail(depth: int) -> None:
+            if depth == 0:
+                raise error("deep inside")
+
+        self.inside = fail
+        with pytest.raises(error, match="deep inside"):
+            self(torch.ones(4), 2)
+
 
 def test_nested_forwards_and_exceptions_release_the_lease_at_the_outermost_exit(device: Device) -> None:
     model = Recursive()
@@ -55,13 +66,7 @@ def test_nested_forwards_and_exceptions_release_the_lease_at_the_outermost_exit(
     assert seen == [1] * 6, "before and after each call within"
     assert group.leases == 0
 
-    def fail(depth: int) -> None:
-        if depth == 0:
-            raise ValueError("deep inside")
-
-    model.inside = fail
-    with pytest.raises(ValueError, match="deep inside"):
-        model(torch.ones(4), 2)
+    model.fails(ValueError)
     assert group.leases == 0
     with pytest.raises(TypeError):
         model(torch.ones(4), 2, "one argument too many")
@@ -96,22 +101,14 @@ def test_an_interrupt_leaves_no_lease_behind_the_next_forward(device: Device) ->
     managed = ballonet.manage(model)
     group = managed._weights.group
 
-    def interrupt(depth: int) -> None:
-        if depth == 0:
-            raise KeyboardInterrupt
-
     for _ in range(3):
-        model.inside = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(4), 2)
+        model.fails(KeyboardInterrupt)
         seen: list[int] = []
         model.inside = lambda depth, seen=seen: seen.append(group.leases)  # type: ignore[misc]
         model(torch.ones(4), 2)
         assert seen == [1, 1, 1]
         assert group.leases == 0
-    model.inside = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(4), 2)
+    model.fails(KeyboardInterrupt)
     managed.release()
     assert group.leases == 0
     assert not in_pool(model.linear.weight)
@@ -160,12 +157,7 @@ def test_an_interrupted_model_that_is_collected_leaves_no_lease_either(device: D
     model: Any = Recursive()
     group = ballonet.manage(model)._weights.group
 
-    def interrupt(depth: int) -> None:
-        raise KeyboardInterrupt
-
-    model.inside = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(4), 2)
+    model.fails(KeyboardInterrupt)
     assert group.leases == 1
     model = None
     gc.collect()

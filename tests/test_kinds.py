@@ -35,6 +35,16 @@ def planned(model: Any) -> CachePlan:
     return plan(type(model), model.config)
 
 
+def layers_of_a_cache(model: Any) -> list[type]:
+    """The classes that a forward of the model makes."""
+    detach = generation.attach(model)
+    lease = generation.ModelLease(weakref.ref(model)).open()
+    made = [type(layer) for layer in DynamicCache(config=model.config).layers]
+    lease.close()
+    detach()
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "cross"),
     [
@@ -120,11 +130,7 @@ def test_a_class_of_layer_that_is_not_known_stays(monkeypatch: pytest.MonkeyPatc
     (layer,) = planned(model).layers
     assert (layer.stock, layer.layer, layer.elastic) == ("Compressed", "Compressed", False)
     assert __name__ in layer.why
-    detach = generation.attach(model)
-    lease = generation.ModelLease(weakref.ref(model)).open()
-    assert [type(layer) for layer in DynamicCache(config=model.config).layers] == [Compressed]
-    lease.close()
-    detach()
+    assert layers_of_a_cache(model) == [Compressed]
 
 
 def test_a_new_type_of_layer_with_a_known_class_is_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +138,7 @@ def test_a_new_type_of_layer_with_a_known_class_is_elastic(monkeypatch: pytest.M
     model = build("qwen2", num_hidden_layers=1)
     model.config.layer_types = ["global_attention"]
     assert planned(model).elastic == 1
-    detach = generation.attach(model)
-    lease = generation.ModelLease(weakref.ref(model)).open()
-    assert [type(layer) for layer in DynamicCache(config=model.config).layers] == [ElasticLayer]
-    lease.close()
-    detach()
+    assert layers_of_a_cache(model) == [ElasticLayer]
     assert compat.layer_types()["global_attention"] is DynamicLayer
 
 

@@ -58,14 +58,6 @@ def test_up_is_rounded_up_and_down_is_rounded_down(blocks: int, needed: int, wor
     assert not (up.units and down.units)
 
 
-def test_numbers_of_algorithm_1() -> None:
-    size = Unit(40 * MIB, worker=16, master=5)
-    assert scale_up(100, 133, size) == UnitExchange(3, 48, 15)
-    assert scale_up(100, 132, size) == UnitExchange(2, 32, 10)
-    assert scale_down(100, 53, size) == UnitExchange(2, 32, 10)
-    assert scale_down(100, 52, size) == UnitExchange(3, 48, 15)
-
-
 # -- the window
 
 

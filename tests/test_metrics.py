@@ -75,9 +75,8 @@ def test_any_process_has_figures_at_a_port() -> None:
     assert now["ballonet_decision_seconds_total{lever=kv,verb=pull}"] == 0.5
     name = type(model).__name__
     assert now[f"ballonet_layers{{model={name}}}"] == model.config.num_hidden_layers
-    assert (
-        now[f"ballonet_forward_seconds_count{{model={name},phase=prefill}}"] >= 1
-    )  # the second prompt may lack one token only
+    # the second prompt may lack one token only
+    assert now[f"ballonet_forward_seconds_count{{model={name},phase=prefill}}"] >= 1
     tokens = {place: now[f"ballonet_prompt_tokens_total{{found={place},model={name}}}"] for place in ("device", "no")}
     assert tokens["device"] > 0
     assert sum(tokens.values()) == 2 * prompts(batch=1, longest=9)["input_ids"].shape[1]
@@ -189,12 +188,7 @@ def test_names_in_expressions_are_found() -> None:
 def test_the_dashboard_is_one_and_its_panels_do_not_overlap() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     places = [panel["gridPos"] for panel in dashboard["panels"]]
-    cells = [
-        (x, y)
-        for place in places
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
+    cells = [(at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])]
     assert len(cells) == len({*cells})
     assert max(x for x, _ in cells) == 23
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)

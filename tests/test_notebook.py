@@ -30,6 +30,7 @@ config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_hi
 model = LlamaForCausalLM(config).eval()
 prompt = torch.arange(2, 12)[None]
 """
+LOAD = "%env BALLONET_DEVICE=cpu\n%env BALLONET_BUDGET=64MiB\n%env BALLONET_PAGE_SIZE=4KiB\n%load_ext ballonet"
 GENERATE = "tokens = model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False).tolist()"
 
 
@@ -85,11 +86,10 @@ def kept() -> tuple[int, int, int]:
     return pages["weights"], pages["kv"], pages["retiring"]
 
 
-def test_cells_run_again_and_nothing_piles_up(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_run_again_and_nothing_piles_up(notebook: Notebook) -> None:
     notebook.run(MODEL + GENERATE)
     stock = notebook["tokens"]
-    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
-    notebook.run("%env BALLONET_BUDGET=64MiB\n%env BALLONET_PAGE_SIZE=4KiB\n%load_ext ballonet")
+    notebook.run(LOAD)
     first = None
     for _ in range(3):
         notebook.run("%load_ext ballonet\nballonet.install('64MiB')")
@@ -103,9 +103,8 @@ def test_cells_run_again_and_nothing_piles_up(notebook: Notebook, monkeypatch: p
         assert first[1:] == (0, 0)
 
 
-def test_an_interrupted_cell_can_be_run_again(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
-    notebook.run("%env BALLONET_BUDGET=64MiB\n%env BALLONET_PAGE_SIZE=4KiB\n%load_ext ballonet")
+def test_an_interrupted_cell_can_be_run_again(notebook: Notebook) -> None:
+    notebook.run(LOAD)
     notebook.run(MODEL + GENERATE)
     stock, before = notebook["tokens"], kept()
     layer = notebook["model"].model.layers[1]
@@ -123,9 +122,8 @@ def test_an_interrupted_cell_can_be_run_again(notebook: Notebook, monkeypatch: p
     assert kept() == before
 
 
-def test_what_the_notebook_shows(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
-    notebook.run("%env BALLONET_BUDGET=64MiB\n%env BALLONET_PAGE_SIZE=4KiB\n%load_ext ballonet")
+def test_what_the_notebook_shows(notebook: Notebook) -> None:
+    notebook.run(LOAD)
     notebook.run(MODEL)
     shown = notebook.shown("managed = ballonet.manage(model)\nmanaged")
     handle = notebook["managed"]

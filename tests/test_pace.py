@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -19,61 +18,18 @@ from ballonet.hooks.measure.point import point_of
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from . import core
+from . import core, tuned
+from .marks import LateMarks
 from .models import build, generate, prompts
 
 HERE = Point("decode", 1, 100)
 
 
-class Clock:
-    """In seconds, read in ns."""
+class Clock(tuned.Clock):
+    """Read in ns."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> int:
+    def __call__(self) -> int:  # type: ignore[override]
         return round(self.now * 1e9)
-
-
-class Later:
-    """A stream that is behind its host: a mark is passed once the device's clock is there."""
-
-    ahead = True
-
-    def __init__(self) -> None:
-        self.time = 0.0  # at which what was submitted so far will be done
-        self.done = 0.0  # how far the device is
-        self.capture = False
-        self.made = 0
-        self.free: list[list[float]] = []
-
-    def capturing(self) -> bool:
-        return self.capture
-
-    def mark(self) -> list[float]:
-        if not self.free:
-            self.made += 1
-        mark = self.free.pop() if self.free else []
-        mark[:] = [self.time]
-        return mark
-
-    def passed(self, marks: Iterable[list[float]]) -> bool:
-        assert not self.capture
-        return all(mark[0] <= self.done for mark in marks)
-
-    def seconds(self, first: list[float], last: list[float]) -> float:
-        assert max(first[0], last[0]) <= self.done
-        return last[0] - first[0]
-
-    def release(self, marks: Iterable[list[float]]) -> None:
-        self.free.extend(marks)
-
-    def read(self, marks: Sequence[list[float]]) -> list[float] | None:
-        if not self.passed(marks):
-            return None
-        times = [self.seconds(marks[0], each) for each in marks]
-        self.release(marks)
-        return times
 
 
 def forward(pace: Pace, clock: Clock, *steps: float, point: Point | None = HERE) -> None:
@@ -174,42 +130,50 @@ def test_threads_do_not_meet() -> None:
     assert approximately(outer) == (6, 0, 6)
 
 
+def on_a_device() -> tuple[Pace, Clock, LateMarks]:
+    clock, marks = Clock(), LateMarks(tuned.Clock())
+    return Pace(marks, clock), clock, marks
+
+
+def catch_up(marks: LateMarks) -> None:
+    """The device is through with all that it was given."""
+    marks.clock.now = marks.free_at
+
+
 def test_nothing_is_waited_for_and_marks_are_used_again() -> None:
-    marks, clock = Later(), Clock()
-    pace = Pace(marks, clock)
+    pace, clock, marks = on_a_device()
     for _ in range(3):
-        marks.done = marks.time
+        catch_up(marks)
         forward(pace, clock, 0, 0, 0)
-        marks.time += 1
+        marks.launch(1)
         forward(pace, clock, 0)
         assert len(pace.drain()) == 1, "the second is not over"
-        marks.done = marks.time
+        catch_up(marks)
         assert len(pace.drain()) == 1
     for _ in range(9):
         pace.begin(HERE)  # is interrupted
     assert marks.made == 6
     for _ in range(3 * DEFAULT.records.pending):
-        marks.time += 1
+        marks.launch(1)
         forward(pace, clock, 0)
     assert marks.made <= 2 * DEFAULT.records.pending + 2
-    marks.done = marks.time
+    catch_up(marks)
     assert len(pace.drain()) == DEFAULT.records.pending
 
 
 def test_nothing_during_a_capture() -> None:
-    marks, clock = Later(), Clock()
-    pace = Pace(marks, clock)
+    pace, clock, marks = on_a_device()
     forward(pace, clock, 1)
-    marks.capture = True
+    marks.captures = True
     forward(pace, clock, 1)
     pace.begin(HERE)
     assert pace.drain() == []
-    marks.capture = False
+    marks.captures = False
     pace.end()
     pace.begin(HERE)
-    marks.capture = True
+    marks.captures = True
     pace.end()
-    marks.capture = False
+    marks.captures = False
     assert len(pace.drain()) == 1
 
 
@@ -224,16 +188,15 @@ def test_nothing_during_a_capture() -> None:
     ],
 )
 def test_a_forward_takes_no_less_than_its_launches(launched: float, stalls: float, resident: float) -> None:
-    marks, clock = Later(), Clock()
-    pace = Pace(marks, clock)
+    pace, clock, marks = on_a_device()
     pace.begin(HERE)
-    marks.time += 4
+    marks.launch(4)
     with pace.waiting():
-        marks.time += stalls
-    marks.time += 6
+        marks.launch(stalls)
+    marks.launch(6)
     clock.now += launched
     pace.end()
-    marks.done = marks.time
+    catch_up(marks)
     (found,) = pace.drain()
     assert (resident, stalls, 10 + stalls) == approximately(found)
 
@@ -326,7 +289,7 @@ DECODING = [Point("decode", 2, length) for length in (9, 10, 11)]
 
 @pytest.mark.parametrize(
     ("name", "held"),
-    [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("mamba", (1,) * 3)],
+    [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("mamba", (1,) * 3), ("t5", (1, 2, 3))],
 )
 def test_points_of_a_generation(name: str, held: tuple[int, ...]) -> None:
     model = build(name)
@@ -343,15 +306,9 @@ def test_points_without_a_cache_and_with_one_of_fixed_size() -> None:
     assert all(each is not None and 9 <= each.length <= 64 for each in others)
 
 
-def test_points_of_an_encoder_decoder() -> None:
-    model = build("t5")
-    assert points(model, prompts(2, 9)) == [Point("prefill", 2, 9), *(Point("decode", 2, n) for n in (1, 2, 3))]
-    ids = torch.zeros(3, 5, dtype=torch.long)
-    assert point_of((), {"input_ids": ids, "decoder_input_ids": ids[:, :2]}) == Point("prefill", 3, 5)
-
-
 def test_what_is_no_such_forward() -> None:
     ids, states = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, 8)
+    assert point_of((), {"input_ids": ids, "decoder_input_ids": ids[:, :3]}) == Point("prefill", 2, 7)
     assert point_of((ids,), {}) == Point("prefill", 2, 7)
     assert point_of((), {"input_ids": None, "inputs_embeds": states}) == Point("prefill", 2, 7)
     cache = SimpleNamespace(get_seq_length=lambda: 5)

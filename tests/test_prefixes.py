@@ -224,6 +224,7 @@ def test_keys_are_the_same_exactly_as_far_as_all_tokens_are(one: list[int], othe
     assert not {*first} & {*chain(one, block, b"adapter")}
     assert len({*first}) == len(first)
     assert all(len(key) == 16 for key in first)
+    assert all(chain(one, block, b"model", first[:count]) == first for count in range(len(first) + 1))
 
 
 def test_keys_stay_what_they_are() -> None:
@@ -315,9 +316,3 @@ def test_what_is_remembered_of_blocks_that_are_gone() -> None:
     index.forget([499])
     index.insert([499], 0)
     assert policy._stored[499].uses == 1, "what was forgotten says nothing about returns"
-
-
-def test_keys_go_on_from_those_that_are_known() -> None:
-    ids = random.Random(3).choices(range(1000), k=43)
-    whole = chain(ids, 4, b"salt")
-    assert all(chain(ids, 4, b"salt", whole[:count]) == whole for count in range(len(whole) + 1))

@@ -197,9 +197,7 @@ def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda text: text[:-40], "cannot be read"),
-        (lambda text: text.replace('"bandwidth": ', '"bandwidth": 9'), "checksum"),
-        (lambda text: text.replace('"format": 1', '"format": 7'), "another version of ballonet"),
+        (lambda text: text[:-40], "cannot be read"),  # and what else load() refuses: test_record.py
         (None, "measured for another driver, link"),
     ],
 )

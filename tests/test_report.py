@@ -16,7 +16,7 @@ from ballonet.hooks.options import ManageOptions
 from ballonet.offload.governor.kv_read_plan import Streamed
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.plan import Plan, at_interval, spread, streaming
-from ballonet.offload.record.record import Phase, Point
+from ballonet.offload.record.record import Point
 
 PAGE = 1000
 PAGES = (10,) * 32
@@ -50,6 +50,7 @@ def test_what_a_plan_costs_and_gives() -> None:
     assert prefill.predicted == pytest.approx(0.64)
     assert prefill.predicted_stall == pytest.approx(0)
     assert (prefill.measured, prefill.met) == (None, None)
+    assert [*found.times] == ["prefill", "decode"]
 
 
 def test_time_in_the_driver_is_shown_where_there_is_some() -> None:
@@ -176,10 +177,3 @@ def test_where_a_model_is_and_with_what_it_is_managed() -> None:
     assert facts["unmanaged_tensors"] == {"lm_head.weight": "no room"}
     assert (facts["options"]["priority"], facts["options"]["prefix_dir"]) == (2, "/var/prefixes")
     assert str(replace(found, released=True)).splitlines()[1:] == ["  managed  no more"]
-
-
-phases: tuple[Phase, ...] = ("prefill", "decode")
-
-
-def test_both_phases_are_there() -> None:
-    assert tuple(report(Plan(PAGES)).times) == phases

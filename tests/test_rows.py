@@ -86,7 +86,7 @@ LADDER = (  # of the design, not of a paper
     Row(
         "the ladder: one order, above every floor, and back without flapping",
         (
-            "test_ladder.py::test_every_pair_of_lots_is_in_order",
+            "test_ladder.py::test_candidates_are_in_order",
             "test_ladder.py::test_no_floor_is_ever_crossed",
             "test_ladder.py::test_what_costs_most_is_restored_first",
             "test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing",
@@ -273,7 +273,7 @@ SWIFTCACHE = (
     Row(
         "lend, take back: up is rounded up, down is rounded down, by what was in use at once; hashes go before pages",
         (
-            "test_lending.py::test_numbers_of_algorithm_1",
+            "test_lending.py::test_up_is_rounded_up_and_down_is_rounded_down",
             "test_lending.py::test_what_counts_is_what_is_in_use_at_once",
             "test_lending.py::test_who_lends_whom_over_random_traces",
             "prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks",
