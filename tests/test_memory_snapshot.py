@@ -63,7 +63,7 @@ def declared() -> TypeAdapter[Any]:
 
 
 def check_format(found: dict[str, Any]) -> None:
-    """It is as declared, but for what torch recorded, and its sums agree."""
+    """Checks that it is as declared, but for what torch recorded, and that its sums agree."""
     assert isinstance(found["device_traces"], list)
     declared().validate_python({**found, "device_traces": []}, strict=True)
     for segment in found["segments"]:
