@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ballonet
 from ballonet.allocator import runtime
 
+from .core import a_core, a_gate, another_thread  # noqa: F401 (fixtures)
 from .pool import take_out, take_out_leftovers
 from .tuned import Clock, Tuned, tuning
 

@@ -13,7 +13,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -53,6 +55,13 @@ def shim(folder: Path, source: str) -> str:
     return str(made)
 
 
+def program(code: str, *arguments: str) -> None:
+    """Runs code in a process of its own, which must end well."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 # A closed gate keeps whoever calls one of its functions, and no event has passed. The next event that is recorded may
 # become part of a graph until it is recorded again, or until the capture ends that begins with it.
 STEERED = """
@@ -68,7 +77,7 @@ static _Atomic(void*) captured;
 void close_gate(int which) { closed = which; }
 int waiting(void) { return inside; }
 void need_interpreter(void) { interpreter = 1; }
-void set_slow(int now) { slow = now; }
+void set_slow(int microseconds) { slow = microseconds; }
 void set_capturing(int now) { capturing = now; if (!now) captured = 0; }
 void capture_next(int begins) { next = 1 + begins; }
 int looks(void) { return looked; }
@@ -105,21 +114,30 @@ int cuEventSynchronize(void* event) {
   return NEXT(cuEventSynchronize, OfEvent)(event);
 }
 int cuStreamSynchronize(void* stream) { pass(2); return NEXT(cuStreamSynchronize, OfEvent)(stream); }
-int cuCtxSynchronize(void) { pass(4); return NEXT(cuCtxSynchronize, int (*)(void))(); }
+int cuMemUnmap(unsigned long long address, unsigned long size) {
+  pass(4);
+  usleep(slow);
+  return NEXT(cuMemUnmap, int (*)(unsigned long long, unsigned long))(address, size);
+}
 int cuMemCreate(void* handle, unsigned long size, struct prop* place, unsigned long long flags) {
   if (place->location == 3) pass(3);
-  if (slow) usleep(100000);
+  usleep(slow);
   return NEXT(cuMemCreate, int (*)(void*, unsigned long, void*, unsigned long long))(handle, size, place, flags);
 }
 """
-EVENTS, COPIES, HOST = 1, 2, 3
+EVENTS, COPIES, HOST, UNMAPS = 1, 2, 3, 4
+
+
+@functools.cache
+def _steered(standin: Path) -> str:
+    return shim(standin.parent, STEERED)
 
 
 class Gate:
     """A stand-in that a test steers."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = shim(folder, STEERED)
+        self.path = str(shutil.copy(_steered(library()), folder))
         self.library = ctypes.CDLL(self.path)
 
     def close(self, which: int) -> None:
@@ -127,6 +145,10 @@ class Gate:
 
     def open(self) -> None:
         self.library.close_gate(0)
+
+    def capture(self, now: bool) -> None:
+        """Streams are being captured from now on, or not."""
+        self.library.set_capturing(now)
 
     def waiting(self) -> int:
         found: int = self.library.waiting()
@@ -138,12 +160,6 @@ def a_gate(tmp_path: Path) -> Iterator[Gate]:
     made = Gate(tmp_path)
     yield made
     made.open()
-
-
-def capturing(folder: Path) -> tuple[str, Callable[[int], object]]:
-    """A stand-in whose streams are being captured or not, as the function returned says."""
-    made = Gate(folder)
-    return made.path, made.library.set_capturing
 
 
 @functools.cache
@@ -321,16 +337,27 @@ class Core:
         owner: _native.Owner = "kv",
         group: _native.Group | None = None,
         auto_retire: bool = False,
+        mapped: int = 0,
+        value: int | None = None,
         **soon: Any,
     ) -> _native.Range:
-        """A range that is closed at the end, if it was not before. `soon`: expected, reuse, more; see `reserve`."""
+        """A range that is closed at the end, if it was not before. `mapped`: how many of its pieces have pages, full of
+        the byte `value` if there is one. `soon`: expected, reuse, more; see `reserve`."""
         made = self.device.reserve(pieces * self.page, owner, group or self.device.group(), auto_retire, **soon)
         self._ranges.append(made)
+        if mapped:
+            made.map(0, mapped)
+        if value is not None:
+            write(made.address, value, mapped * self.page)
         return made
 
     def pages(self) -> dict[str, int]:
         pages: dict[str, int] = self.device.snapshot()["pages"]
         return pages
+
+    def state(self) -> tuple[dict[str, int], list[list[str]]]:
+        """Pages by owner, and what lies behind the addresses of each range."""
+        return self.pages(), [backings(each) for each in self._ranges]
 
     def created(self) -> int:
         created: int = self.device.snapshot()["created"]
@@ -419,6 +446,35 @@ def opened(page: int = PAGE, budget: int = 64, host_budget: int = 16, **options:
     assert not any(map(physical, PLACES))
 
 
+@pytest.fixture(name="core")
+def a_core(request: pytest.FixtureRequest) -> Iterator[Core]:
+    """A device, on the stand-in that the test steers if it has one (the fixture `gate`)."""
+    gate: Gate | None = request.getfixturevalue("gate") if "gate" in request.fixturenames else None
+    with opened(path=gate.path if gate else None) as core:
+        yield core
+        if gate:
+            gate.open()  # where the test has failed, too
+
+
+class Other:
+    """Another thread, which does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+
+    def does(self, work: Callable[[], T]) -> T:
+        return self._thread.submit(work).result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+@pytest.fixture(name="other")
+def another_thread() -> Iterator[Other]:
+    with contextlib.closing(Other()) as made:
+        yield made
+
+
 def backings(some: _native.Range) -> list[str]:
     return [some.backing(piece) for piece in range(some.pieces)]
 
@@ -491,10 +547,7 @@ def faulted(function: str, count: int) -> range:
 
 def page_calls(work: Callable[[], object]) -> dict[str, int]:
     """The calls that `work` makes which change what lies behind an address."""
-    before = calls()
-    work()
-    after = calls()
-    return {name: after[name] - before[name] for name in PAGE_CALLS if after[name] != before[name]}
+    return {name: count for name, count in all_calls(work).items() if name in PAGE_CALLS}
 
 
 def all_calls(work: Callable[[], object]) -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from .core import (
     PAGE,
     Core,
     Gate,
-    a_gate,  # noqa: F401 (a fixture)
+    Other,
     arm,
     backings,
     behind,
     calls,
-    capturing,
     eventually,
     faults_at_every_call,
     faults_fired,
@@ -70,25 +68,21 @@ def test_a_device_that_is_dropped_takes_its_thread_along() -> None:
     assert physical() == 0
 
 
-def test_unmapping_is_no_business_of_who_retires() -> None:
-    with opened() as core:
-        some = core.range(8, "weights")
-        some.map(0, 8)
-        unmapped, before = calls()["cuMemUnmap"], core.device.driver_ns()
-        some.retire(0, 8)
-        assert core.device.driver_ns() == before
-        eventually(lambda: calls()["cuMemUnmap"] == unmapped + 8)
-        assert core.device.driver_ns() == before
+def test_unmapping_is_no_business_of_who_retires(core: Core) -> None:
+    some = core.range(8, "weights", mapped=8)
+    unmapped, before = calls()["cuMemUnmap"], core.device.driver_ns()
+    some.retire(0, 8)
+    assert core.device.driver_ns() == before
+    eventually(lambda: calls()["cuMemUnmap"] == unmapped + 8)
+    assert core.device.driver_ns() == before
 
 
-def test_an_unmap_that_fails_is_done_again() -> None:
-    with opened() as core:
-        some = core.range(3, "weights")
-        some.map(0, 3)
-        fired = faults_fired()
-        arm("cuMemUnmap", 2)
-        some.retire(0, 3)
-        eventually(lambda: faults_fired() == fired + 1 and backings(some) == ["none"] * 3)
+def test_an_unmap_that_fails_is_done_again(core: Core) -> None:
+    some = core.range(3, "weights", mapped=3)
+    fired = faults_fired()
+    arm("cuMemUnmap", 2)
+    some.retire(0, 3)
+    eventually(lambda: faults_fired() == fired + 1 and backings(some) == ["none"] * 3)
 
 
 def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
@@ -111,51 +105,47 @@ def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
         assert core.pages()["retiring"] == 0
 
 
-def test_while_a_stream_is_captured_the_thread_does_nothing(tmp_path: Path) -> None:
-    path, set_capturing = capturing(tmp_path)
-    with opened(path=path) as core:
-        stream = core.stream()
-        late, later, kv = core.range(4, "weights"), core.range(4, "weights"), core.range(4)
-        for some in (late, later):
-            some.map(0, 4)
-        core.occupy(stream, LONG)
-        recorded = calls()["cuEventRecord"]
-        late.retire(0, 4)
-        eventually(lambda: calls()["cuEventRecord"] == recorded + 3)  # the legacy stream, this one, that of copies
-        set_capturing(1)
-        before = calls()
-        later.retire(0, 4)
-        kv.map_ahead(0, 2)
-        eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
-        core.device.synchronize()
-        after = calls()
-        eventually(lambda: calls()["cuStreamIsCapturing"] > after["cuStreamIsCapturing"] + 8)
-        unchanged = ("cuMemMap", "cuMemUnmap", "cuMemCreate", "cuMemSetAccess", "cuEventRecord")
-        assert [calls()[name] for name in unchanged] == [before[name] for name in unchanged]
-        assert (late.backing(0), later.backing(0), kv.backing(0)) == ("retiring", "retiring", "none")
-        set_capturing(0)
-        eventually(lambda: backings(late) == ["none"] * 4 and backings(kv) == ["kept"] * 2 + ["none"] * 2)
-        eventually(lambda: backings(later) == ["none"] * 4)
+def test_while_a_stream_is_captured_the_thread_does_nothing(core: Core, gate: Gate) -> None:
+    stream = core.stream()
+    late, later, kv = core.range(4, "weights"), core.range(4, "weights"), core.range(4)
+    for some in (late, later):
+        some.map(0, 4)
+    core.occupy(stream, LONG)
+    recorded = calls()["cuEventRecord"]
+    late.retire(0, 4)
+    eventually(lambda: calls()["cuEventRecord"] == recorded + 3)  # the legacy stream, this one, that of copies
+    gate.capture(True)
+    before = calls()
+    later.retire(0, 4)
+    kv.map_ahead(0, 2)
+    eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
+    core.device.synchronize()
+    after = calls()
+    eventually(lambda: calls()["cuStreamIsCapturing"] > after["cuStreamIsCapturing"] + 8)
+    unchanged = ("cuMemMap", "cuMemUnmap", "cuMemCreate", "cuMemSetAccess", "cuEventRecord")
+    assert [calls()[name] for name in unchanged] == [before[name] for name in unchanged]
+    assert (late.backing(0), later.backing(0), kv.backing(0)) == ("retiring", "retiring", "none")
+    gate.capture(False)
+    eventually(lambda: backings(late) == ["none"] * 4 and backings(kv) == ["kept"] * 2 + ["none"] * 2)
+    eventually(lambda: backings(later) == ["none"] * 4)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_event_that_a_capture_took_is_recorded_anew(gate: Gate, waits: bool) -> None:
-    with opened(path=gate.path) as core:
-        core.stream()
-        some = core.range(4, "weights")
-        some.map(0, 4)
-        gate.library.capture_next(0)
-        some.retire(0, 4)
-        if waits:
-            core.device.reap(wait=True)
-        else:
+def test_an_event_that_a_capture_took_is_recorded_anew(core: Core, gate: Gate, waits: bool) -> None:
+    core.stream()
+    some = core.range(4, "weights", mapped=4)
+    gate.library.capture_next(0)
+    some.retire(0, 4)
+    if waits:
+        core.device.reap(wait=True)
+    else:
 
-            def gone() -> bool:
-                core.device.reserve(PAGE, "weights", core.device.group()).map(0, 1)  # a program goes on
-                return backings(some) == ["none"] * 4
+        def gone() -> bool:
+            core.device.reserve(PAGE, "weights", core.device.group()).map(0, 1)  # a program goes on
+            return backings(some) == ["none"] * 4
 
-            eventually(gone)
-        assert backings(some) == ["none"] * 4
+        eventually(gone)
+    assert backings(some) == ["none"] * 4
 
 
 SCENE = """
@@ -189,32 +179,29 @@ SCENE = """
 )
 def test_a_process_ends_whatever_the_thread_does(bind: str, then: str) -> None:
     scene = textwrap.dedent(SCENE).format(bind=bind, then=then)
-    for _ in range(2):
-        ended = subprocess.run(
-            [sys.executable, "-c", scene, str(library())], timeout=600, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode in ((1, -2, 130) if "SIGINT" in then else (0,)), ended.stderr
-        assert "terminate" not in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", scene, str(library())], timeout=600, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode in ((1, -2, 130) if "SIGINT" in then else (0,)), ended.stderr
+    assert "terminate" not in ended.stderr
 
 
 # -- ahead ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_mapped_ahead_is_claimed_without_the_driver() -> None:
-    with opened() as core:
-        some = core.range(6)
-        some.map(0, 2)
-        some.map_ahead(2, 3)
-        core.device.reap(wait=True)
-        assert backings(some) == ["device", "device", "kept", "kept", "kept", "none"]
-        assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
-        pages = [some.page(piece) for piece in (2, 3)]
-        assert page_calls(lambda: some.map(2, 2)) == {}
-        assert [some.page(piece) for piece in (2, 3)] == pages
-        assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
-        write(some.address, 7, 4 * PAGE)
-        assert physical() == 5 * PAGE
-        assert len(maps(some.address, 5 * PAGE)) == 1  # neighbours in address are neighbours in the pool
+def test_what_was_mapped_ahead_is_claimed_without_the_driver(core: Core) -> None:
+    some = core.range(6, mapped=2)
+    some.map_ahead(2, 3)
+    core.device.reap(wait=True)
+    assert backings(some) == ["device", "device", "kept", "kept", "kept", "none"]
+    assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
+    pages = [some.page(piece) for piece in (2, 3)]
+    assert page_calls(lambda: some.map(2, 2)) == {}
+    assert [some.page(piece) for piece in (2, 3)] == pages
+    assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
+    write(some.address, 7, 4 * PAGE)
+    assert physical() == 5 * PAGE
+    assert len(maps(some.address, 5 * PAGE)) == 1  # neighbours in address are neighbours in the pool
 
 
 def test_nothing_is_taken_from_anybody() -> None:
@@ -275,25 +262,23 @@ def test_retiring_gives_up_what_was_mapped_ahead_and_makes_room_for_more() -> No
         assert (core.ahead(), backings(other)) == (1, ["kept", "none"])
 
 
-def test_bad_requests_are_refused() -> None:
-    with opened() as core:
-        some = core.range(4)
-        for first, count in [(0, 5), (5, 0), (4, 1), (2**63, 2**63)]:
-            with pytest.raises(BallonetError, match="outside"):
-                some.map_ahead(first, count)
-        with pytest.raises(TypeError):
-            some.map_ahead(-1, 1)
-        with pytest.raises(BallonetError, match="KV"):
-            core.range(4, "weights").map_ahead(0, 1)
-        some.map_ahead(4, 0)
-        core.device.reap(wait=True)
-        assert core.ahead() == 0
+def test_bad_requests_are_refused(core: Core) -> None:
+    some = core.range(4)
+    for first, count in [(0, 5), (5, 0), (4, 1), (2**63, 2**63)]:
+        with pytest.raises(BallonetError, match="outside"):
+            some.map_ahead(first, count)
+    with pytest.raises(TypeError):
+        some.map_ahead(-1, 1)
+    with pytest.raises(BallonetError, match="KV"):
+        core.range(4, "weights").map_ahead(0, 1)
+    some.map_ahead(4, 0)
+    core.device.reap(wait=True)
+    assert core.ahead() == 0
 
 
 def test_a_fault_ends_a_request_and_nobody_hears_of_it() -> None:
     def prepare(core: Core) -> tuple[Core, _native.Range]:
-        some = core.range(6)
-        some.map(0, 1)
+        some = core.range(6, mapped=1)
         return core, some
 
     def work(scene: tuple[Core, _native.Range]) -> None:
@@ -314,24 +299,16 @@ def test_a_fault_ends_a_request_and_nobody_hears_of_it() -> None:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_time_in_the_driver_is_counted_where_it_is_spent() -> None:
-    with opened() as core:
-        spent: list[int] = []
+def test_time_in_the_driver_is_counted_where_it_is_spent(core: Core, other: Other) -> None:
+    def elsewhere() -> int:
+        core.range(4, "weights", mapped=4)
+        return core.device.driver_ns()
 
-        def elsewhere() -> None:
-            some = core.range(4, "weights")
-            some.map(0, 4)
-            spent.append(core.device.driver_ns())
-
-        before = core.device.driver_ns()
-        numbers = core.device.snapshot()["driver_ns"]
-        worker = threading.Thread(target=elsewhere)
-        worker.start()
-        worker.join()
-        assert spent[0] > 0
-        assert core.device.driver_ns() == before
-        after = core.device.snapshot()["driver_ns"]
-        assert after["callers"] - numbers["callers"] == spent[0]
+    before, numbers = core.device.driver_ns(), core.device.snapshot()["driver_ns"]
+    spent = other.does(elsewhere)
+    assert spent > 0
+    assert core.device.driver_ns() == before
+    assert core.device.snapshot()["driver_ns"]["callers"] - numbers["callers"] == spent
 
 
 @pytest.mark.parametrize(
@@ -346,13 +323,11 @@ def test_time_in_the_driver_is_counted_where_it_is_spent() -> None:
     ],
     ids=["reserve", "map", "release", "synchronize", "snapshot", "memory"],
 )
-def test_only_page_tables_count(work: Callable[[Core, _native.Range], object], counts: bool) -> None:
-    with opened() as core:
-        some = core.range(3, "weights")
-        other = core.range(1, "weights")
-        other.map(0, 1)
-        other.retire(0, 1)
-        core.device.reap(wait=True)
-        before = core.device.driver_ns()
-        work(core, some)
-        assert (core.device.driver_ns() > before) is counts
+def test_only_page_tables_count(core: Core, work: Callable[[Core, _native.Range], object], counts: bool) -> None:
+    some = core.range(3, "weights")
+    other = core.range(1, "weights", mapped=1)
+    other.retire(0, 1)
+    core.device.reap(wait=True)
+    before = core.device.driver_ns()
+    work(core, some)
+    assert (core.device.driver_ns() > before) is counts

@@ -8,9 +8,8 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,18 +21,20 @@ from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, Poo
 from .core import (
     PAGE,
     Core,
+    Gate,
+    Other,
     all_calls,
     calls,
-    capturing,
     eventually,
     faults_at_every_call,
     holds,
     opened,
     physical,
+    refused,
     write,
 )
 from .pool import bytes_that_exist
-from .test_core_reclaim import Layer, Other, another, keys, layer  # noqa: F401 (a fixture)
+from .test_core_reclaim import Layer, keys, layer
 
 LONG = 60 * 10**9  # ns; nobody waits that long in a test that goes well
 
@@ -70,8 +71,7 @@ def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPool
         listening = pool.submit(listen)
         try:
             device.allocate(PAGE)
-            with pytest.raises(PoolExhausted):
-                device.allocate(PAGE)
+            refused(lambda: device.allocate(PAGE))
         finally:
             over.set()
         listening.result()
@@ -81,8 +81,7 @@ def test_what_is_free_or_idle_goes_back_to_the_driver() -> None:
     with opened(budget=32) as core:
         core.device.allocate(PAGE)
         core.device.deallocate(core.device.allocate(10 * PAGE))
-        kv = core.range(8)
-        kv.map(0, 8)
+        kv = core.range(8, mapped=8)
         kv.retire(2, 6)
         core.device.set_budget(4 * PAGE)
         assert (core.device.budget, core.created(), physical()) == (4 * PAGE, 4, 4 * PAGE)
@@ -104,13 +103,13 @@ def test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number() -> Non
         core.device.allocate(2 * PAGE)
         core.device.publish([one.entry(1)])
         before = core.pages()
-        with pytest.raises(BudgetInUse) as refused:
+        with pytest.raises(BudgetInUse) as caught:
             core.device.set_budget(3 * PAGE, LONG)
-        assert isinstance(refused.value, BudgetError)
-        assert (refused.value.immovable, refused.value.budget, refused.value.waited) == (4 * PAGE, 3 * PAGE, 0)
-        assert f"ballonet.set_budget({refused.value.smallest})" in str(refused.value)
+        assert isinstance(caught.value, BudgetError)
+        assert (caught.value.immovable, caught.value.budget, caught.value.waited) == (4 * PAGE, 3 * PAGE, 0)
+        assert f"ballonet.set_budget({caught.value.smallest})" in str(caught.value)
         assert (core.device.budget, core.pages(), keys(core), core.device.page_request) == (16 * PAGE, before, [], 0)
-        core.device.set_budget(refused.value.smallest)
+        core.device.set_budget(caught.value.smallest)
         assert (keys(core), physical()) == ([1], 4 * PAGE)
         assert one.intact()
         assert kept.intact()
@@ -126,26 +125,14 @@ def test_a_host_that_has_room_for_some_of_it_only() -> None:
     with opened(budget=8, host_budget=3) as core:
         layers = [layer(core, 2, value) for value in (1, 11)]
         core.device.publish([one.entry(key) for key, one in enumerate(layers)])
-        with pytest.raises(BudgetInUse) as refused:
+        with pytest.raises(BudgetInUse) as caught:
             core.device.set_budget(0, LONG)
-        assert (refused.value.immovable, keys(core)) == (2 * PAGE, [])
-        with pytest.raises(PoolExhausted):
-            core.range(8).map(0, 8)
+        assert (caught.value.immovable, keys(core)) == (2 * PAGE, [])
+        refused(lambda: core.range(8).map(0, 8))
         assert keys(core) == []  # a request that all together could not meet takes none
         core.device.set_budget(2 * PAGE)
         assert (keys(core), physical()) == ([0], 2 * PAGE)
         assert all(one.intact() for one in layers)
-
-
-def test_ones_own_leases_are_no_hindrance() -> None:
-    with opened(budget=4) as core:
-        one = layer(core, 4)
-        core.device.publish([one.entry(1)])
-        one.group.enter()
-        core.device.set_budget(0)
-        assert (keys(core), physical()) == ([1], 0)
-        assert one.intact()
-        one.group.leave()
 
 
 # -- Waiting ----------------------------------------------------------------------------------------------------------
@@ -158,77 +145,53 @@ def leased(core: Core, other: Other, pieces: int = 2) -> Layer:
     return one
 
 
-def test_who_leases_yields_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
-    with opened(budget=4) as core:
-        one = leased(core, other, 4)
-        lowering = pool.submit(core.device.set_budget, 1 * PAGE, LONG)
+ENDS: dict[str, Callable[[Core, Layer, int], object]] = {
+    "yields": lambda core, one, block: core.device.yield_pages(),
+    "leaves": lambda core, one, block: one.group.leave(),
+    "frees": lambda core, one, block: core.device.deallocate(block),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_it_waits_for_who_uses_pages_and_nothing_is_created_above_it(
+    end: str, other: Other, pool: ThreadPoolExecutor
+) -> None:
+    with opened(budget=9) as core:
+        one, kv = leased(core, other, 4), core.range(8)
+        block = core.device.allocate(3 * PAGE)
+        lowering = pool.submit(core.device.set_budget, 4 * PAGE, LONG)
         eventually(lambda: core.device.page_request == 3)
+        refused(lambda: kv.map(0, 1))
+        refused(lambda: core.device.allocate(PAGE))
+        assert physical() == 7 * PAGE
         assert not lowering.done()
-        assert other.does(core.device.yield_pages) == 4
+        other.does(lambda: ENDS[end](core, one, block))
         lowering.result()
-        assert (physical(), core.device.budget, core.device.page_request) == (PAGE, PAGE, 0)
+        assert (physical(), core.device.budget) == (4 * PAGE, 4 * PAGE)
+        assert end == "frees" or core.device.page_request == 0
+        assert one.place == ("device" if end == "frees" else "host")
         assert one.intact()
-
-
-def test_who_leases_leaves_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
-    with opened(budget=4) as core:
-        one = leased(core, other, 4)
-        lowering = pool.submit(core.device.set_budget, 0, LONG)
-        eventually(lambda: core.device.page_request == 4)
-        other.does(one.group.leave)
-        lowering.result()
-        assert (physical(), one.intact()) == (0, True)
 
 
 def test_who_leases_never_comes_back(other: Other) -> None:
     with opened(budget=8) as core:
         one = leased(core, other, 4)
-        with pytest.raises(BudgetInUse) as refused:
+        with pytest.raises(BudgetInUse) as caught:
             core.device.set_budget(2 * PAGE, 10**7)
-        assert (refused.value.immovable, refused.value.budget) == (4 * PAGE, 2 * PAGE)
-        assert refused.value.waited > 0
-        assert "timeout" in str(refused.value)
+        assert (caught.value.immovable, caught.value.budget) == (4 * PAGE, 2 * PAGE)
+        assert caught.value.waited > 0
+        assert "timeout" in str(caught.value)
         assert (core.device.budget, core.device.page_request, one.place) == (8 * PAGE, 0, "device")
         core.range(4).map(0, 4)  # up to the budget that is in force again
 
 
-def test_nothing_is_created_above_it_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
-    with opened(budget=8) as core:
-        one = leased(core, other, 4)
-        kv = core.range(4)
-        lowering = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
-        eventually(lambda: lowered(core, 2))
-        with pytest.raises(PoolExhausted):
-            kv.map(0, 1)
-        with pytest.raises(PoolExhausted):
-            core.device.allocate(PAGE)
-        assert physical() == 4 * PAGE
-        other.does(one.group.leave)
-        lowering.result()
-        kv.map(0, 2)
-        assert physical() == 2 * PAGE
-
-
-def test_blocks_that_are_freed_meanwhile_count(other: Other, pool: ThreadPoolExecutor) -> None:
-    with opened(budget=8) as core:
-        one = leased(core, other, 4)
-        block = core.device.allocate(4 * PAGE)
-        lowering = pool.submit(core.device.set_budget, 4 * PAGE, LONG)
-        eventually(lambda: core.device.page_request > 0)
-        core.device.deallocate(block)
-        lowering.result()
-        assert (physical(), one.place) == (4 * PAGE, "device")
-
-
-def test_a_capture_that_ends_meanwhile(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    shim, set_capturing = capturing(tmp_path)
-    with opened(budget=8, path=shim) as core:
+def test_a_capture_that_ends_meanwhile(gate: Gate, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=8, path=gate.path) as core:
         one = layer(core, 4)
         core.device.publish([one.entry(1)])
-        kv = core.range(2)
-        kv.map(0, 2)
+        kv = core.range(2, mapped=2)
         core.device.deallocate(core.device.allocate(2 * PAGE))
-        set_capturing(1)
+        gate.capture(True)
         kv.close()
         before = calls()
         lowering = pool.submit(core.device.set_budget, PAGE, LONG)
@@ -237,7 +200,7 @@ def test_a_capture_that_ends_meanwhile(tmp_path: Path, pool: ThreadPoolExecutor)
         for function in ("cuMemUnmap", "cuMemMap", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyAsync"):
             assert calls()[function] == before[function], function
         assert not lowering.done()
-        set_capturing(0)
+        gate.capture(False)
         lowering.result()
         assert physical() <= PAGE
         assert one.intact()
@@ -295,8 +258,7 @@ def test_who_waits_gives_what_it_leases_itself(other: Other, pool: ThreadPoolExe
         mine, theirs = layer(core, 2), layer(core, 4)
         core.device.publish([theirs.entry(2), mine.entry(1)])
         other.does(theirs.group.enter)
-        more = core.range(4)
-        more.map(0, 2)
+        more = core.range(4, mapped=2)
 
         def wait() -> None:
             mine.group.enter()
@@ -461,9 +423,9 @@ def test_the_facade_waits_as_long_as_it_is_told(other: Other) -> None:
         device.publish([(1, group, [(range_, 0, range_.pieces, twin, 0, [])])])
         other.does(group.enter)
         tensor = torch.ones(2**18)
-        with pytest.raises(BudgetInUse) as refused:
+        with pytest.raises(BudgetInUse) as caught:
             ballonet.set_budget("3MiB", timeout="10ms")
-        assert refused.value.waited >= 0.01
+        assert caught.value.waited >= 0.01
         assert device.budget == 8 * 2**20
         for timeout in ("soon", -1, float("inf")):
             with pytest.raises(ConfigError, match="timeout"):

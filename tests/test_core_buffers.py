@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, Core, behind, capturing, faults_at_every_call, holds, opened, physical, write
-from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
+from .core import PAGE, Core, Gate, Other, behind, faults_at_every_call, holds, opened, physical, refused, write
 
 PIECES = 3
 LAYERS = 2
@@ -76,127 +75,112 @@ class Turns:
         return [behind(self.ranges[layer].address + piece * PAGE)[0] for piece in range(PIECES + 1)]
 
 
-def test_a_buffer_goes_and_whoever_led_there_reads_its_own_bytes_on_the_host() -> None:
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        assert turns.shows(0)
-        assert not turns.shows(1), "it is the other one's turn"
-        core.device.publish([turns.entry()])
-        assert core.device.published == [1]
-        core.device.check()
-        copied, host = core.device.snapshot()["copied"], physical("host")
-        core.device.allocate(PIECES * PAGE)  # in the middle of any operator
-        assert core.device.snapshot()["copied"] == copied, "nothing is copied for it"
-        assert physical("host") == host
-        assert [row[1:] for row in core.device.taken()] == [(1, PIECES)]
-        for layer in range(LAYERS):
-            assert turns.shows(layer)
-            assert turns.places(layer) == ["host"] * PIECES + ["device"]
-        assert turns.buffer.backed == 0
-        assert physical() == core.device.budget
+@pytest.fixture
+def core() -> Iterator[Core]:
+    with opened(budget=PIECES + LAYERS) as made:
+        yield made
 
 
-def test_part_of_it_goes() -> None:
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        core.device.publish([turns.entry(1, 2, 1), turns.entry(2, 0, 2)])
-        core.range(1).map(0, 1)
-        assert [turns.buffer.backing(piece) for piece in range(PIECES)] == ["device", "device", "none"]
-        assert turns.shows(0), "what it holds is read where it was"
-        assert turns.places(0) == ["device", "device", "host", "device"]
-        turns.buffer.retire(0, 2)  # it would be wrong to take that now
-        core.device.reap(wait=True)
-        assert core.device.take([2]) == 0
+@pytest.fixture
+def turns(core: Core) -> Turns:
+    return Turns(core)
 
 
-def test_what_an_entry_does_not_name_keeps_the_buffer() -> None:
+def test_a_buffer_goes_and_whoever_led_there_reads_its_own_bytes_on_the_host(core: Core, turns: Turns) -> None:
+    assert turns.shows(0)
+    assert not turns.shows(1), "it is the other one's turn"
+    core.device.publish([turns.entry()])
+    assert core.device.published == [1]
+    core.device.check()
+    copied, host = core.device.snapshot()["copied"], physical("host")
+    core.device.allocate(PIECES * PAGE)  # in the middle of any operator
+    assert core.device.snapshot()["copied"] == copied, "nothing is copied for it"
+    assert physical("host") == host
+    assert [row[1:] for row in core.device.taken()] == [(1, PIECES)]
+    for layer in range(LAYERS):
+        assert turns.shows(layer)
+        assert turns.places(layer) == ["host"] * PIECES + ["device"]
+    assert turns.buffer.backed == 0
+    assert physical() == core.device.budget
+
+
+def test_part_of_it_goes(core: Core, turns: Turns) -> None:
+    core.device.publish([turns.entry(1, 2, 1), turns.entry(2, 0, 2)])
+    core.range(1).map(0, 1)
+    assert [turns.buffer.backing(piece) for piece in range(PIECES)] == ["device", "device", "none"]
+    assert turns.shows(0), "what it holds is read where it was"
+    assert turns.places(0) == ["device", "device", "host", "device"]
+    turns.buffer.retire(0, 2)  # it would be wrong to take that now
+    core.device.reap(wait=True)
+    assert core.device.take([2]) == 0
+
+
+def test_what_an_entry_does_not_name_keeps_the_buffer(core: Core, turns: Turns) -> None:
     """Another address leads there, and nobody says where it could lead instead."""
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        core.device.publish([turns.entry(layers=1)])
-        with pytest.raises(PoolExhausted):
-            core.range(1).map(0, 1)
-        assert turns.shows(0)
-        core.device.publish([turns.entry()])
-        core.range(1).map(0, 1)
-        assert turns.shows(1)
+    core.device.publish([turns.entry(layers=1)])
+    refused(lambda: core.range(1).map(0, 1))
+    assert turns.shows(0)
+    core.device.publish([turns.entry()])
+    core.range(1).map(0, 1)
+    assert turns.shows(1)
 
 
 @pytest.mark.parametrize("change", ["led to its twin", "led to the buffer again", "closed", "the twin has no page"])
-def test_an_entry_is_void_once_anything_leads_elsewhere(change: str) -> None:
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        core.device.publish([turns.entry()])
-        if change == "led to its twin":
-            assert turns.ranges[1].alias(0, turns.twins[1], 0, 1)
-        elif change == "led to the buffer again":
-            assert turns.ranges[1].alias(1, turns.twins[1], 1, 1)
-            assert turns.ranges[1].alias(1, turns.buffer, 1, 1)
-        elif change == "closed":
-            turns.ranges[1].close()
-        else:
-            turns.twins[1].retire(1, 1)
-        assert core.device.published == []
-        with pytest.raises(PoolExhausted):
-            core.range(PIECES).map(0, PIECES)
-
-
-def test_what_has_no_bytes_on_the_host_does_not_enter_the_list() -> None:
-    """A page without bytes would be filled from the buffer, which holds another one's."""
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        turns.twins[1].retire(1, 1)
-        core.device.reap(wait=True)
-        core.device.publish([turns.entry()])
-        assert core.device.published == []
-        own = core.range(1, "kv", turns.group)
-        own.map_host(0, 1)
-        key, group, parts = turns.entry()
-        with pytest.raises(BallonetError, match="sources"):
-            core.device.publish([(key, group, [(*parts[0][:3], None, 0, [(0, 0, 1)]), *parts[1:]])])
-
-
-def test_a_tensor_over_the_buffer_keeps_it() -> None:
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        held = turns.buffer.tensor(0, (PAGE,), (1,), 1, 8)
-        core.device.publish([turns.entry()])
-        assert core.device.take([1]) == 0
-        del held
-        assert core.device.take([1]) == PIECES
-
-
-def test_who_leases_it_gives_it(other: Other) -> None:
-    with opened(budget=PIECES + LAYERS) as core:
-        turns = Turns(core)
-        core.device.publish([turns.entry()])
-        other.does(turns.group.enter)
-        with pytest.raises(PoolExhausted):
-            core.range(1).map(0, 1)
-        assert turns.buffer.backed == PIECES
-        assert core.device.page_request == 1
-        assert other.does(core.device.yield_pages) == PIECES
-        assert turns.shows(0)
-        assert turns.shows(1)
-
-
-def test_while_a_graph_is_captured_it_stays(tmp_path: Path) -> None:
-    library, capture = capturing(tmp_path)
-    core = Core(
-        _native.Device(
-            library=library, ordinal=0, page_size=PAGE, budget=(PIECES + LAYERS) * PAGE, host_budget=16 * PAGE
-        ),
-        PAGE,
-    )
-    turns = Turns(core)
+def test_an_entry_is_void_once_anything_leads_elsewhere(core: Core, turns: Turns, change: str) -> None:
     core.device.publish([turns.entry()])
-    capture(1)
+    if change == "led to its twin":
+        assert turns.ranges[1].alias(0, turns.twins[1], 0, 1)
+    elif change == "led to the buffer again":
+        assert turns.ranges[1].alias(1, turns.twins[1], 1, 1)
+        assert turns.ranges[1].alias(1, turns.buffer, 1, 1)
+    elif change == "closed":
+        turns.ranges[1].close()
+    else:
+        turns.twins[1].retire(1, 1)
+    assert core.device.published == []
+    refused(lambda: core.range(PIECES).map(0, PIECES))
+
+
+def test_what_has_no_bytes_on_the_host_does_not_enter_the_list(core: Core, turns: Turns) -> None:
+    """A page without bytes would be filled from the buffer, which holds another one's."""
+    turns.twins[1].retire(1, 1)
+    core.device.reap(wait=True)
+    core.device.publish([turns.entry()])
+    assert core.device.published == []
+    own = core.range(1, "kv", turns.group)
+    own.map_host(0, 1)
+    key, group, parts = turns.entry()
+    with pytest.raises(BallonetError, match="sources"):
+        core.device.publish([(key, group, [(*parts[0][:3], None, 0, [(0, 0, 1)]), *parts[1:]])])
+
+
+def test_a_tensor_over_the_buffer_keeps_it(core: Core, turns: Turns) -> None:
+    held = turns.buffer.tensor(0, (PAGE,), (1,), 1, 8)
+    core.device.publish([turns.entry()])
     assert core.device.take([1]) == 0
-    capture(0)
+    del held
     assert core.device.take([1]) == PIECES
-    core.device.check()
-    core.finish()
-    core.device.close()
+
+
+def test_who_leases_it_gives_it(core: Core, turns: Turns, other: Other) -> None:
+    core.device.publish([turns.entry()])
+    other.does(turns.group.enter)
+    refused(lambda: core.range(1).map(0, 1))
+    assert turns.buffer.backed == PIECES
+    assert core.device.page_request == 1
+    assert other.does(core.device.yield_pages) == PIECES
+    assert turns.shows(0)
+    assert turns.shows(1)
+
+
+def test_while_a_graph_is_captured_it_stays(gate: Gate) -> None:
+    with opened(budget=PIECES + LAYERS, path=gate.path) as core:
+        core.device.publish([Turns(core).entry()])
+        gate.capture(True)
+        assert core.device.take([1]) == 0
+        gate.capture(False)
+        assert core.device.take([1]) == PIECES
+        core.device.check()
 
 
 def test_a_fault_leaves_it_as_it_was_or_gone() -> None:

@@ -41,30 +41,24 @@ def closed(core: Core, *sizes: tuple[int, int]) -> list[Cached]:
     return [Cached(address, *size) for address, size in zip(core.cached_ranges(*sizes), sizes, strict=True)]
 
 
-def test_the_pages_of_a_closed_range_are_free_and_stay_where_they_are() -> None:
-    with opened() as core:
-        [(address, _, _)] = closed(core, (6, 4))
-        assert core.pages() == {"free": 4, "weights": 0, "activations": 0, "kv": 0, "retiring": 0}
-        assert core.kept() == 4
-        assert {(one.place, one.access) for one in maps(address, 4 * PAGE)} == {("device", "rw-s")}
-
-
-def test_the_next_range_claims_them_without_the_driver() -> None:
-    with opened() as core:
-        [(address, _, _)] = closed(core, (6, 4))
-        before = calls()
-        some = core.range(6)
-        assert some.address == address
-        assert [some.backing(piece) for piece in range(6)] == ["kept"] * 4 + ["none"] * 2
-        assert (some.backed, some.pieces, some.nbytes) == (0, 6, 6 * PAGE)
-        with pytest.raises(BallonetError, match="not all backed"):
-            some.tensor(0, (1,), (1,), 1, 8)
-        assert page_calls(lambda: some.map(0, 3)) == {}
-        write(some.address, 5, 3 * PAGE)
-        assert (core.pages()["kv"], core.pages()["free"], core.kept()) == (3, 1, 1)
-        assert page_calls(lambda: some.map(3, 2)) == {"cuMemCreate": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
-        assert holds(some.address, 5, 3 * PAGE)
-        assert calls()["cuMemAddressReserve"] == before["cuMemAddressReserve"]
+def test_pages_of_a_closed_range_are_free_and_stay_and_the_next_claims_them_without_the_driver(core: Core) -> None:
+    [(address, _, _)] = closed(core, (6, 4))
+    assert core.pages() == {"free": 4, "weights": 0, "activations": 0, "kv": 0, "retiring": 0}
+    assert core.kept() == 4
+    assert {(one.place, one.access) for one in maps(address, 4 * PAGE)} == {("device", "rw-s")}
+    before = calls()
+    some = core.range(6)
+    assert some.address == address
+    assert [some.backing(piece) for piece in range(6)] == ["kept"] * 4 + ["none"] * 2
+    assert (some.backed, some.pieces, some.nbytes) == (0, 6, 6 * PAGE)
+    with pytest.raises(BallonetError, match="not all backed"):
+        some.tensor(0, (1,), (1,), 1, 8)
+    assert page_calls(lambda: some.map(0, 3)) == {}
+    write(some.address, 5, 3 * PAGE)
+    assert (core.pages()["kv"], core.pages()["free"], core.kept()) == (3, 1, 1)
+    assert page_calls(lambda: some.map(3, 2)) == {"cuMemCreate": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
+    assert holds(some.address, 5, 3 * PAGE)
+    assert calls()["cuMemAddressReserve"] == before["cuMemAddressReserve"]
 
 
 def request(core: Core, pages: int, group: _native.Group) -> None:
@@ -78,19 +72,18 @@ def request(core: Core, pages: int, group: _native.Group) -> None:
         assert all(holds(layer.address + piece * PAGE, piece) for piece in range(pages))
 
 
-def test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more() -> None:
-    with opened(budget=64) as core:
-        group = core.device.group()
-        request(core, 8, group)
+def test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more(core: Core) -> None:
+    group = core.device.group()
+    request(core, 8, group)
+    gc.collect()
+    core.device.reap(wait=True)
+    before = {name: count for name, count in calls().items() if name.startswith("cuMem")}
+    for pages in (3, 8, 1, 5, 8, 2):
+        request(core, pages, group)
         gc.collect()
         core.device.reap(wait=True)
-        before = {name: count for name, count in calls().items() if name.startswith("cuMem")}
-        for pages in (3, 8, 1, 5, 8, 2):
-            request(core, pages, group)
-            gc.collect()
-            core.device.reap(wait=True)
-        assert {name: count for name, count in calls().items() if name.startswith("cuMem")} == before
-        assert physical() == 32 * PAGE
+    assert {name: count for name, count in calls().items() if name.startswith("cuMem")} == before
+    assert physical() == 32 * PAGE
 
 
 def best(cached: list[Cached], pieces: int, expected: int) -> Cached | None:
@@ -129,118 +122,110 @@ def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:
         assert taken > 60
 
 
-def test_expected_bytes_are_counted_in_whole_pages() -> None:
-    with opened() as core:
-        small, large = closed(core, (4, 1), (4, 2))
-        for expected, fitting in [(PAGE + 1, large), (PAGE, small), (1, small), (0, small), (2 * PAGE, large)]:
-            some = core.device.reserve(PAGE, "kv", core.device.group(), expected=expected)
-            assert some.address == fitting.address
-            some.close()
+def test_expected_bytes_are_counted_in_whole_pages(core: Core) -> None:
+    small, large = closed(core, (4, 1), (4, 2))
+    for expected, fitting in [(PAGE + 1, large), (PAGE, small), (1, small), (0, small), (2 * PAGE, large)]:
+        some = core.device.reserve(PAGE, "kv", core.device.group(), expected=expected)
+        assert some.address == fitting.address
+        some.close()
 
 
-def test_a_cached_range_is_for_kv_that_wants_one() -> None:
-    with opened() as core:
-        [(address, _, _)] = closed(core, (4, 2))
-        weights = core.range(4, "weights")
-        twin = core.device.reserve(4 * PAGE, "kv", core.device.group(), reuse=False)
-        assert address not in (weights.address, twin.address)
-        weights.map(0, 2)
-        weights.close()
-        core.device.reap(wait=True)
-        assert core.kept() <= 2  # weights are not cached, and what they took they took from this one
-        assert core.pages()["free"] >= 2
-        twin.close()
+def test_a_cached_range_is_for_kv_that_wants_one(core: Core) -> None:
+    [(address, _, _)] = closed(core, (4, 2))
+    weights = core.range(4, "weights")
+    twin = core.device.reserve(4 * PAGE, "kv", core.device.group(), reuse=False)
+    assert address not in (weights.address, twin.address)
+    weights.map(0, 2)
+    weights.close()
+    core.device.reap(wait=True)
+    assert core.kept() <= 2  # weights are not cached, and what they took they took from this one
+    assert core.pages()["free"] >= 2
+    twin.close()
 
 
-def test_what_is_still_in_use_is_not_cached() -> None:
+def test_what_is_still_in_use_is_not_cached(core: Core) -> None:
     """Work that was submitted may touch the old pages: another stream's writes would not be ordered after it."""
-    with opened() as core:
-        stream = core.stream()
-        some = core.range(3)
-        address = some.address
-        some.map(0, 2)
-        core.device.note_use(address, PAGE, stream, write=True)
-        core.occupy(stream, LONG)
-        some.close()
-        other = core.range(3)
-        assert other.address != address
-        assert core.kept() == 0
-        core.device.reap(wait=True)
-        assert core.kept() == 2
-        third = core.range(3)
-        assert third.address == address
-        third.map(0, 2)
-        core.device.note_use(address, PAGE, 0, write=True)  # the order checker has nothing to say
-        write(address, 1, 2 * PAGE)
+    stream = core.stream()
+    some = core.range(3)
+    address = some.address
+    some.map(0, 2)
+    core.device.note_use(address, PAGE, stream, write=True)
+    core.occupy(stream, LONG)
+    some.close()
+    other = core.range(3)
+    assert other.address != address
+    assert core.kept() == 0
+    core.device.reap(wait=True)
+    assert core.kept() == 2
+    third = core.range(3)
+    assert third.address == address
+    third.map(0, 2)
+    core.device.note_use(address, PAGE, 0, write=True)  # the order checker has nothing to say
+    write(address, 1, 2 * PAGE)
 
 
-def test_a_range_under_a_tensor_is_cached_with_its_last_one() -> None:
-    with opened() as core:
-        some = core.range(3)
-        address = some.address
-        some.map(0, 3)
-        write(address, 9, 3 * PAGE)
-        held = [some.tensor(PAGE, (PAGE,), (1,), 1, 8)]
-        some.close()
-        core.device.reap(wait=True)
-        assert (core.kept(), core.pages()["kv"]) == (2, 1)
-        other = core.range(3)
-        assert other.address != address
-        assert holds(address + PAGE, 9)
-        held.clear()
-        core.device.reap(wait=True)
-        assert core.kept() == 3
-        assert core.range(3).address == address
+def test_a_range_under_a_tensor_is_cached_with_its_last_one(core: Core) -> None:
+    some = core.range(3)
+    address = some.address
+    some.map(0, 3)
+    write(address, 9, 3 * PAGE)
+    held = [some.tensor(PAGE, (PAGE,), (1,), 1, 8)]
+    some.close()
+    core.device.reap(wait=True)
+    assert (core.kept(), core.pages()["kv"]) == (2, 1)
+    other = core.range(3)
+    assert other.address != address
+    assert holds(address + PAGE, 9)
+    held.clear()
+    core.device.reap(wait=True)
+    assert core.kept() == 3
+    assert core.range(3).address == address
 
 
-def test_pieces_that_lead_elsewhere_are_not_kept() -> None:
-    with opened() as core:
-        some, host, slot = core.range(4), core.range(4), core.range(2, "weights")
-        some.map(0, 1)
-        some.map_host(1, 1)
-        slot.map(0, 2)
-        some.alias(2, slot, 0, 1)
-        host.map_host(0, 2)
-        address = some.address
-        some.close()
-        host.close()
-        core.device.reap(wait=True)
-        assert core.kept() == 1
-        again = core.range(4)
-        assert again.address == address
-        assert [again.backing(piece) for piece in range(4)] == ["kept", "none", "none", "none"]
-        assert core.device.snapshot()["host_free"] == 3
+def test_pieces_that_lead_elsewhere_are_not_kept(core: Core) -> None:
+    some, host, slot = core.range(4), core.range(4), core.range(2, "weights")
+    some.map(0, 1)
+    some.map_host(1, 1)
+    slot.map(0, 2)
+    some.alias(2, slot, 0, 1)
+    host.map_host(0, 2)
+    address = some.address
+    some.close()
+    host.close()
+    core.device.reap(wait=True)
+    assert core.kept() == 1
+    again = core.range(4)
+    assert again.address == address
+    assert [again.backing(piece) for piece in range(4)] == ["kept", "none", "none", "none"]
+    assert core.device.snapshot()["host_free"] == 3
 
 
-def test_a_page_that_another_range_shows_is_not_kept() -> None:
-    with opened() as core:
-        some, other = core.range(2), core.range(2)
-        some.map(0, 2)
-        write(some.address, 3, 2 * PAGE)
-        other.alias(0, some, 1, 1)
-        some.close()
-        core.device.reap(wait=True)
-        assert (core.kept(), core.pages()["retiring"]) == (1, 1)
-        assert holds(other.address, 3)
+def test_a_page_that_another_range_shows_is_not_kept(core: Core) -> None:
+    some, other = core.range(2), core.range(2)
+    some.map(0, 2)
+    write(some.address, 3, 2 * PAGE)
+    other.alias(0, some, 1, 1)
+    some.close()
+    core.device.reap(wait=True)
+    assert (core.kept(), core.pages()["retiring"]) == (1, 1)
+    assert holds(other.address, 3)
 
 
 # -- who needs pages --
 
 
-def test_pages_are_taken_out_of_the_oldest_cached_range_before_new_ones_are_made() -> None:
-    with opened(budget=64) as core:
-        idle = core.range(2, "weights")
-        idle.map(0, 2)
-        first, second = (each.address for each in closed(core, (4, 3), (4, 3)))
-        idle.retire(0, 2)
-        core.device.reap(wait=True)
-        other = core.range(20, "weights")
-        assert page_calls(lambda: other.map(0, 2)) == {"cuMemMap": 2, "cuMemSetAccess": 1}  # what is idle
-        assert page_calls(lambda: other.map(2, 2)) == {"cuMemUnmap": 2, "cuMemMap": 2, "cuMemSetAccess": 1}
-        assert [one.place for one in maps(first, 3 * PAGE)] == ["device", None]  # the last ones first
-        assert [one.place for one in maps(second, 3 * PAGE)] == ["device"]
-        assert page_calls(lambda: other.map(4, 5))["cuMemCreate"] == 1
-        assert (core.kept(), physical()) == (0, 9 * PAGE)
+def test_pages_are_taken_out_of_the_oldest_cached_range_before_new_ones_are_made(core: Core) -> None:
+    idle = core.range(2, "weights", mapped=2)
+    first, second = (each.address for each in closed(core, (4, 3), (4, 3)))
+    idle.retire(0, 2)
+    core.device.reap(wait=True)
+    other = core.range(20, "weights")
+    assert page_calls(lambda: other.map(0, 2)) == {"cuMemMap": 2, "cuMemSetAccess": 1}  # what is idle
+    assert page_calls(lambda: other.map(2, 2)) == {"cuMemUnmap": 2, "cuMemMap": 2, "cuMemSetAccess": 1}
+    assert [one.place for one in maps(first, 3 * PAGE)] == ["device", None]  # the last ones first
+    assert [one.place for one in maps(second, 3 * PAGE)] == ["device"]
+    assert page_calls(lambda: other.map(4, 5))["cuMemCreate"] == 1
+    assert (core.kept(), physical()) == (0, 9 * PAGE)
 
 
 def test_a_range_that_keeps_its_pages_claims_them_again_and_others_take_them_before_anything_else() -> None:
@@ -266,16 +251,14 @@ def test_a_range_that_keeps_its_pages_claims_them_again_and_others_take_them_bef
         core.device.check()
 
 
-def test_a_page_that_is_kept_leaves_where_that_is_asked() -> None:
-    with opened() as core:
-        some = core.range(3, keeps=True)
-        some.map(0, 2)
-        some.retire(1, 1)
-        core.device.reap(wait=True)
-        assert [some.drop_kept(piece) for piece in range(3)] == [False, True, False]
-        assert backings(some) == ["device", "none", "none"]
-        assert [each.place for each in maps(some.address, 2 * PAGE)] == ["device", None]
-        core.device.check()
+def test_a_page_that_is_kept_leaves_where_that_is_asked(core: Core) -> None:
+    some = core.range(3, keeps=True, mapped=2)
+    some.retire(1, 1)
+    core.device.reap(wait=True)
+    assert [some.drop_kept(piece) for piece in range(3)] == [False, True, False]
+    assert backings(some) == ["device", "none", "none"]
+    assert [each.place for each in maps(some.address, 2 * PAGE)] == ["device", None]
+    core.device.check()
 
 
 def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
@@ -298,9 +281,7 @@ def test_other_pages_go_where_something_is_kept() -> None:
         on_host.map_host(0, 2)
         assert backings(on_host)[:2] == ["host", "host"]
         assert (core.kept(), core.pages()["free"]) == (4, 6)
-        weights = core.range(2, "weights", group)
-        weights.map(0, 2)
-        write(weights.address, 6, 2 * PAGE)
+        weights = core.range(2, "weights", group, mapped=2, value=6)
         assert leads.alias(0, weights, 0, 1)
         assert holds(leads.address, 6)
         leads.close()
@@ -322,29 +303,27 @@ def test_a_lower_budget_a_trim_and_the_end_empty_the_cached_ranges() -> None:
         closed(core, (8, 8))
 
 
-def test_addresses_come_back_with_the_last_page_of_a_cached_range() -> None:
-    with opened() as core:
-        [(address, _, _)] = closed(core, (4, 2))
-        before = calls()["cuMemAddressFree"]
-        core.device.trim()
-        assert calls()["cuMemAddressFree"] == before + 1
-        assert all(one.place is None and one.access != "---p" for one in maps(address, 4 * PAGE))
+def test_addresses_come_back_with_the_last_page_of_a_cached_range(core: Core) -> None:
+    [(address, _, _)] = closed(core, (4, 2))
+    before = calls()["cuMemAddressFree"]
+    core.device.trim()
+    assert calls()["cuMemAddressFree"] == before + 1
+    assert all(one.place is None and one.access != "---p" for one in maps(address, 4 * PAGE))
 
 
-def test_a_device_that_is_dropped_leaves_no_cached_range() -> None:
-    with opened() as core:
-        one = make(budget=16)
-        some, open_one = (one.reserve(4 * PAGE, "kv", one.group()) for _ in range(2))
-        some.map(0, 4)
-        open_one.map(0, 2)
-        some.close()
-        assert physical() == 6 * PAGE
-        del one, some
-        gc.collect()
-        open_one.close()
-        del open_one
-        eventually(lambda: physical() == 0)
-        assert core.created() == 0
+def test_a_device_that_is_dropped_leaves_no_cached_range(core: Core) -> None:
+    one = make(budget=16)
+    some, open_one = (one.reserve(4 * PAGE, "kv", one.group()) for _ in range(2))
+    some.map(0, 4)
+    open_one.map(0, 2)
+    some.close()
+    assert physical() == 6 * PAGE
+    del one, some
+    gc.collect()
+    open_one.close()
+    del open_one
+    eventually(lambda: physical() == 0)
+    assert core.created() == 0
 
 
 def test_a_fault_at_every_driver_call_of_their_lives() -> None:

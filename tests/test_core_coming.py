@@ -15,7 +15,6 @@ from .core import (
     PAGE,
     Core,
     Gate,
-    a_gate,  # noqa: F401 (a fixture)
     backings,
     behind,
     calls,
@@ -73,34 +72,32 @@ def settled(core: Core) -> None:
     core.device.check()
 
 
-def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> None:
-    with opened() as core:
-        layers = Layers(core, 4)
+def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made(core: Core) -> None:
+    layers = Layers(core, 4)
+    settled(core)
+    assert (core.ahead(), core.created()) == (9, 12)
+    for index in (1, 2, 3):
+        without_driver(core, layers.add)
+        some = layers.ranges[index]
+        assert backings(some) == ["kept"] * 3 + ["none"] * 3
+        without_driver(core, lambda index=index: layers.map(index))
+        write(some.address, index, 3 * PAGE)
+        assert len(maps(some.address, 3 * PAGE)) == 1  # neighbours in address are neighbours in the pool
         settled(core)
-        assert (core.ahead(), core.created()) == (9, 12)
-        for index in (1, 2, 3):
-            without_driver(core, layers.add)
-            some = layers.ranges[index]
-            assert backings(some) == ["kept"] * 3 + ["none"] * 3
-            without_driver(core, lambda index=index: layers.map(index))
-            write(some.address, index, 3 * PAGE)
-            assert len(maps(some.address, 3 * PAGE)) == 1  # neighbours in address are neighbours in the pool
-            settled(core)
-        assert [holds(layers.ranges[index].address, index, 3 * PAGE) for index in (1, 2, 3)] == [True] * 3
-        assert (core.ahead(), core.kept(), physical()) == (0, 0, 12 * PAGE)
+    assert [holds(layers.ranges[index].address, index, 3 * PAGE) for index in (1, 2, 3)] == [True] * 3
+    assert (core.ahead(), core.kept(), physical()) == (0, 0, 12 * PAGE)
 
 
-def test_many_pages_side_by_side_are_opened_by_one_call() -> None:
-    with opened(budget=64) as core:
-        some = core.range(16)
-        assert page_calls(lambda: some.map(0, 16)) == {"cuMemCreate": 16, "cuMemMap": 16, "cuMemSetAccess": 1}
-        blocks: list[int] = []
-        assert page_calls(lambda: blocks.append(core.device.allocate(16 * PAGE))) == {
-            "cuMemCreate": 16,
-            "cuMemMap": 16,
-            "cuMemSetAccess": 1,
-        }
-        core.device.deallocate(blocks[0])
+def test_many_pages_side_by_side_are_opened_by_one_call(core: Core) -> None:
+    some = core.range(16)
+    assert page_calls(lambda: some.map(0, 16)) == {"cuMemCreate": 16, "cuMemMap": 16, "cuMemSetAccess": 1}
+    blocks: list[int] = []
+    assert page_calls(lambda: blocks.append(core.device.allocate(16 * PAGE))) == {
+        "cuMemCreate": 16,
+        "cuMemMap": 16,
+        "cuMemSetAccess": 1,
+    }
+    core.device.deallocate(blocks[0])
 
 
 @pytest.mark.parametrize(("page", "most"), [(2**24, 2), (2**26, 1)])
@@ -141,15 +138,14 @@ def test_no_more_is_made_than_the_budget_allows_and_whoever_needs_pages_gets_the
         refused(lambda: layers.map(1))
 
 
-def test_the_heap_moves_its_own_idle_pages_before_it_counts_on_them() -> None:
-    with opened() as core:
-        stream = core.stream()
-        Layers(core, 4)
-        settled(core)
-        core.device.deallocate(core.device.allocate(8 * PAGE))
-        before = core.created()
-        core.device.allocate(8 * PAGE, stream)  # not beside the first one
-        assert (core.created(), core.ahead()) == (before, 9)
+def test_the_heap_moves_its_own_idle_pages_before_it_counts_on_them(core: Core) -> None:
+    stream = core.stream()
+    Layers(core, 4)
+    settled(core)
+    core.device.deallocate(core.device.allocate(8 * PAGE))
+    before = core.created()
+    core.device.allocate(8 * PAGE, stream)  # not beside the first one
+    assert (core.created(), core.ahead()) == (before, 9)
 
 
 def test_they_go_after_all_others() -> None:
@@ -166,46 +162,41 @@ def test_they_go_after_all_others() -> None:
         assert core.ahead() == 2
 
 
-def test_pages_of_cached_ranges_that_are_too_short_serve_before_new_ones_are_made() -> None:
-    with opened() as core:
-        core.cached_ranges((2, 2), (2, 2), (2, 2))
-        Layers(core, 2)
-        settled(core)
-        assert (core.ahead(), core.kept(), physical()) == (3, 0, 6 * PAGE)
+def test_pages_of_cached_ranges_that_are_too_short_serve_before_new_ones_are_made(core: Core) -> None:
+    core.cached_ranges((2, 2), (2, 2), (2, 2))
+    Layers(core, 2)
+    settled(core)
+    assert (core.ahead(), core.kept(), physical()) == (3, 0, 6 * PAGE)
 
 
-def test_where_there_are_cached_ranges_nothing_is_done() -> None:
-    with opened() as core:
-        core.cached_ranges(*[(PIECES, 4)] * 4)
-        layers = Layers(core, 4)
-        assert page_calls(lambda: settled(core)) == {}
-        for index in (1, 2, 3):
-            layers.add()
-            without_driver(core, lambda index=index: layers.map(index))
-        settled(core)
-        assert (core.ahead(), physical()) == (0, 16 * PAGE)
-
-
-def test_cached_ranges_of_those_that_were_there_before_belong_to_everybody() -> None:
-    """Nobody has to make new pages for them."""
-    with opened() as core:
-        core.cached_ranges(*[(PIECES, 3)] * 4)
-        Layers(core, 4)
-        settled(core)
-        other = core.range(6, "weights")
-        other.map(0, 6)
-        settled(core)  # what is missing now is made anew
-        assert (core.ahead(), core.created()) == (6, 18)
-
-
-def test_a_cached_range_that_has_too_few_pages_gets_more() -> None:
-    with opened() as core:
-        core.cached_ranges((PIECES, 1), (PIECES, 3))
-        layers = Layers(core, 2)
-        settled(core)
-        assert (core.ahead(), core.kept(), core.created()) == (2, 1, 6)
+def test_where_there_are_cached_ranges_nothing_is_done(core: Core) -> None:
+    core.cached_ranges(*[(PIECES, 4)] * 4)
+    layers = Layers(core, 4)
+    assert page_calls(lambda: settled(core)) == {}
+    for index in (1, 2, 3):
         layers.add()
-        without_driver(core, lambda: layers.map(1))
+        without_driver(core, lambda index=index: layers.map(index))
+    settled(core)
+    assert (core.ahead(), physical()) == (0, 16 * PAGE)
+
+
+def test_cached_ranges_of_those_that_were_there_before_belong_to_everybody(core: Core) -> None:
+    """Nobody has to make new pages for them."""
+    core.cached_ranges(*[(PIECES, 3)] * 4)
+    Layers(core, 4)
+    settled(core)
+    core.range(6, "weights", mapped=6)
+    settled(core)  # what is missing now is made anew
+    assert (core.ahead(), core.created()) == (6, 18)
+
+
+def test_a_cached_range_that_has_too_few_pages_gets_more(core: Core) -> None:
+    core.cached_ranges((PIECES, 1), (PIECES, 3))
+    layers = Layers(core, 2)
+    settled(core)
+    assert (core.ahead(), core.kept(), core.created()) == (2, 1, 6)
+    layers.add()
+    without_driver(core, lambda: layers.map(1))
 
 
 @pytest.mark.parametrize("shrink", ["budget", "trim"])
@@ -221,71 +212,67 @@ def test_a_lower_budget_and_a_trim_take_all_of_it_and_no_more_is_made(shrink: st
         assert physical() == 3 * PAGE
 
 
-def test_once_the_first_range_is_gone_what_was_promised_is_cached_like_any() -> None:
-    with opened() as core:
-        layers = Layers(core, 3)
-        settled(core)
-        layers.close()
-        settled(core)
-        assert (core.ahead(), core.kept(), core.pages()["free"]) == (0, 9, 9)
-        Layers(core, 3)
-        settled(core)
-        assert (core.ahead(), core.created()) == (0, 9)
+def test_once_the_first_range_is_gone_what_was_promised_is_cached_like_any(core: Core) -> None:
+    layers = Layers(core, 3)
+    settled(core)
+    layers.close()
+    settled(core)
+    assert (core.ahead(), core.kept(), core.pages()["free"]) == (0, 9, 9)
+    Layers(core, 3)
+    settled(core)
+    assert (core.ahead(), core.created()) == (0, 9)
 
 
-def test_the_newest_is_served() -> None:
-    with opened() as core:
-        one, other = Layers(core, 5), Layers(core, 2, mapped=2)
-        settled(core)
-        # What was made for the first cache may serve the other one.
-        assert core.kept() + core.ahead() >= 2
-        other.add()
-        without_driver(core, lambda: other.map(1))
-        for _ in range(4):
-            one.add()
-        for index in (1, 2, 3, 4):
-            one.map(index)
+def test_the_newest_is_served(core: Core) -> None:
+    one, other = Layers(core, 5), Layers(core, 2, mapped=2)
+    settled(core)
+    # What was made for the first cache may serve the other one.
+    assert core.kept() + core.ahead() >= 2
+    other.add()
+    without_driver(core, lambda: other.map(1))
+    for _ in range(4):
+        one.add()
+    for index in (1, 2, 3, 4):
+        one.map(index)
 
 
-def test_what_grows_in_step_is_mapped_ahead_too() -> None:
+def test_what_grows_in_step_is_mapped_ahead_too(core: Core) -> None:
     """A prompt in chunks: each layer grows by several pages, one after the other."""
-    with opened() as core:
-        layers = Layers(core, 3)
-        for index in (1, 2):
-            layers.add()
-            layers.map(index)
+    layers = Layers(core, 3)
+    for index in (1, 2):
+        layers.add()
+        layers.map(index)
+    settled(core)
+    assert (core.ahead(), core.created()) == (0, 9)
+    layers.ranges[0].map(3, 2)
+    for some in layers.ranges[1:]:
         settled(core)
-        assert (core.ahead(), core.created()) == (0, 9)
-        layers.ranges[0].map(3, 2)
-        for some in layers.ranges[1:]:
-            settled(core)
-            assert backings(some) == ["device"] * 3 + ["kept"] * 2 + ["none"]
-            without_driver(core, lambda some=some: some.map(3, 2))
-        settled(core)
-        assert (core.ahead(), core.created()) == (0, 15)
-        layers.ranges[1].close()  # then nobody follows the first
-        layers.ranges[0].map(5, 1)
-        settled(core)
-        assert (core.ahead(), backings(layers.ranges[2])[5]) == (0, "none")
+        assert backings(some) == ["device"] * 3 + ["kept"] * 2 + ["none"]
+        without_driver(core, lambda some=some: some.map(3, 2))
+    settled(core)
+    assert (core.ahead(), core.created()) == (0, 15)
+    layers.ranges[1].close()  # then nobody follows the first
+    layers.ranges[0].map(5, 1)
+    settled(core)
+    assert (core.ahead(), backings(layers.ranges[2])[5]) == (0, "none")
 
 
-def test_only_ranges_of_the_same_size_and_group_that_want_a_cached_one_are_those() -> None:
-    with opened() as core:
-        layers = Layers(core, 2)
-        settled(core)
-        taken = [
-            core.device.reserve((PIECES + 1) * PAGE, "kv", layers.group, expected=3 * PAGE),
-            core.device.reserve(PIECES * PAGE, "kv", layers.group, reuse=False),
-            core.device.reserve(PIECES * PAGE, "weights", layers.group),
-        ]
-        assert core.ahead() == 3
-        taken.append(core.device.reserve(PIECES * PAGE, "kv", core.device.group(), expected=3 * PAGE))
-        assert taken[-1].backing(0) == "kept"  # another cache may have it; then one more is made
-        settled(core)
-        assert core.ahead() == 6
-        assert layers.add().backing(2) == "kept"
-        for some in taken:
-            some.close()
+def test_only_ranges_of_the_same_size_and_group_that_want_a_cached_one_are_those(core: Core) -> None:
+    layers = Layers(core, 2)
+    settled(core)
+    taken = [
+        core.device.reserve((PIECES + 1) * PAGE, "kv", layers.group, expected=3 * PAGE),
+        core.device.reserve(PIECES * PAGE, "kv", layers.group, reuse=False),
+        core.device.reserve(PIECES * PAGE, "weights", layers.group),
+    ]
+    assert core.ahead() == 3
+    taken.append(core.device.reserve(PIECES * PAGE, "kv", core.device.group(), expected=3 * PAGE))
+    assert taken[-1].backing(0) == "kept"  # another cache may have it; then one more is made
+    settled(core)
+    assert core.ahead() == 6
+    assert layers.add().backing(2) == "kept"
+    for some in taken:
+        some.close()
 
 
 def test_a_fault_ends_it_and_nobody_hears_of_it() -> None:
@@ -315,23 +302,22 @@ def test_a_fault_ends_it_and_nobody_hears_of_it() -> None:
     assert ended
 
 
-def test_a_child_has_what_was_there_and_makes_no_more(gate: Gate) -> None:
-    with opened(path=gate.path) as core:
-        layers = Layers(core, 4)
-        settled(core)
-        gate.library.set_slow(1)
-        Layers(core, 4, mapped=5)
-        before = calls()["cuMemCreate"]
-        eventually(lambda: calls()["cuMemCreate"] > before)  # the thread is in the driver, and holds the lock
-        if (child := os.fork()) == 0:
-            signal.alarm(600)  # kills a child that waits for a thread that it does not have
-            layers.add()
-            layers.close()
-            core.device.snapshot()
-            core.device.reap()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        gate.library.set_slow(0)
+def test_a_child_has_what_was_there_and_makes_no_more(core: Core, gate: Gate) -> None:
+    layers = Layers(core, 4)
+    settled(core)
+    gate.library.set_slow(100_000)
+    Layers(core, 4, mapped=5)
+    before = calls()["cuMemCreate"]
+    eventually(lambda: calls()["cuMemCreate"] > before)  # the thread is in the driver, and holds the lock
+    if (child := os.fork()) == 0:
+        signal.alarm(600)  # kills a child that waits for a thread that it does not have
+        layers.add()
+        layers.close()
+        core.device.snapshot()
+        core.device.reap()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.library.set_slow(0)
 
 
 def test_several_threads_whose_layers_come_at_once() -> None:

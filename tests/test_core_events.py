@@ -1,4 +1,5 @@
-"""`Device.events`: what the core decided by itself, when, for whom, and how long it took."""
+"""`Device.events`: what the core decided by itself, when, for whom, and how long it took. `Device.timeline`: who owned
+how many pages, and when; and the peaks."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 
 from ballonet.allocator.errors import BudgetInUse
 
-from .core import PAGE, Core, opened, refused
-from .test_core_reclaim import Other, layer
+from .core import PAGE, Core, Other, opened, page_calls, refused
+from .test_core_reclaim import layer
 
 
 def rows(core: Core) -> list[tuple[str, int, int]]:
@@ -31,11 +32,11 @@ def test_pages_go_to_the_cache_and_back() -> None:
     with opened(budget=4) as core:
         core.device.deallocate(core.device.allocate(3 * PAGE))
         kv = core.range(4)
-        kv.map(0, 4)
+        assert page_calls(lambda: kv.map(0, 4))["cuMemCreate"] == 1
         assert rows(core) == [("inflate", 3, -1)]
         kv.retire(0, 4)
         core.device.reap(wait=True)
-        core.device.deallocate(core.device.allocate(2 * PAGE))
+        assert "cuMemCreate" not in page_calls(lambda: core.device.deallocate(core.device.allocate(2 * PAGE)))
         assert rows(core) == [("deflate", 2, -1)]
 
 
@@ -54,23 +55,20 @@ def test_a_taking_says_which_entry_and_who_asked() -> None:
         assert rows(core) == []
 
 
-def test_a_request_and_who_yields() -> None:
+def test_a_request_and_who_yields(other: Other) -> None:
     with opened(budget=2) as core:
-        one, other = layer(core), Other()
-        try:
-            core.device.publish([one.entry(3)])
-            other.does(one.group.enter)
-            more = core.range(1)
-            for _ in range(3):
-                refused(lambda: more.map(0, 1))
-            assert rows(core) == [("request", 1, -1), *[("refuse", 1, -1)] * 3]  # the request is the same one
-            other.does(core.device.yield_pages)
-            (yielded,) = core.device.events()
-            assert yielded[1:4] == ("yield", 2, 3)
-            assert yielded[4] == other.does(threading.get_ident) != threading.get_ident()
-            other.does(one.group.leave)
-        finally:
-            other.end()
+        one = layer(core)
+        core.device.publish([one.entry(3)])
+        other.does(one.group.enter)
+        more = core.range(1)
+        for _ in range(3):
+            refused(lambda: more.map(0, 1))
+        assert rows(core) == [("request", 1, -1), *[("refuse", 1, -1)] * 3]  # the request is the same one
+        other.does(core.device.yield_pages)
+        (yielded,) = core.device.events()
+        assert yielded[1:4] == ("yield", 2, 3)
+        assert yielded[4] == other.does(threading.get_ident) != threading.get_ident()
+        other.does(one.group.leave)
 
 
 def test_what_is_refused() -> None:
@@ -111,3 +109,68 @@ def test_the_oldest_go_where_nobody_asks() -> None:
         found = rows(core)
         assert len(found) == 8192
         assert (found[0][1], found[-1][1]) == (12, 8192 + 11)
+
+
+# -- the timeline
+
+
+def pause() -> None:
+    """Longer than the journal's resolution: what follows is a sample of its own."""
+    time.sleep(0.001)
+
+
+def newest(core: Core) -> tuple[int, ...]:
+    pages = core.pages()
+    return tuple(pages[owner] for owner in ("free", "weights", "activations", "kv", "retiring"))
+
+
+def test_every_change_of_owners_is_a_sample(core: Core) -> None:
+    assert core.device.timeline() == []
+    begin, seen, blocks = time.monotonic_ns(), [], []
+    kv, weights = core.range(4, "kv"), core.range(3, "weights")
+
+    def retire() -> None:
+        kv.retire(1, 2)
+        core.device.reap(wait=True)  # or a thread of the core's does so, a moment later
+
+    for step in (
+        lambda: kv.map(0, 4),
+        lambda: weights.map(0, 3),
+        lambda: blocks.append(core.device.allocate(2 * PAGE)),
+        retire,
+        core.device.trim,
+    ):
+        pause()
+        step()
+        seen.append(newest(core))
+    rows = core.device.timeline()
+    times = [row[0] for row in rows]
+    assert times == sorted(set(times))
+    assert begin <= times[0] <= times[-1] <= time.monotonic_ns()
+    assert [row[1:] for row in rows if row[1:] in seen] == seen
+    assert seen == [(0, 0, 0, 4, 0), (0, 3, 0, 4, 0), (0, 3, 2, 4, 0), (2, 3, 2, 2, 0), (0, 3, 2, 2, 0)]
+    assert core.device.timeline() == []
+    core.device.deallocate(blocks[0])
+
+
+def test_a_burst_is_one_sample_or_few_and_ends_with_the_truth() -> None:
+    with opened(budget=600) as core:
+        some = core.range(512)
+        begin = time.monotonic_ns()
+        for piece in range(512):
+            some.map(piece, 1)
+        took = time.monotonic_ns() - begin
+        rows = core.device.timeline()
+        assert len(rows) <= took // 50_000 + 2
+        assert rows[-1][1:] == newest(core) == (0, 0, 0, 512, 0)
+
+
+def test_the_peak_is_of_what_existed_and_can_be_reset(core: Core) -> None:
+    some = core.range(20, mapped=20)
+    some.retire(5, 15)
+    core.device.reap(wait=True)
+    core.device.trim()
+    assert core.created() == 5
+    assert core.device.snapshot()["physical_peak"] == 20 * PAGE
+    core.device.reset_peaks()
+    assert core.device.snapshot()["physical_peak"] == 5 * PAGE

@@ -15,6 +15,7 @@ from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverUnavaila
 
 from .core import (
     PAGE,
+    Core,
     all_calls,
     arm,
     behind,
@@ -26,6 +27,7 @@ from .core import (
     faults_fired,
     holds,
     make,
+    opened,
     physical,
     write,
 )
@@ -146,15 +148,11 @@ def live_and_end() -> Life:
     return life
 
 
-def life_calls() -> dict[str, int]:
-    clean()
-    live_and_end()
-    return all_calls(live_and_end)
-
-
 def test_a_fault_at_every_driver_call() -> None:
     assert driver().is_standin
-    made = life_calls()
+    clean()
+    live_and_end()
+    made = all_calls(live_and_end)
     assert {"cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemcpyAsync"} <= set(made)
     went_on = struck = lives = 0
     for function, count in made.items():
@@ -183,16 +181,10 @@ def test_a_fault_at_every_driver_call() -> None:
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
-def test_an_allocation_survives_one_fault(function: str) -> None:
+def test_an_allocation_survives_one_fault(core: Core, function: str) -> None:
     """The second try has a driver that works again; nobody needs to hear of the first."""
-    clean()
-    device = make(PAGE, 8)
     arm(function)
-    block = device.allocate(3 * PAGE)
-    write(block, 1, 3 * PAGE)
-    device.deallocate(block)
-    device.close()
-    assert physical() == 0
+    write(core.device.allocate(3 * PAGE), 1, 3 * PAGE)
 
 
 def test_a_constructor_that_fails_leaves_nothing() -> None:
@@ -206,19 +198,6 @@ def test_a_constructor_that_fails_leaves_nothing() -> None:
             assert faults_fired() == fired + 1, (function, ahead)
             driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's context current
     assert physical() == 0
-
-
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_host_pages_that_fail_when_they_are_tried_leave_nothing(ahead: int) -> None:
-    """A copy cannot be made, and then the wait for those before it cannot: the page is not in use for good."""
-    clean()
-    arm("cuMemcpyAsync", ahead)
-    arm("cuStreamSynchronize")
-    device = make(PAGE, 8, 8)
-    assert device.host_pages
-    device.close()
-    disarm()
-    assert physical() == physical("host") == 0
 
 
 def test_faults_have_names_and_strike_once() -> None:
@@ -239,24 +218,15 @@ def test_faults_have_names_and_strike_once() -> None:
 @pytest.mark.parametrize("first", ["cuMemMap", "cuMemSetAccess"])
 def test_two_faults_in_a_move_lose_neither_bytes_nor_pages(first: str, second: str) -> None:
     """The new page cannot be put in place, and what undoes that fails as well."""
-    clean()
     for ahead in (1, 2, 3):
-        device = make(PAGE, 4, 4)
-        some = device.reserve(PAGE, "kv", device.group())
-        some.map(0, 1)
-        write(some.address, 5)
-        arm(first, 2)  # the first of them is for the scratch addresses
-        arm(second, ahead + (first == second))
-        with contextlib.suppress(BallonetError):
-            some.move(0, "host")
-        device.check()
-        disarm()
-        if some.backing(0) == "device":
-            some.map(0, 1)
-        else:
-            some.map_host(0, 1)
-        assert behind(some.address)[1] == "rw-s"
-        assert holds(some.address, 5)
-        some.close()
-        device.close()
-        assert physical() == physical("host") == 0
+        with opened(budget=4, host_budget=4) as core:
+            some = core.range(1, mapped=1, value=5)
+            arm(first, 2)  # the first of them is for the scratch addresses
+            arm(second, ahead + (first == second))
+            with contextlib.suppress(BallonetError):
+                some.move(0, "host")
+            core.device.check()
+            disarm()
+            (some.map if some.backing(0) == "device" else some.map_host)(0, 1)
+            assert behind(some.address)[1] == "rw-s"
+            assert holds(some.address, 5)

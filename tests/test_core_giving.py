@@ -90,19 +90,18 @@ def inflated(core: Core) -> list[int]:
     return [pages for _, kind, pages, *_ in core.device.events() if kind == "inflate"]
 
 
-def test_what_activations_need_no_more_is_given_soon() -> None:
+def test_what_activations_need_no_more_is_given_soon(core: Core) -> None:
     """Twice as much each time, until some of it is needed again."""
-    with opened(budget=64) as core:
-        core.device.deallocate(core.device.allocate(64 * PAGE))
-        cache = core.range(64)
-        for piece in range(31):
-            cache.map(piece, 1)
-        assert inflated(core) == [1, 2, 4, 8, 16]
-        cache.retire(0, 8)
-        core.device.deallocate(core.device.allocate(41 * PAGE))  # eight more than it had
-        cache.map(0, 1)
-        cache.map(1, 1)
-        assert inflated(core) == [1, 2]
+    core.device.deallocate(core.device.allocate(64 * PAGE))
+    cache = core.range(64)
+    for piece in range(31):
+        cache.map(piece, 1)
+    assert inflated(core) == [1, 2, 4, 8, 16]
+    cache.retire(0, 8)
+    core.device.deallocate(core.device.allocate(41 * PAGE))  # eight more than it had
+    cache.map(0, 1)
+    cache.map(1, 1)
+    assert inflated(core) == [1, 2]
 
 
 def test_idle_pages_are_counted_as_they_are_given() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -24,12 +22,13 @@ from .core import (
     holds,
     library,
     opened,
-    page_calls,
     physical,
+    program,
     write,
 )
 
 MIB = 2**20
+POOL = (1, 2)
 
 
 def heap(core: Core) -> dict[str, int]:
@@ -40,13 +39,12 @@ def heap(core: Core) -> dict[str, int]:
 # -- Packing ----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_share_pages_and_begin_at_512_bytes() -> None:
-    with opened() as core:
-        blocks = [core.device.allocate(1500) for _ in range(8)]
-        assert core.created() == 3
-        assert all(block % 512 == 0 for block in blocks)
-        assert [core.device.block_size(block) for block in blocks] == [1536] * 8
-        assert len({*range(blocks[0], blocks[0] + 8 * 1536, 1536)} & {*blocks}) == 8
+def test_blocks_share_pages_and_begin_at_512_bytes(core: Core) -> None:
+    blocks = [core.device.allocate(1500) for _ in range(8)]
+    assert core.created() == 3
+    assert all(block % 512 == 0 for block in blocks)
+    assert [core.device.block_size(block) for block in blocks] == [1536] * 8
+    assert len({*range(blocks[0], blocks[0] + 8 * 1536, 1536)} & {*blocks}) == 8
 
 
 def test_a_large_block_takes_no_more_pages_than_its_bytes() -> None:
@@ -111,17 +109,16 @@ def test_physical_memory_follows_what_is_live(seed: int, cached: bool, bound: fl
 # -- Driver calls -----------------------------------------------------------------------------------------------------
 
 
-def test_a_hit_makes_no_driver_call_at_all() -> None:
-    with opened() as core:
-        core.device.deallocate(core.device.allocate(3000))
-        hits = heap(core)["hits"]
+def test_a_hit_makes_no_driver_call_at_all(core: Core) -> None:
+    core.device.deallocate(core.device.allocate(3000))
+    hits = heap(core)["hits"]
 
-        def again() -> None:
-            for _ in range(100):
-                core.device.deallocate(core.device.allocate(3000))
+    def again() -> None:
+        for _ in range(100):
+            core.device.deallocate(core.device.allocate(3000))
 
-        assert all_calls(again) == {}
-        assert heap(core)["hits"] == hits + 100
+    assert all_calls(again) == {}
+    assert heap(core)["hits"] == hits + 100
 
 
 def decode_step(core: Core, live: dict[int, int], step: int) -> None:
@@ -178,17 +175,16 @@ def test_a_release_that_fails_once_does_not_leave_more_than_the_budget(function:
         assert physical() <= 5 * PAGE
 
 
-def test_trim_gives_back_whole_pages_and_keeps_the_rest() -> None:
-    with opened() as core:
-        first, second, third = (core.device.allocate(size) for size in (PAGE // 2, 6 * PAGE, PAGE // 2))
-        write(first, 1, PAGE // 2)
-        write(third, 3, PAGE // 2)
-        core.device.deallocate(second)
-        assert core.device.trim() == 5 * PAGE
-        assert physical() == 2 * PAGE
-        assert behind((first // PAGE + 1) * PAGE)[:2] == (None, "---p")
-        assert holds(first, 1, PAGE // 2)
-        assert holds(third, 3, PAGE // 2)
+def test_trim_gives_back_whole_pages_and_keeps_the_rest(core: Core) -> None:
+    first, second, third = (core.device.allocate(size) for size in (PAGE // 2, 6 * PAGE, PAGE // 2))
+    write(first, 1, PAGE // 2)
+    write(third, 3, PAGE // 2)
+    core.device.deallocate(second)
+    assert core.device.trim() == 5 * PAGE
+    assert physical() == 2 * PAGE
+    assert behind((first // PAGE + 1) * PAGE)[:2] == (None, "---p")
+    assert holds(first, 1, PAGE // 2)
+    assert holds(third, 3, PAGE // 2)
 
 
 # -- Exhaustion -------------------------------------------------------------------------------------------------------
@@ -219,16 +215,6 @@ def test_the_message_names_the_budget_the_owners_and_what_to_do() -> None:
             core.device.allocate(2**60)
 
 
-def test_the_heap_and_ranges_take_from_each_other() -> None:
-    """Inflation, both ways: the pages of one serve the other, and none is created for it."""
-    with opened(budget=12) as core:
-        core.device.deallocate(core.device.allocate(12 * PAGE))
-        kv = core.range(12)
-        assert "cuMemCreate" not in page_calls(lambda: kv.map(0, 12))
-        kv.retire(0, 10)
-        assert "cuMemCreate" not in page_calls(lambda: core.device.deallocate(core.device.allocate(10 * PAGE)))
-
-
 # -- Streams ----------------------------------------------------------------------------------------------------------
 
 
@@ -241,37 +227,35 @@ def ordered_after(core: Core, earlier: int, later: int) -> None:
         it.ok("cuEventDestroy", event)
 
 
-def test_a_block_used_elsewhere_is_not_handed_out_while_it_is_used() -> None:
-    with opened() as core:
-        device, stream = core.device, core.stream()
-        block = device.allocate(PAGE)
-        device.note_use(block, PAGE, 0, True)
-        ordered_after(core, 0, stream)
-        device.record_stream(block, stream)
-        device.note_use(block, PAGE, stream, False)
-        core.occupy(stream, 1.0)
-        device.deallocate(block)
-        other = device.allocate(PAGE)
-        assert other != block
-        device.deallocate(other)
-        with current_context() as it:
-            it.ok("cuStreamSynchronize", stream)
-        held = [device.allocate(PAGE) for _ in range(3)]
-        assert block in held
-        for one in held:
-            device.note_use(one, PAGE, 0, True)  # the order checker would refuse a write that nothing orders
-            device.deallocate(one)
+def test_a_block_used_elsewhere_is_not_handed_out_while_it_is_used(core: Core) -> None:
+    device, stream = core.device, core.stream()
+    block = device.allocate(PAGE)
+    device.note_use(block, PAGE, 0, True)
+    ordered_after(core, 0, stream)
+    device.record_stream(block, stream)
+    device.note_use(block, PAGE, stream, False)
+    core.occupy(stream, 1.0)
+    device.deallocate(block)
+    other = device.allocate(PAGE)
+    assert other != block
+    device.deallocate(other)
+    with current_context() as it:
+        it.ok("cuStreamSynchronize", stream)
+    held = [device.allocate(PAGE) for _ in range(3)]
+    assert block in held
+    for one in held:
+        device.note_use(one, PAGE, 0, True)  # the order checker would refuse a write that nothing orders
+        device.deallocate(one)
 
 
-def test_streams_do_not_share_what_they_free() -> None:
+def test_streams_do_not_share_what_they_free(core: Core) -> None:
     """A block freed on its own stream is reused by it at once and by no other: nothing orders the other."""
-    with opened() as core:
-        device, stream = core.device, core.stream()
-        block = device.allocate(PAGE)
-        device.deallocate(block)
-        other = device.allocate(PAGE, stream)
-        assert other != block
-        assert device.allocate(PAGE) == block
+    device, stream = core.device, core.stream()
+    block = device.allocate(PAGE)
+    device.deallocate(block)
+    other = device.allocate(PAGE, stream)
+    assert other != block
+    assert device.allocate(PAGE) == block
 
 
 def test_pages_that_change_streams_wait_for_those_that_used_them() -> None:
@@ -284,61 +268,84 @@ def test_pages_that_change_streams_wait_for_those_that_used_them() -> None:
         device.note_use(other, 8 * PAGE, stream, True)
 
 
-def test_recording_a_stream_twice_or_its_own_is_free() -> None:
-    with opened() as core:
-        device, stream = core.device, core.stream()
-        block = device.allocate(PAGE, stream)
-        device.record_stream(block, stream)
-        device.deallocate(block)
-        assert device.allocate(PAGE, stream) == block
-        device.record_stream(block, 0)
-        device.record_stream(block, 0)
-        device.record_stream(block + 512, 0)  # no block begins there
+def test_recording_a_stream_twice_or_its_own_is_free(core: Core) -> None:
+    device, stream = core.device, core.stream()
+    block = device.allocate(PAGE, stream)
+    device.record_stream(block, stream)
+    device.deallocate(block)
+    assert device.allocate(PAGE, stream) == block
+    device.record_stream(block, 0)
+    device.record_stream(block, 0)
+    device.record_stream(block + 512, 0)  # no block begins there
 
 
 # -- Numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_numbers_of_the_heap() -> None:
-    with opened() as core:
-        _a, b = core.device.allocate(1000), core.device.allocate(3 * PAGE)
-        now = heap(core)
-        assert (now["blocks"], now["live"], now["requested"]) == (2, 1024 + 3 * PAGE, 1000 + 3 * PAGE)
-        assert now["reserved"] == core.created() * PAGE
-        core.device.deallocate(b)
-        now = heap(core)
-        assert (now["live"], now["live_peak"], now["requested_peak"]) == (1024, 1024 + 3 * PAGE, 1000 + 3 * PAGE)
-        assert (now["allocations"], now["frees"]) == (2, 1)
-        assert (now["allocated_total"], now["freed_total"]) == (1024 + 3 * PAGE, 3 * PAGE)
-        assert now["live"] + now["cached"] == now["reserved"]
-        core.device.reset_peaks()
-        assert heap(core)["live_peak"] == 1024
+def test_numbers_of_the_heap(core: Core) -> None:
+    _a, b = core.device.allocate(1000), core.device.allocate(3 * PAGE)
+    now = heap(core)
+    assert (now["blocks"], now["live"], now["requested"]) == (2, 1024 + 3 * PAGE, 1000 + 3 * PAGE)
+    assert now["reserved"] == core.created() * PAGE
+    core.device.deallocate(b)
+    now = heap(core)
+    assert (now["live"], now["live_peak"], now["requested_peak"]) == (1024, 1024 + 3 * PAGE, 1000 + 3 * PAGE)
+    assert (now["allocations"], now["frees"]) == (2, 1)
+    assert (now["allocated_total"], now["freed_total"]) == (1024 + 3 * PAGE, 3 * PAGE)
+    assert now["live"] + now["cached"] == now["reserved"]
+    core.device.reset_peaks()
+    assert heap(core)["live_peak"] == 1024
 
 
-def test_unknown_addresses_are_ignored() -> None:
-    with opened() as core:
-        block = core.device.allocate(PAGE)
-        for wrong in (0, 512, block + 512, block - 512, 2**63):
-            core.device.deallocate(wrong)
-            assert core.device.block_size(wrong) == 0
-        assert heap(core)["blocks"] == 1
+def test_unknown_addresses_are_ignored(core: Core) -> None:
+    block = core.device.allocate(PAGE)
+    for wrong in (0, 512, block + 512, block - 512, 2**63):
+        core.device.deallocate(wrong)
+        assert core.device.block_size(wrong) == 0
+    assert heap(core)["blocks"] == 1
 
 
-def test_a_device_with_blocks_in_use_does_not_close() -> None:
-    with opened() as core:
-        core.device.allocate(PAGE)
-        with pytest.raises(BallonetError, match="1 blocks are still in use"):
-            core.device.close()
+def test_a_device_with_blocks_in_use_does_not_close(core: Core) -> None:
+    core.device.allocate(PAGE)
+    with pytest.raises(BallonetError, match="1 blocks are still in use"):
+        core.device.close()
 
 
-def test_sizes_that_make_no_sense() -> None:
-    with opened() as core:
-        with pytest.raises(BallonetError, match="one byte"):
-            core.device.allocate(0)
-        with pytest.raises(BallonetError, match="one byte"):
-            _native.bench_hit_path(core.device, 0, 1)
-        with pytest.raises(BallonetError, match="page size"):
-            _native.Device(library=str(library()), ordinal=0, page_size=5000, budget=10**6, host_budget=0)
+def test_sizes_that_make_no_sense(core: Core) -> None:
+    with pytest.raises(BallonetError, match="one byte"):
+        core.device.allocate(0)
+    with pytest.raises(BallonetError, match="one byte"):
+        _native.bench_hit_path(core.device, 0, 1)
+    with pytest.raises(BallonetError, match="page size"):
+        _native.Device(library=str(library()), ordinal=0, page_size=5000, budget=10**6, host_budget=0)
+
+
+# -- Pools -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_graphs_pool_keeps_its_pages_until_it_is_released(core: Core) -> None:
+    outside = core.device.allocate(PAGE)
+    core.device.begin_pool(POOL)
+    inside = core.device.allocate(5 * PAGE)
+    core.device.end_pool(POOL)
+    assert abs(inside - outside) > 64 * PAGE, "an arena of its own"
+    core.device.deallocate(inside)
+    core.device.trim()
+    assert core.pages()["activations"] == 6, "the graph replays from those addresses"
+    other = core.device.allocate(PAGE)
+    assert abs(other - outside) < 64 * PAGE
+    core.device.deallocate(other)
+    core.device.release_pool(POOL)
+    core.device.trim()
+    assert core.pages()["activations"] == 1
+
+
+def test_thousands_of_graphs_do_not_use_up_the_addresses(core: Core) -> None:
+    for number in range(1, 5000):
+        core.device.begin_pool((number, 0))
+        core.device.deallocate(core.device.allocate(PAGE))
+        core.device.end_pool((number, 0))
+        core.device.release_pool((number, 0))
 
 
 # -- The entry points under torch -------------------------------------------------------------------------------------
@@ -361,7 +368,8 @@ class Core(ctypes.Structure):
     ]
 
 core = Core.from_address(_native.core_table())
-device = _native.Device(library=runtime.standin_library(), ordinal=0, page_size=4096, budget=64 * 4096, host_budget=0)
+library = sys.argv[1] if sys.argv[1:] else runtime.standin_library()
+device = _native.Device(library=library, ordinal=0, page_size=4096, {options})
 assert not core.serving()
 device.bind()
 assert core.serving()
@@ -371,18 +379,13 @@ def allocate(nbytes, stream=None):
     assert core.allocate(nbytes, 0, stream, ctypes.byref(out)) == 0, core.last_error()
     return out.value
 
-def pages():
-    return device.snapshot()["pages"]["activations"]
-
 """
 
 
-def entry(code: str) -> None:
-    """Runs code against the table of the entry points, in a process of its own: a bound device stays for ever."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENTRY + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+def entry(code: str, *arguments: str, options: str = "budget=64 * 4096, host_budget=0") -> None:
+    """Runs code against the table of the entry points, in a process of its own: a bound device stays for ever. The
+    first argument is the driver, if it is not the stand-in."""
+    program(ENTRY.replace("{options}", options) + textwrap.dedent(code), *arguments)
 
 
 def test_the_child_of_a_fork_has_copies_and_allocates_elsewhere() -> None:
@@ -469,32 +472,6 @@ def test_a_fork_copies_live_blocks_and_neither_what_is_free_nor_what_was_given_u
     )
 
 
-def test_a_graphs_pool_keeps_its_pages_until_it_is_released() -> None:
-    entry(
-        """
-        pool = (1, 2)
-        outside = allocate(4096)
-        device.begin_pool(pool)
-        inside = allocate(5 * 4096)
-        device.end_pool(pool)
-        assert abs(inside - outside) > 64 * 4096  # an arena of its own
-        core.deallocate(inside)
-        core.trim(0)
-        assert pages() == 6  # the graph replays from those addresses
-        other = allocate(4096)
-        assert abs(other - outside) < 64 * 4096
-        core.deallocate(other)
-        device.release_pool(pool)
-        core.trim(0)
-        assert pages() == 1
-        assert not core.owns(inside)  # its addresses went, too
-        core.deallocate(outside)
-        device.unbind()
-        device.close()
-        """
-    )
-
-
 def test_a_released_pool_with_a_live_block_goes_with_the_block() -> None:
     entry(
         """
@@ -508,23 +485,7 @@ def test_a_released_pool_with_a_live_block_goes_with_the_block() -> None:
         assert core.owns(inside)
         core.deallocate(inside)
         core.trim(0)
-        assert not core.owns(inside)
-        device.unbind()
-        device.close()
-        """
-    )
-
-
-def test_thousands_of_graphs_do_not_use_up_the_addresses() -> None:
-    entry(
-        """
-        for n in range(1, 5000):
-            pool = (n, 0)
-            device.begin_pool(pool)
-            core.deallocate(allocate(4096))
-            device.end_pool(pool)
-            device.release_pool(pool)
-        device.check()
+        assert not core.owns(inside)  # its addresses went, too
         device.unbind()
         device.close()
         """

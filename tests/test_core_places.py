@@ -13,7 +13,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
 from ballonet.hooks.weights import room
 
-from .core import PAGE, arm, make, opened, physical, shim
+from .core import PAGE, arm, disarm, make, opened, physical, shim
 
 HEAD = """
 #define _GNU_SOURCE
@@ -142,12 +142,16 @@ def test_network_cards_reach_device_pages_where_the_driver_has_it(refused: int, 
         assert driver.asked(3) == 0
 
 
-@pytest.mark.parametrize("waits", [1, 2, 3, 5])
-def test_a_new_device_whose_waits_fail_keeps_no_page(waits: int) -> None:
+@pytest.mark.parametrize(("copies", "waits"), [((), 1), ((), 2), ((), 3), ((), 5), ((1,), 1), ((2,), 1)])
+def test_a_new_device_whose_copies_or_waits_fail_keeps_no_page(copies: tuple[int, ...], waits: int) -> None:
     """What is copied to try host pages is waited for until the driver has waited: else the page could not go."""
+    for ahead in copies:
+        arm("cuMemcpyAsync", ahead)
     for ahead in range(1, waits + 1):
         arm("cuStreamSynchronize", ahead)
-    device = make()
+    device = make(host_budget=8)
+    assert device.host_pages or not copies
     device.check()
     device.close()
+    disarm()
     assert not any(map(physical, ("device", "host")))

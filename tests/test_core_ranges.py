@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -13,18 +14,20 @@ from ballonet.allocator.errors import BallonetError, DriverError
 from .core import (
     EVENTS,
     PAGE,
+    Core,
     Gate,
-    a_gate,  # noqa: F401 (a fixture)
+    Other,
     arm,
+    backings,
     behind,
     holds,
     maps,
     opened,
     page_calls,
+    physical,
     refused,
     write,
 )
-from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 
@@ -48,17 +51,16 @@ def test_growth_at_the_tail_stays_one_memory_map() -> None:
         assert len(maps(some.address, some.nbytes)) == 1
 
 
-def test_growth_takes_the_page_after_its_last_one_where_that_is_free() -> None:
-    with opened() as core:
-        first, grows, third = core.range(10), core.range(8), core.range(4)
-        first.map(0, 10)
-        grows.map(0, 4)
-        third.map(0, 4)
-        first.retire(0, 10)
-        third.retire(0, 4)
-        core.device.reap(wait=True)  # they are free, on both sides of the range's pages
-        grows.map(4, 4)
-        assert len(maps(grows.address, grows.nbytes)) == 1
+def test_growth_takes_the_page_after_its_last_one_where_that_is_free(core: Core) -> None:
+    first, grows, third = core.range(10), core.range(8), core.range(4)
+    first.map(0, 10)
+    grows.map(0, 4)
+    third.map(0, 4)
+    first.retire(0, 10)
+    third.retire(0, 4)
+    core.device.reap(wait=True)  # they are free, on both sides of the range's pages
+    grows.map(4, 4)
+    assert len(maps(grows.address, grows.nbytes)) == 1
 
 
 def test_growth_of_the_heap_stays_one_memory_map() -> None:
@@ -68,38 +70,33 @@ def test_growth_of_the_heap_stays_one_memory_map() -> None:
         assert len(maps(min(blocks), max(blocks) - min(blocks))) == 1
 
 
-def test_a_retired_page_goes_back_once_its_streams_have_passed(gate: Gate) -> None:
-    with opened(path=gate.path) as core:
-        some = core.range(2)
-        some.map(0, 2)
-        gate.close(EVENTS)
-        some.retire(0, 1)
-        assert some.backing(0) == "retiring"
-        assert core.device.reap() == 0
-        assert behind(some.address)[:2] == ("device", "rw-s")  # work that is still to come may touch it
-        assert core.pages()["retiring"] == 1
-        gate.open()
-        core.device.reap(wait=True)
-        assert some.backing(0) == "none"
-        assert behind(some.address)[:2] == (None, "---p")
-        assert core.pages()["free"] == 1
-        assert some.backing(1) == "device"
+def test_a_retired_page_goes_back_once_its_streams_have_passed(core: Core, gate: Gate) -> None:
+    some = core.range(2, mapped=2)
+    gate.close(EVENTS)
+    some.retire(0, 1)
+    assert some.backing(0) == "retiring"
+    assert core.device.reap() == 0
+    assert behind(some.address)[:2] == ("device", "rw-s")  # work that is still to come may touch it
+    assert core.pages()["retiring"] == 1
+    gate.open()
+    core.device.reap(wait=True)
+    assert some.backing(0) == "none"
+    assert behind(some.address)[:2] == (None, "---p")
+    assert core.pages()["free"] == 1
+    assert some.backing(1) == "device"
 
 
-def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(gate: Gate) -> None:
-    with opened(path=gate.path) as core:
-        some = core.range(3)
-        some.map(0, 3)
-        write(some.address, 9, 3 * PAGE)
-        pages = [some.page(piece) for piece in range(3)]
-        gate.close(EVENTS)
-        some.retire(0, 3)
-        assert page_calls(lambda: some.map(0, 3)) == {}
-        assert [some.backing(piece) for piece in range(3)] == ["device"] * 3
-        assert [some.page(piece) for piece in range(3)] == pages
-        gate.open()
-        assert core.device.reap(wait=True) == 0
-        assert holds(some.address, 9, 3 * PAGE)
+def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(core: Core, gate: Gate) -> None:
+    some = core.range(3, mapped=3, value=9)
+    pages = [some.page(piece) for piece in range(3)]
+    gate.close(EVENTS)
+    some.retire(0, 3)
+    assert page_calls(lambda: some.map(0, 3)) == {}
+    assert [some.backing(piece) for piece in range(3)] == ["device"] * 3
+    assert [some.page(piece) for piece in range(3)] == pages
+    gate.open()
+    assert core.device.reap(wait=True) == 0
+    assert holds(some.address, 9, 3 * PAGE)
 
 
 def test_what_is_taken_back_stays_while_the_rest_waits_for_pages() -> None:
@@ -123,8 +120,7 @@ def test_what_is_taken_back_stays_while_the_rest_waits_for_pages() -> None:
 def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
     with opened(budget=6) as core:
         stream = core.stream()
-        some = core.range(6)
-        some.map(0, 4)
+        some = core.range(6, mapped=4)
         core.occupy(stream, LONG)
         some.retire(0, 4)
         refused(lambda: some.map(0, 6))
@@ -132,120 +128,178 @@ def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
         assert [some.backing(piece) for piece in range(6)] == ["none"] * 6
 
 
-def test_a_page_that_never_got_access_is_not_taken_back_closed(gate: Gate) -> None:
+def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate: Gate) -> None:
     """A mapping that fails half way leaves retiring pages that nobody can read; mapping again must open them."""
-    with opened(path=gate.path) as core:
-        some = core.range(2)
-        gate.close(EVENTS)
-        arm("cuMemSetAccess")
-        with pytest.raises(DriverError) as caught:
-            some.map(0, 2)
-        assert caught.value.function == "cuMemSetAccess"
-        assert some.backing(0) == "retiring"
+    some = core.range(2)
+    gate.close(EVENTS)
+    arm("cuMemSetAccess")
+    with pytest.raises(DriverError) as caught:
         some.map(0, 2)
-        assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
-        write(some.address, 3, 2 * PAGE)
-        gate.open()
+    assert caught.value.function == "cuMemSetAccess"
+    assert some.backing(0) == "retiring"
+    some.map(0, 2)
+    assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
+    write(some.address, 3, 2 * PAGE)
+    gate.open()
 
 
-def test_a_tensor_outlives_its_range_and_the_range_its_handle() -> None:
-    with opened() as core:
-        some = core.device.reserve(3 * PAGE, "weights", core.device.group())
-        address = some.address
-        some.map(0, 3)
-        write(address, 4, 3 * PAGE)
-        held = [tensor(some, 1)]
-        del some
-        gc.collect()
-        core.device.reap(wait=True)
-        assert core.pages()["weights"] == 1
-        assert holds(address + PAGE, 4)
-        held.clear()
-        core.device.reap(wait=True)
-        assert core.pages()["weights"] == 0
-        assert all(one.place is None and one.access != "---p" for one in maps(address, 3 * PAGE))
+def test_a_tensor_outlives_its_range_and_the_range_its_handle(core: Core) -> None:
+    some = core.device.reserve(3 * PAGE, "weights", core.device.group())
+    address = some.address
+    some.map(0, 3)
+    write(address, 4, 3 * PAGE)
+    held = [tensor(some, 1)]
+    del some
+    gc.collect()
+    core.device.reap(wait=True)
+    assert core.pages()["weights"] == 1
+    assert holds(address + PAGE, 4)
+    held.clear()
+    core.device.reap(wait=True)
+    assert core.pages()["weights"] == 0
+    assert all(one.place is None and one.access != "---p" for one in maps(address, 3 * PAGE))
 
 
-def test_a_closed_range_gives_back_its_pages_and_then_its_addresses(gate: Gate) -> None:
-    with opened(path=gate.path) as core:
-        some = core.range(3, "weights")
-        address = some.address
-        some.map(0, 3)
-        gate.close(EVENTS)
-        some.close()
-        some.close()
-        assert some.closed
-        with pytest.raises(BallonetError, match="closed"):
-            some.map(0, 1)
-        assert behind(address, 3 * PAGE)[0] == "device"
-        gate.open()
-        core.device.reap(wait=True)
-        assert core.pages()["free"] == 3
-        assert all(one.place is None for one in maps(address, 3 * PAGE))
+def test_a_piece_goes_with_its_last_tensor_and_the_others_stay(core: Core) -> None:
+    some = core.range(4, "weights", auto_retire=True, mapped=4)
+    first, second = tensor(some, 0, 2), tensor(some, 1, 2)
+    assert some.backed == 4
+    del first
+    core.device.reap(wait=True)
+    assert backings(some) == ["none", "device", "device", "device"]
+    assert some.backed == 3
+    assert behind(some.address)[:2] == (None, "---p")
+    assert physical() == 4 * PAGE  # it is free
+    assert core.pages()["weights"] == 3
+    del second
+    assert (some.backed, some.backing(3)) == (1, "device")  # nobody ever looked at the last one
+    some.close()
+    core.device.reap(wait=True)
+    assert core.pages()["weights"] == 0
 
 
-def test_a_tensor_needs_every_byte_backed() -> None:
-    with opened() as core:
-        some = core.range(4)
-        some.map(0, 2)
-        kept = [
-            some.tensor(0, (2, PAGE), (PAGE, 1), 1, 8),
-            some.tensor(PAGE, (4, 8), (0, 1), 2, 32),
-            some.tensor(3 * PAGE, (0, 5), (5, 1), 1, 8),  # empty: spans nothing
-            some.tensor(2 * PAGE - 4, (), (), 2, 32),
-        ]
-        for offset, shape, strides, bits in [
-            (0, (3, PAGE), (PAGE, 1), 8),
-            (2 * PAGE - 2, (1,), (1,), 32),
-            (0, (2,), (2 * PAGE,), 8),
-            (4 * PAGE, (1,), (1,), 8),
-            (2**63, (1,), (1,), 8),
-            (0, (2**62, 2**62), (2**62, 1), 8),
-            (0, (2**61 + 1,), (1,), 64),
-            (0, (1,), (1, 1), 8),
-            (0, (-1,), (1,), 8),
-            (0, (1,), (-1,), 8),
-            (0, (1,), (1,), 4),
-        ]:
-            with pytest.raises(BallonetError):
-                some.tensor(offset, shape, strides, 1, bits)
-        kept.clear()
-        some.retire(0, 4)
-        core.device.reap(wait=True)
-        assert core.pages()["free"] == 2  # nothing is pinned by what was refused
+def test_a_group_counts_the_tensors_that_went(core: Core) -> None:
+    group, other = core.device.group(), core.device.group()
+    one, two, else_ = (
+        core.range(pieces, "weights", of, auto_retire=retires, mapped=1)
+        for pieces, of, retires in ((1, group, True), (2, group, False), (1, other, True))
+    )
+    views = [tensor(one, 0), tensor(one, 0), tensor(two, 0), tensor(else_, 0)]
+    assert (group.unpinned, other.unpinned) == (0, 0)
+    del views[:3]
+    assert (group.unpinned, other.unpinned) == (3, 0)
+    del views
+    assert other.unpinned == 1
 
 
-def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
-    with opened() as core:
-        slot, layer = core.range(2, "weights"), core.range(2, "weights")
-        slot.map(0, 1)
-        slot.map_host(1, 1)
-        assert layer.alias(0, slot, 0, 2)
-        assert [behind(layer.address + piece * PAGE)[0] for piece in (0, 1)] == ["device", "host"]
-        assert not slot.move(0, "host")  # it would leave the alias behind
-        assert not layer.move(0, "host")
-        bare = core.range(1, "weights")
-        for source, piece in ((layer, 0), (bare, 0)):
-            with pytest.raises(BallonetError, match="no page of its own"):
-                bare.alias(0, source, piece, 1)
-        with pytest.raises(BallonetError, match="itself"):
-            slot.alias(0, slot, 0, 1)
-        with pytest.raises(BallonetError, match="others lead"):
-            slot.alias(0, slot, 1, 1)
+def test_use_is_noted_of_what_is_backed_and_of_nothing_else(core: Core) -> None:
+    some = core.range(6, "weights")
+    some.note_use(0, False)  # nothing is there yet
+    some.map(1, 2)
+    some.map(5, 1)
+    lane = core.stream()
+    some.note_use(lane, True)
+    core.occupy(lane, 0.05)
+    some.retire(2, 1)
+    some.note_use(lane, False)  # what is retiring is used by no one
+    core.device.synchronize()
+    core.device.reap(wait=True)
+    assert [some.backing(piece) for piece in range(6)] == ["none", "device", "none", "none", "none", "device"]
 
 
-def test_a_page_does_not_move_under_another_threads_lease(other: Other) -> None:
-    with opened() as core:
-        group = core.device.group()
-        some = core.range(1, "weights", group)
+def test_a_closed_range_gives_back_its_pages_and_then_its_addresses(core: Core, gate: Gate) -> None:
+    some = core.range(3, "weights")
+    address = some.address
+    some.map(0, 3)
+    gate.close(EVENTS)
+    some.close()
+    some.close()
+    assert some.closed
+    with pytest.raises(BallonetError, match="closed"):
         some.map(0, 1)
+    assert behind(address, 3 * PAGE)[0] == "device"
+    gate.open()
+    core.device.reap(wait=True)
+    assert core.pages()["free"] == 3
+    assert all(one.place is None for one in maps(address, 3 * PAGE))
+
+
+def test_a_tensor_needs_every_byte_backed(core: Core) -> None:
+    some = core.range(4, mapped=2)
+    kept = [
+        some.tensor(0, (2, PAGE), (PAGE, 1), 1, 8),
+        some.tensor(PAGE, (4, 8), (0, 1), 2, 32),
+        some.tensor(3 * PAGE, (0, 5), (5, 1), 1, 8),  # empty: spans nothing
+        some.tensor(2 * PAGE - 4, (), (), 2, 32),
+    ]
+    for offset, shape, strides, bits in [
+        (0, (3, PAGE), (PAGE, 1), 8),
+        (2 * PAGE - 2, (1,), (1,), 32),
+        (0, (2,), (2 * PAGE,), 8),
+        (4 * PAGE, (1,), (1,), 8),
+        (2**63, (1,), (1,), 8),
+        (0, (2**62, 2**62), (2**62, 1), 8),
+        (0, (2**61 + 1,), (1,), 64),
+        (0, (1,), (1, 1), 8),
+        (0, (-1,), (1,), 8),
+        (0, (1,), (-1,), 8),
+        (0, (1,), (1,), 4),
+    ]:
+        with pytest.raises(BallonetError):
+            some.tensor(offset, shape, strides, 1, bits)
+    kept.clear()
+    some.retire(0, 4)
+    core.device.reap(wait=True)
+    assert core.pages()["free"] == 2  # nothing is pinned by what was refused
+
+
+def taken_over(core: Core, group: _native.Group) -> Callable[[], bool]:
+    """Pages of the peer leave it, under a range that leads there."""
+    shown, twin, spare = (core.range(1, "kv", group) for _ in range(3))
+    twin.map_peer(0, 1)
+    spare.map_host(0, 1)
+    shown.alias(0, twin, 0, 1)
+    return lambda: twin.take_over(0, spare, 0, 1, shown)
+
+
+def adopted(core: Core, group: _native.Group) -> Callable[[], bool]:
+    """Pages of another range come to one that leads elsewhere."""
+    shown, slot, spare = (core.range(1, "weights", group, mapped=mapped) for mapped in (0, 1, 1))
+    shown.alias(0, slot, 0, 1)
+    return lambda: shown.adopt(0, spare, 0, 1)
+
+
+def owned(core: Core, group: _native.Group) -> Callable[[], bool]:
+    shown, slot = core.range(1, "weights", group), core.range(1, "weights", mapped=1)
+    shown.alias(0, slot, 0, 1)
+    return lambda: shown.own(0, 1)
+
+
+CHANGES: dict[str, Callable[[Core, _native.Group], Callable[[], bool]]] = {
+    "move": lambda core, group: partial(core.range(1, "weights", group, mapped=1).move, 0, "host"),
+    "alias": lambda core, group: partial(
+        core.range(1, "weights", group, mapped=1).alias, 0, core.range(1, "weights", mapped=1), 0, 1
+    ),
+    "own": owned,
+    "adopt": adopted,
+    "take over": taken_over,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_page_does_not_change_under_another_threads_lease(change: str, other: Other) -> None:
+    with opened(peer=1, peer_budget=PAGE) as core:
+        group = core.device.group()
+        work = CHANGES[change](core, group)
         other.does(group.enter)
         group.enter()
         assert group.leases == 2
-        assert not some.move(0, "host")
-        assert some.backing(0) == "device"
+        before = core.state()
+        assert not work()
+        assert core.state() == before
         other.does(group.leave)
-        assert some.move(0, "host")  # this thread's own lease does not stand in its way
+        assert work(), "this thread's own lease does not stand in its way"
+        assert core.state() != before
         group.leave()
         with pytest.raises(BallonetError, match="no lease"):
             group.leave()
@@ -269,21 +323,21 @@ def test_a_page_does_not_move_under_another_threads_lease(other: Other) -> None:
         lambda _, other: (other.close(), other.retire(0, 1)),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(wrong: Callable[[object, object], object]) -> None:
-    with opened() as core:
-        some, other = core.range(4), core.range(4)
-        with pytest.raises(BallonetError):
-            wrong(some, other)
-        assert core.pages()["free"] == core.created() == 0
+def test_what_makes_no_sense_is_refused_and_changes_nothing(
+    core: Core, wrong: Callable[[object, object], object]
+) -> None:
+    some, other = core.range(4), core.range(4)
+    with pytest.raises(BallonetError):
+        wrong(some, other)
+    assert core.pages()["free"] == core.created() == 0
 
 
-def test_a_range_needs_a_page_and_a_known_owner() -> None:
-    with opened() as core:
-        with pytest.raises(BallonetError, match="one page"):
-            core.device.reserve(0, "kv", core.device.group())
-        with pytest.raises(BallonetError, match="owner"):
-            core.device.reserve(PAGE, "activation", core.device.group())  # type: ignore[arg-type]
-        assert core.device.reserve(1, "kv", core.device.group()).nbytes == PAGE
+def test_a_range_needs_a_page_and_a_known_owner(core: Core) -> None:
+    with pytest.raises(BallonetError, match="one page"):
+        core.device.reserve(0, "kv", core.device.group())
+    with pytest.raises(BallonetError, match="owner"):
+        core.device.reserve(PAGE, "activation", core.device.group())  # type: ignore[arg-type]
+    assert core.device.reserve(1, "kv", core.device.group()).nbytes == PAGE
 
 
 def test_mapping_finds_what_retires_and_what_the_heap_does_not_need() -> None:

@@ -6,11 +6,9 @@ import ctypes
 import gc
 import mmap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from torch.utils.dlpack import from_dlpack
@@ -19,7 +17,20 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import PAGE, Core, arm, behind, capturing, faults_at_every_call, holds, opened, physical, refused, write
+from .core import (
+    PAGE,
+    Core,
+    Gate,
+    Other,
+    arm,
+    behind,
+    faults_at_every_call,
+    holds,
+    opened,
+    physical,
+    refused,
+    write,
+)
 
 
 @dataclass
@@ -57,8 +68,8 @@ def fill(one: _native.Range, value: int) -> None:
 
 def layer(core: Core, pieces: int = 2, value: int = 1, group: _native.Group | None = None) -> Layer:
     group = group or core.device.group()
-    made = Layer(core, group, core.range(pieces, "weights", group), core.range(pieces, "weights", group), value)
-    made.range.map(0, pieces)
+    pages, twin = core.range(pieces, "weights", group, mapped=pieces), core.range(pieces, "weights", group)
+    made = Layer(core, group, pages, twin, value)
     fill(made.range, value)
     return made
 
@@ -72,44 +83,12 @@ def d2h(core: Core) -> int:
     return copied
 
 
-class Other:
-    """Another thread, which does one thing after the other."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1)
-
-    def does(self, work: Callable[[], object]) -> object:
-        return self._thread.submit(work).result()
-
-    def end(self) -> None:
-        self._thread.shutdown()
-
-
-@pytest.fixture(name="other")
-def another() -> Iterator[Other]:
-    made = Other()
-    yield made
-    made.end()
-
-
-@pytest.mark.parametrize("moved", [0, 1, 2])
-def test_what_lies_in_both_places_is_copied_one_place_at_a_time(moved: int) -> None:
-    with opened() as core:
-        one = layer(core, pieces=3)
-        assert one.range.move(moved, "host")
-        core.device.publish([one.entry(1)])
-        assert core.device.take([1]) == 2
-        assert one.place == "host"
-        assert one.intact()
-
-
 def test_entries_are_taken_in_order_and_only_until_there_are_enough() -> None:
     with opened(budget=8) as core:
         layers = [layer(core, value=10 * number) for number in (1, 2, 3, 4)]
         core.device.publish([layers[number].entry(key) for key, number in ((7, 2), (5, 0), (9, 3), (-1, 1))])
         assert core.device.published == [7, 5, 9, -1]
-        kv = core.range(8)
-        kv.map(0, 1)
+        kv = core.range(8, mapped=1)
         assert keys(core) == [7]
         kv.map(1, 1)  # the rest of what the first one gave
         assert keys(core) == []
@@ -134,19 +113,22 @@ WAYS: dict[str, Callable[[Core, Layer], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_there_is_one_trigger(way: str) -> None:
+def test_there_is_one_trigger_and_the_asking_threads_own_leases_are_no_obstacle(way: str) -> None:
     with opened(budget=6) as core:
         one, coming = layer(core, 3), layer(core, 3).clean()
         assert coming.range.alias(0, coming.twin, 0, 3)
-        rest = core.range(3)
-        rest.map(0, 3)
+        core.range(3, mapped=3)
         core.device.publish([one.entry(1)])
+        for _ in range(2):
+            one.group.enter()
         WAYS[way](core, coming)
         assert keys(core) == [1]
-        assert one.place == "host"
+        assert (one.place, one.group.leases) == ("host", 2)
         assert one.intact()
         core.device.check()
         assert physical() <= core.device.budget
+        for _ in range(2):
+            one.group.leave()
 
 
 def test_what_lies_idle_goes_first() -> None:
@@ -246,30 +228,16 @@ def test_a_twin_is_made_from_its_sources(memory: tuple[mmap.mmap, bytes]) -> Non
         source.close()
 
 
-def test_a_trim_gives_the_hosts_free_pages_back_too() -> None:
-    with opened() as core:
-        one = layer(core, 3).clean()
-        one.twin.retire(0, 2)
-        core.device.reap(wait=True)
-        assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (3, 2)
-        assert physical("host") == 3 * PAGE
-        one.twin.retire(2, 1)
-        assert core.device.trim() == 0
-        assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (0, 0)
-        assert physical("host") == 0
-
-
-def test_the_asking_threads_own_leases_are_no_obstacle() -> None:
-    with opened(budget=2) as core:
-        one = layer(core)
-        core.device.publish([one.entry(1)])
-        one.group.enter()
-        one.group.enter()
-        core.range(1).map(0, 1)
-        assert keys(core) == [1]
-        assert one.group.leases == 2
-        one.group.leave()
-        one.group.leave()
+def test_a_trim_gives_the_hosts_free_pages_back_too(core: Core) -> None:
+    one = layer(core, 3).clean()
+    one.twin.retire(0, 2)
+    core.device.reap(wait=True)
+    assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (3, 2)
+    assert physical("host") == 3 * PAGE
+    one.twin.retire(2, 1)
+    assert core.device.trim() == 0
+    assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (0, 0)
+    assert physical("host") == 0
 
 
 def test_another_threads_lease_posts_a_request_to_which_it_yields(other: Other) -> None:
@@ -278,8 +246,7 @@ def test_another_threads_lease_posts_a_request_to_which_it_yields(other: Other) 
         core.device.publish([one.entry(1), two.entry(2)])
         other.does(one.group.enter)
         other.does(one.group.enter)
-        kv = core.range(3)
-        kv.map(0, 1)
+        kv = core.range(3, mapped=1)
         assert keys(core) == [2], "who is not in use is taken instead"
         assert core.device.page_request == 0
         assert core.device.published == [1]
@@ -317,28 +284,6 @@ def test_a_request_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_m
         assert keys(core) == [1]
         assert core.device.yield_pages() == 0
         assert core.device.page_request == 0
-
-
-def test_a_budget_below_what_is_leased_is_requested(other: Other) -> None:
-    with opened(budget=4) as core:
-        one, kv = layer(core), core.range(2)
-        kv.map(0, 2)
-        core.device.publish([one.entry(1)])
-        other.does(one.group.enter)
-
-        def yield_pages() -> int:
-            while not core.device.page_request:  # until the budget is asked for
-                time.sleep(0.001)
-            return core.device.yield_pages()
-
-        with ThreadPoolExecutor() as pool:
-            lowered = pool.submit(core.device.set_budget, 3 * PAGE, 60 * 10**9)
-            assert other.does(yield_pages) == 2
-            lowered.result()
-        assert core.device.page_request == 0
-        other.does(one.group.leave)
-        assert core.pages() == {"free": 1, "weights": 0, "activations": 0, "kv": 2, "retiring": 0}
-        assert physical() == 3 * PAGE
 
 
 def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
@@ -414,15 +359,18 @@ def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: t
         refused(lambda: core.range(1).map(0, 1))
 
 
-def test_a_page_that_moved_is_the_same_page() -> None:
-    with opened(budget=4) as core:
-        one = layer(core)
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_page_that_moved_is_the_same_page_and_is_copied_apart_from_those_beside_it(moved: int) -> None:
+    with opened(budget=6) as core:
+        one = layer(core, 3)
         core.device.publish([one.entry(1)])
-        assert one.range.move(0, "device")
-        assert one.range.move(1, "host")
+        assert one.range.move(moved, "device")
         assert core.device.published == [1]
-        core.range(4).map(0, 4)
-        assert core.device.taken()[0][1:] == (1, 1), "the other was on the host"
+        assert one.range.move(moved, "host")
+        assert core.device.published == [1]
+        core.device.publish([one.entry(1)])
+        core.range(6, mapped=6)
+        assert core.device.taken()[0][1:] == (1, 2), "the other was on the host"
         assert one.intact()
         assert one.place == "host"
 
@@ -484,7 +432,7 @@ def test_what_is_withdrawn_is_not_taken_and_another_list_replaces_the_first() ->
         refused(lambda: core.range(2).map(0, 2))
 
 
-def test_withdrawing_waits_for_what_is_being_taken(other: Other) -> None:
+def test_withdrawing_waits_for_what_is_being_taken() -> None:
     with opened(budget=2, link_latency_ns=100_000_000) as core:
         one = layer(core)
         core.device.publish([one.entry(1)])
@@ -584,20 +532,18 @@ def test_another_entry_stands_in_for_one_that_fails() -> None:
         assert one.intact()
 
 
-def test_nothing_is_taken_while_a_graph_is_captured(tmp_path: Path) -> None:
-    shim, set_capturing = capturing(tmp_path)
-    with opened(budget=4, path=shim) as core:
+def test_nothing_is_taken_while_a_graph_is_captured(gate: Gate) -> None:
+    with opened(budget=4, path=gate.path) as core:
         one = layer(core)
-        rest = core.range(2)
-        rest.map(0, 2)
+        core.range(2, mapped=2)
         core.device.publish([one.entry(1)])
-        set_capturing(1)
+        gate.capture(True)
         for ask in (lambda: core.range(1).map(0, 1), lambda: core.device.allocate(PAGE)):
             refused(ask)
         with pytest.raises(BudgetInUse):
             core.device.set_budget(3 * PAGE)
         assert (keys(core), core.device.published, one.place) == ([], [1], "device")
-        set_capturing(0)
+        gate.capture(False)
         core.range(1).map(0, 1)
         assert keys(core) == [1]
 
@@ -625,12 +571,6 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
 
 
 # -- divisible entries
-
-
-@pytest.fixture
-def core() -> Iterator[Core]:
-    with opened() as made:
-        yield made
 
 
 def where(*layers: Layer) -> list[str]:
@@ -694,17 +634,16 @@ def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core
     assert all(each.intact() for each in layers)
 
 
-def test_a_divisible_entry_that_another_thread_leases_is_requested(core: Core) -> None:
+def test_a_divisible_entry_that_another_thread_leases_is_requested(core: Core, other: Other) -> None:
     layers = three(core)
     divisible(core, *layers)
-    wanted, holder = core.device.available + 5, Other()
-    holder.does(layers[0].group.enter)
+    wanted = core.device.available + 5
+    other.does(layers[0].group.enter)
     refused(lambda: core.range(wanted).map(0, wanted))
     assert core.device.page_request == 5
-    assert holder.does(core.device.yield_pages) == 5
+    assert other.does(core.device.yield_pages) == 5
     assert where(*layers) == ["aadd", "aadd", "addd"]
-    holder.does(layers[0].group.leave)
-    holder.end()
+    other.does(layers[0].group.leave)
 
 
 def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from pathlib import Path
 
 import pytest
 from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, DriverError
 
 from .core import (
     PAGE,
     Core,
+    Gate,
     all_calls,
     arm,
+    backings,
     behind,
     calls,
-    capturing,
     faults_at_every_call,
     holds,
     opened,
     physical,
+    refused,
     write,
 )
-from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 LONG = 1.0  # seconds that a copy or a stream takes where a test must see that it goes on
 
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
-    made = core.range(pieces, "weights")
-    made.map(0, pieces)
-    write(made.address, value, pieces * PAGE)
-    return made
+    return core.range(pieces, "weights", mapped=pieces, value=value)
 
 
 def test_a_layer_gives_its_pages_for_those_of_a_slot_and_takes_others_back() -> None:
@@ -71,27 +68,31 @@ def test_pages_come_from_what_the_heap_does_not_need_or_nothing_changes() -> Non
         one, slot = layer(core), layer(core)
         assert one.alias(0, slot, 0, 2)
         block = core.device.allocate(2 * PAGE)
-        with pytest.raises(PoolExhausted):
-            one.own(0, 2)
+        refused(lambda: one.own(0, 2))
         assert one.backing(0) == "alias"
         core.device.deallocate(block)
         assert one.own(0, 2)
 
 
-def test_what_cannot_be_led_elsewhere_is_refused() -> None:
-    with opened() as core:
-        one, slot = layer(core), layer(core)
-        bare = core.range(2, "weights")
+def test_what_cannot_be_led_elsewhere_is_refused(core: Core) -> None:
+    one, slot = layer(core), layer(core)
+    bare = core.range(2, "weights")
+    with pytest.raises(BallonetError, match="does not lead to another"):
+        one.own(0, 1)
+    assert one.alias(0, slot, 0, 1)
+    for source in (bare, one):
         with pytest.raises(BallonetError, match="no page of its own"):
-            one.alias(0, bare, 0, 1)
-        with pytest.raises(BallonetError, match="does not lead to another"):
-            one.own(0, 1)
-        assert one.alias(0, slot, 0, 1)
+            bare.alias(0, source, 0, 1)
+    with pytest.raises(BallonetError, match="itself"):
+        slot.alias(0, slot, 0, 1)
+    for source in (slot, one):
         with pytest.raises(BallonetError, match="others lead to the page"):
-            slot.alias(0, one, 1, 1)
-        with pytest.raises(BallonetError, match="outside"):
-            one.own(0, 3)
-        assert [one.backing(piece) for piece in (0, 1)] == ["alias", "device"]
+            slot.alias(0, source, 1, 1)
+    with pytest.raises(BallonetError, match="outside"):
+        one.own(0, 3)
+    assert not slot.move(0, "host"), "it would leave the alias behind"
+    assert not one.move(0, "host")
+    assert backings(one) == ["alias", "device"]
 
 
 def test_a_layer_rests_on_its_twin() -> None:
@@ -111,31 +112,14 @@ def test_a_layer_rests_on_its_twin() -> None:
         assert holds(one.address, 5)
 
 
-def test_another_threads_lease_keeps_a_layer_as_it_is(other: Other) -> None:
-    with opened() as core:
-        group = core.device.group()
-        one = core.range(1, "weights", group)
-        one.map(0, 1)
-        slot = layer(core)
-        other.does(group.enter)
-        assert not one.alias(0, slot, 0, 1)
-        assert one.backing(0) == "device"
-        other.does(group.leave)
-        group.enter()  # one's own is none to wait for
-        assert one.alias(0, slot, 0, 1)
-        assert one.own(0, 1)
-        group.leave()
-
-
-def test_a_slot_that_is_closed_stays_until_its_last_layer_leaves() -> None:
-    with opened() as core:
-        one, slot = layer(core), layer(core)
-        assert one.alias(0, slot, 0, 2)
-        slot.close()
-        core.device.reap(wait=True)
-        assert core.pages()["retiring"] == 2
-        assert one.own(0, 2)
-        assert core.pages() == {"free": 2, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
+def test_a_slot_that_is_closed_stays_until_its_last_layer_leaves(core: Core) -> None:
+    one, slot = layer(core), layer(core)
+    assert one.alias(0, slot, 0, 2)
+    slot.close()
+    core.device.reap(wait=True)
+    assert core.pages()["retiring"] == 2
+    assert one.own(0, 2)
+    assert core.pages() == {"free": 2, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -168,155 +152,143 @@ def twin(core: Core, value: int, pieces: int = 2) -> _native.Range:
     return made
 
 
-def test_a_copy_fills_a_slot_and_is_counted() -> None:
-    with opened() as core:
-        one, slot, on_host = layer(core), layer(core), twin(core, 4)
-        assert one.alias(0, slot, 0, 2)
-        transfer = _native.Transfer(core.device)
-        done = transfer.copy([(slot.address, on_host.address, 2 * PAGE)], after=0, owner="weights", to="device")
-        done.before(0)
-        assert holds(one.address, 4, 2 * PAGE)
-        done.wait()
-        assert done.passed()
-        assert core.device.snapshot()["copied"]["weights_h2d"] == 2 * PAGE
-        transfer.copy([(on_host.address, one.address, PAGE)], after=0, owner="kv", to="host").wait()
-        assert core.copied() == {"weights_h2d": 2 * PAGE, "kv_d2h": PAGE}
+def copied(core: Core, target: _native.Range, source: _native.Range, pages: int = 1, after: int = 0) -> _native.Done:
+    """A copy of the first pages of a range to those of another, under way."""
+    copies = [(target.address, source.address, pages * PAGE)]
+    return _native.Transfer(core.device).copy(copies, after=after, owner="weights", to="device")
 
 
-def test_copies_run_beside_the_host_and_in_their_order() -> None:
+def test_a_copy_fills_a_slot_and_is_counted(core: Core) -> None:
+    one, slot, on_host = layer(core), layer(core), twin(core, 4)
+    assert one.alias(0, slot, 0, 2)
+    done = copied(core, slot, on_host, pages=2)
+    done.before(0)
+    assert holds(one.address, 4, 2 * PAGE)
+    done.wait()
+    assert done.passed()
+    assert core.device.snapshot()["copied"]["weights_h2d"] == 2 * PAGE
+    copies = [(on_host.address, one.address, PAGE)]
+    _native.Transfer(core.device).copy(copies, after=0, owner="kv", to="host").wait()
+    assert core.copied() == {"weights_h2d": 2 * PAGE, "kv_d2h": PAGE}
+
+
+def test_copies_run_beside_the_host_and_in_their_order(core: Core) -> None:
     """The host goes on; what is not waited for is poison; the second copy of a call follows the first."""
-    with opened() as core:
-        slot, first, second = layer(core, value=1), twin(core, 2), twin(core, 3)
-        transfer = _native.Transfer(core.device)
-        parts = [(slot.address, first.address, 2 * PAGE), (slot.address, second.address, PAGE)]
-        core.slow_copies(LONG / 2)
-        done = transfer.copy(parts, after=0, owner="weights", to="device")
-        assert not done.passed(), "the call waited for its copies"
-        assert not holds(slot.address, 3)
-        assert not holds(slot.address + PAGE, 2)
-        done.before(0)
-        assert holds(slot.address, 3)
-        assert holds(slot.address + PAGE, 2)
+    slot, first, second = layer(core, value=1), twin(core, 2), twin(core, 3)
+    transfer = _native.Transfer(core.device)
+    parts = [(slot.address, first.address, 2 * PAGE), (slot.address, second.address, PAGE)]
+    core.slow_copies(LONG / 2)
+    done = transfer.copy(parts, after=0, owner="weights", to="device")
+    assert not done.passed(), "the call waited for its copies"
+    assert not holds(slot.address, 3)
+    assert not holds(slot.address + PAGE, 2)
+    done.before(0)
+    assert holds(slot.address, 3)
+    assert holds(slot.address + PAGE, 2)
 
 
-def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
-    with opened() as core:
-        slot, on_host = layer(core), twin(core, 6)
-        lane = core.stream()
-        transfer = _native.Transfer(core.device)
-        core.occupy(lane, LONG)
-        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=lane, owner="weights", to="device")
-        assert not done.passed(), "what still runs may read it"
-        assert not holds(slot.address, 6)
-        done.before(lane)
-        done.wait()
-        assert holds(slot.address, 6)
+def test_a_copy_waits_for_the_work_that_was_submitted_before_it(core: Core) -> None:
+    slot, on_host = layer(core), twin(core, 6)
+    lane = core.stream()
+    core.occupy(lane, LONG)
+    done = copied(core, slot, on_host, after=lane)
+    assert not done.passed(), "what still runs may read it"
+    assert not holds(slot.address, 6)
+    done.before(lane)
+    done.wait()
+    assert holds(slot.address, 6)
 
 
-def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting() -> None:
-    waits = calls()["cuEventSynchronize"]
-    with opened() as core:
-        slot, on_host = layer(core), twin(core, 6)
-        transfer = _native.Transfer(core.device)
-        core.slow_copies(LONG)
-        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
-        thread = threading.Thread(target=done.wait)
-        thread.start()
-        while thread.is_alive() and calls()["cuEventSynchronize"] == waits:
-            thread.join(0.001)
-        core.device.note_stream(0)  # takes the lock that the one who waits must not hold
-        assert not done.passed()
-        thread.join()
-        assert done.passed()
-        assert holds(slot.address, 6)
+def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting(core: Core) -> None:
+    slot, on_host = layer(core), twin(core, 6)
+    core.slow_copies(LONG)
+    done, waits = copied(core, slot, on_host), calls()["cuEventSynchronize"]
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    while thread.is_alive() and calls()["cuEventSynchronize"] == waits:
+        thread.join(0.001)
+    core.device.note_stream(0)  # takes the lock that the one who waits must not hold
+    assert not done.passed()
+    thread.join()
+    assert done.passed()
+    assert holds(slot.address, 6)
 
 
-def test_where_a_stream_is_captured_the_host_waits_for_a_copy(tmp_path: Path) -> None:
+def test_where_a_stream_is_captured_the_host_waits_for_a_copy(gate: Gate) -> None:
     """A capture that waits for what is not part of it is no graph."""
-    path, set_capturing = capturing(tmp_path)
-    with opened(path=path, link_latency_ns=100_000_000) as core:
+    with opened(path=gate.path, link_latency_ns=100_000_000) as core:
         slot, on_host = layer(core), twin(core, 6)
-        transfer = _native.Transfer(core.device)
-        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
-        set_capturing(1)
+        done = copied(core, slot, on_host)
+        gate.capture(True)
         made = all_calls(lambda: done.before(0))
         assert "cuStreamWaitEvent" not in made
         assert made["cuEventSynchronize"] == 1
-        set_capturing(0)
+        gate.capture(False)
         assert done.passed()
         assert holds(slot.address, 6)
 
 
-def test_one_range_may_lead_to_the_device_and_to_the_host() -> None:
+def test_one_range_may_lead_to_the_device_and_to_the_host(core: Core) -> None:
     """Host pages are opened for the CPU, too, which those of the device cannot be."""
-    with opened() as core:
-        one, slot = layer(core, 4), core.range(4, "weights")
-        slot.map(0, 1)
-        slot.map_host(1, 2)
-        slot.map(3, 1)
-        assert one.alias(0, slot, 0, 4)
-        assert [behind(one.address + piece * PAGE)[0] for piece in range(4)] == ["device", "host", "host", "device"]
-        for piece in range(4):
-            write(slot.address + piece * PAGE, piece + 1)
-            assert holds(one.address + piece * PAGE, piece + 1)
-        other = twin(core, 7)
-        transfer = _native.Transfer(core.device)
-        transfer.copy([(one.address + PAGE, other.address, 2 * PAGE)], after=0, owner="weights", to="device").wait()
-        assert holds(slot.address + PAGE, 7, 2 * PAGE)
+    one, slot = layer(core, 4), core.range(4, "weights")
+    slot.map(0, 1)
+    slot.map_host(1, 2)
+    slot.map(3, 1)
+    assert one.alias(0, slot, 0, 4)
+    assert [behind(one.address + piece * PAGE)[0] for piece in range(4)] == ["device", "host", "host", "device"]
+    for piece in range(4):
+        write(slot.address + piece * PAGE, piece + 1)
+        assert holds(one.address + piece * PAGE, piece + 1)
+    other = twin(core, 7)
+    transfer = _native.Transfer(core.device)
+    transfer.copy([(one.address + PAGE, other.address, 2 * PAGE)], after=0, owner="weights", to="device").wait()
+    assert holds(slot.address + PAGE, 7, 2 * PAGE)
 
 
-def test_a_read_that_waits_for_no_copy_is_seen() -> None:
-    with opened() as core:
-        slot, on_host = layer(core), twin(core, 6)
-        transfer = _native.Transfer(core.device)
+def test_a_read_that_waits_for_no_copy_is_seen(core: Core) -> None:
+    slot, on_host = layer(core), twin(core, 6)
+    core.device.note_use(slot.address, PAGE, 0, False)
+    done = copied(core, slot, on_host)
+    with pytest.raises(DriverError, match="order"):
         core.device.note_use(slot.address, PAGE, 0, False)
-        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
-        with pytest.raises(DriverError, match="order"):
-            core.device.note_use(slot.address, PAGE, 0, False)
-        done.before(0)
-        core.device.note_use(slot.address, PAGE, 0, False)
+    done.before(0)
+    core.device.note_use(slot.address, PAGE, 0, False)
 
 
 def test_a_page_does_not_leave_while_it_is_copied_to() -> None:
     with opened(link_latency_ns=100_000_000) as core:
         one, slot, on_host = layer(core), layer(core), twin(core, 6)
-        transfer = _native.Transfer(core.device)
-        transfer.copy([(one.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
+        copied(core, one, on_host)
         assert one.alias(0, slot, 0, 2), "waits for the copy, or the order checker would refuse the unmap"
 
 
 @pytest.mark.parametrize("function", ["cuMemcpyAsync", "cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])
-def test_a_copy_that_fails_leaves_nothing_running(function: str) -> None:
-    with opened() as core:
-        slot, on_host = layer(core), twin(core, 6)
-        transfer = _native.Transfer(core.device)
-        parts = [(slot.address, on_host.address, PAGE)] * 3
-        arm(function)
-        try:
-            done = transfer.copy(parts, after=0, owner="weights", to="device")
-        except DriverError:
-            done = transfer.copy(parts, after=0, owner="weights", to="device")
-        done.before(0)
-        assert holds(slot.address, 6)
+def test_a_copy_that_fails_leaves_nothing_running(core: Core, function: str) -> None:
+    slot, on_host = layer(core), twin(core, 6)
+    transfer = _native.Transfer(core.device)
+    parts = [(slot.address, on_host.address, PAGE)] * 3
+    arm(function)
+    try:
+        done = transfer.copy(parts, after=0, owner="weights", to="device")
+    except DriverError:
+        done = transfer.copy(parts, after=0, owner="weights", to="device")
+    done.before(0)
+    assert holds(slot.address, 6)
 
 
-def test_memory_of_the_process_can_be_copied_from() -> None:
-    with opened() as core:
-        slot = layer(core)
-        source = ctypes.create_string_buffer(b"\x05" * PAGE, PAGE)
-        transfer = _native.Transfer(core.device)
-        transfer.copy([(slot.address, ctypes.addressof(source), PAGE)], after=0, owner="weights", to="device").wait()
-        assert holds(slot.address, 5)
+def test_memory_of_the_process_can_be_copied_from(core: Core) -> None:
+    slot = layer(core)
+    source = ctypes.create_string_buffer(b"\x05" * PAGE, PAGE)
+    transfer = _native.Transfer(core.device)
+    transfer.copy([(slot.address, ctypes.addressof(source), PAGE)], after=0, owner="weights", to="device").wait()
+    assert holds(slot.address, 5)
 
 
-def test_a_stream_of_copies_goes_with_its_last_copy() -> None:
-    with opened() as core:
-        slot, on_host = layer(core), twin(core, 6)
-        transfer = _native.Transfer(core.device)
-        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
-        del transfer
-        done.wait()
-        del done
-        slot.close()
-        core.device.reap(wait=True)
-        assert physical() == 0 or core.pages()["free"] == 2
+def test_a_stream_of_copies_goes_with_its_last_copy(core: Core) -> None:
+    slot, on_host = layer(core), twin(core, 6)
+    done = copied(core, slot, on_host)
+    done.wait()
+    del done
+    slot.close()
+    core.device.reap(wait=True)
+    assert physical() == 0 or core.pages()["free"] == 2

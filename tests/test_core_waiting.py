@@ -5,13 +5,9 @@ being pinned, held there by a gate in the driver, others note streams, map, allo
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 from torch.utils.dlpack import from_dlpack
@@ -25,23 +21,18 @@ from .core import (
     PAGE,
     Core,
     Gate,
-    a_gate,  # noqa: F401 (a fixture)
     current_context,
     eventually,
     opened,
-    write,
 )
-from .test_core_heap import ENTRY
+from .test_core_heap import entry
 from .test_core_reclaim import Layer
 
 LOWER = "lower the budget"
 
 
 def weights(core: Core, pieces: int = 2, group: _native.Group | None = None) -> _native.Range:
-    made = core.range(pieces, "weights", group)
-    made.map(0, pieces)
-    write(made.address, 1, pieces * PAGE)
-    return made
+    return core.range(pieces, "weights", group, mapped=pieces, value=1)
 
 
 def led_elsewhere(core: Core) -> tuple[_native.Range, _native.Range]:
@@ -209,10 +200,7 @@ def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None
 # The stream that is waited for has a host function, which needs the interpreter's lock.
 DEADLOCK = """
 import threading, time
-library = sys.argv[1]
 gate = ctypes.PyDLL(library)
-device = _native.Device(library=library, ordinal=0, page_size=4096, budget=16 * 4096, host_budget=0)
-device.bind()
 # These keep the interpreter's lock, as torch does where a tensor dies.
 free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(ctypes.cast(core.deallocate, ctypes.c_void_p).value)
 used = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(ctypes.cast(core.record_stream, ctypes.c_void_p).value)
@@ -248,11 +236,7 @@ waiter.join()
     ],
 )
 def test_a_stream_may_need_the_interpreter_to_go_on(waits: str, gate: Gate) -> None:
-    entry = ENTRY[: ENTRY.index("device = _native.Device")] + ENTRY[ENTRY.index("def allocate") :]
-    code = entry + DEADLOCK.replace("{waits}", waits)
-    command = [sys.executable, "-c", code, gate.path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    entry(DEADLOCK.replace("{waits}", waits), gate.path, options="budget=16 * 4096, host_budget=0")
 
 
 def own_calls(device: _native.Device, work: Callable[[], object]) -> dict[str, int]:
@@ -267,63 +251,60 @@ def own_calls(device: _native.Device, work: Callable[[], object]) -> dict[str, i
     return {name: count - before[name] for name, count in made().items() if count != before[name]}
 
 
-def test_a_snapshot_calls_no_driver(gate: Gate) -> None:
-    with opened(path=gate.path) as core:
-        some = weights(core, 8)
-        gate.close(EVENTS)
-        some.retire(0, 8)
-        assert own_calls(core.device, core.device.snapshot) == {}
-        assert core.pages()["retiring"] == 8
-        gate.open()
+def test_a_snapshot_calls_no_driver(core: Core, gate: Gate) -> None:
+    some = weights(core, 8)
+    gate.close(EVENTS)
+    some.retire(0, 8)
+    assert own_calls(core.device, core.device.snapshot) == {}
+    assert core.pages()["retiring"] == 8
+    gate.open()
 
-        def all_gone() -> bool:
-            return core.pages()["retiring"] == 0
+    def all_gone() -> bool:
+        return core.pages()["retiring"] == 0
 
-        assert own_calls(core.device, lambda: eventually(all_gone)) == {}  # the mapper's thread unmaps them
-
-
-def test_all_copies_share_two_streams() -> None:
-    with opened() as core:
-        source, target = weights(core), weights(core)
-
-        def forty() -> None:
-            for _ in range(40):
-                transfer = _native.Transfer(core.device)
-                for to in ("device", "host"):
-                    transfer.copy([(target.address, source.address, PAGE)], after=0, owner="weights", to=to).before(0)
-                del transfer
-
-        found = own_calls(core.device, forty)
-        assert found["cuStreamCreate"] == 2
-        assert not found.keys() & {"cuStreamDestroy", "cuStreamSynchronize", "cuCtxSynchronize"}
-        assert found["cuMemcpyAsync"] == 80
+    assert own_calls(core.device, lambda: eventually(all_gone)) == {}  # the mapper's thread unmaps them
 
 
-def test_a_stream_that_was_destroyed_costs_one_synchronisation() -> None:
-    with opened() as core:
-        stream = ctypes.c_void_p()
-        with current_context() as it:
-            it.ok("cuStreamCreate", ctypes.byref(stream), 1)
-            core.device.note_stream(stream.value or 0)
-            it.ok("cuStreamDestroy", stream)
+def test_all_copies_share_two_streams(core: Core) -> None:
+    source, target = weights(core), weights(core)
 
-        def retire() -> None:
-            weights(core).retire(0, 2)
-            core.device.reap(wait=True)
-            eventually(lambda: core.pages()["retiring"] == 0)
+    def forty() -> None:
+        for _ in range(40):
+            transfer = _native.Transfer(core.device)
+            for to in ("device", "host"):
+                transfer.copy([(target.address, source.address, PAGE)], after=0, owner="weights", to=to).before(0)
+            del transfer
 
-        def synchronisations() -> int:
-            count: int = core.device.snapshot()["driver_calls"]["cuCtxSynchronize"]
-            return count
+    found = own_calls(core.device, forty)
+    assert found["cuStreamCreate"] == 2
+    assert not found.keys() & {"cuStreamDestroy", "cuStreamSynchronize", "cuCtxSynchronize"}
+    assert found["cuMemcpyAsync"] == 80
 
-        before = synchronisations()
-        for _ in range(5):
-            retire()
-        assert synchronisations() - before in (1, 2)  # who waits, and the background at the same moment
-        before = synchronisations()
-        core.device.note_stream(stream.value or 0)  # the same handle is another stream's by now
+
+def test_a_stream_that_was_destroyed_costs_one_synchronisation(core: Core) -> None:
+    stream = ctypes.c_void_p()
+    with current_context() as it:
+        it.ok("cuStreamCreate", ctypes.byref(stream), 1)
+        core.device.note_stream(stream.value or 0)
+        it.ok("cuStreamDestroy", stream)
+
+    def retire() -> None:
+        weights(core).retire(0, 2)
+        core.device.reap(wait=True)
+        eventually(lambda: core.pages()["retiring"] == 0)
+
+    def synchronisations() -> int:
+        count: int = core.device.snapshot()["driver_calls"]["cuCtxSynchronize"]
+        return count
+
+    before = synchronisations()
+    for _ in range(5):
         retire()
-        assert synchronisations() - before in (1, 2)
+    assert synchronisations() - before in (1, 2)  # who waits, and the background at the same moment
+    before = synchronisations()
+    core.device.note_stream(stream.value or 0)  # the same handle is another stream's by now
+    retire()
+    assert synchronisations() - before in (1, 2)
 
 
 def test_ranges_that_are_closed_together_share_a_fence(gate: Gate) -> None:
@@ -334,8 +315,6 @@ def test_ranges_that_are_closed_together_share_a_fence(gate: Gate) -> None:
         core.device.reap(wait=True)
         gate.close(EVENTS)
         weights(core, 1).retire(0, 1)
-        recorded = core.device.snapshot()["driver_calls"]["cuEventRecord"]
-        eventually(lambda: core.device.snapshot()["driver_calls"]["cuEventRecord"] >= recorded)
         held = core.device.snapshot()
         for each in ranges:
             each.close()
@@ -346,71 +325,66 @@ def test_ranges_that_are_closed_together_share_a_fence(gate: Gate) -> None:
         assert after["cuEventRecord"] - held["driver_calls"]["cuEventRecord"] <= 2 * 14
 
 
-def test_a_tensor_over_a_range_is_used_on_another_stream(tmp_path: Path) -> None:
+def test_a_tensor_over_a_range_is_used_on_another_stream() -> None:
     """record_stream on weights, or KV: their pages do not leave before the stream has passed."""
-    code = """
-    lib = ctypes.CDLL(runtime.standin_library())
-    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
-    lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-    lib.cuCtxSetCurrent(context)
-    lib.cuStreamCreate(ctypes.byref(stream), 1)
-    kv = device.reserve(4 * 4096, "kv", device.group())
-    def recorded():
-        kv.map(0, 1)
-        before = device.snapshot()["driver_calls"]["cuEventRecord"]
-        kv.retire(0, 1)
-        device.reap(wait=True)
-        return device.snapshot()["driver_calls"]["cuEventRecord"] - before
-    assert recorded() == 2  # on the legacy stream, and that of copies
-    core.record_stream(kv.address + 4 * 4096, stream)  # no address of it
-    assert recorded() == 2
-    core.record_stream(kv.address + 100, stream)
-    core.record_stream(kv.address + 100, stream)
-    assert recorded() == 3
-    device.unbind()
-    """
-    command = [sys.executable, "-c", ENTRY + textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    entry(
+        """
+        lib = ctypes.CDLL(library)
+        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+        lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        lib.cuCtxSetCurrent(context)
+        lib.cuStreamCreate(ctypes.byref(stream), 1)
+        kv = device.reserve(4 * 4096, "kv", device.group())
+        def recorded():
+            kv.map(0, 1)
+            before = device.snapshot()["driver_calls"]["cuEventRecord"]
+            kv.retire(0, 1)
+            device.reap(wait=True)
+            return device.snapshot()["driver_calls"]["cuEventRecord"] - before
+        assert recorded() == 2  # on the legacy stream, and that of copies
+        core.record_stream(kv.address + 4 * 4096, stream)  # no address of it
+        assert recorded() == 2
+        core.record_stream(kv.address + 100, stream)
+        core.record_stream(kv.address + 100, stream)
+        assert recorded() == 3
+        device.unbind()
+        """
+    )
 
 
-def test_the_default_streams_of_threads_share_a_handle_and_no_block(gate: Gate) -> None:
-    legacy, per_thread = 0, 2
-    with opened(path=gate.path) as core:
-        device = core.device
-        device.note_stream(per_thread)
-        some = weights(core)
-        found = own_calls(device, lambda: (some.retire(0, 2), device.reap(wait=True)))
-        assert "cuCtxSynchronize" not in found
-        block = device.allocate(4096, per_thread)
-        gate.close(EVENTS)
-        device.deallocate(block)  # another thread's stream of this handle may not have it yet
-        other = device.allocate(4096, per_thread)
-        assert other != block
-        gate.open()
-        device.deallocate(other)
-        plain = device.allocate(8192, legacy)
-        device.record_stream(plain, per_thread)
-        gate.close(EVENTS)
-        device.deallocate(plain)
-        again = device.allocate(8192, legacy)
-        assert again != plain
-        gate.open()
+def test_the_default_streams_of_threads_share_a_handle_and_no_block(core: Core, gate: Gate) -> None:
+    legacy, per_thread, device = 0, 2, core.device
+    device.note_stream(per_thread)
+    some = weights(core)
+    found = own_calls(device, lambda: (some.retire(0, 2), device.reap(wait=True)))
+    assert "cuCtxSynchronize" not in found
+    block = device.allocate(4096, per_thread)
+    gate.close(EVENTS)
+    device.deallocate(block)  # another thread's stream of this handle may not have it yet
+    other = device.allocate(4096, per_thread)
+    assert other != block
+    gate.open()
+    device.deallocate(other)
+    plain = device.allocate(8192, legacy)
+    device.record_stream(plain, per_thread)
+    gate.close(EVENTS)
+    device.deallocate(plain)
+    assert device.allocate(8192, legacy) != plain
+    gate.open()
 
 
-def test_a_capture_that_begins_meanwhile_is_not_looked_at(gate: Gate) -> None:
+def test_a_capture_that_begins_meanwhile_is_not_looked_at(core: Core, gate: Gate) -> None:
     """The capture begins on another thread while an event is being recorded."""
-    with opened(path=gate.path) as core:
-        some = weights(core)
-        gate.library.capture_next(1)
-        some.retire(0, 2)
-        before = core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
-        eventually(lambda: core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > before + 8)
-        core.device.reap()
-        assert some.backing(0) == "retiring"
-        gate.library.set_capturing(0)
-        eventually(lambda: some.backing(0) == "none")
-        assert gate.library.looks() == 0
+    some = weights(core)
+    gate.library.capture_next(1)
+    some.retire(0, 2)
+    before = core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
+    eventually(lambda: core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > before + 8)
+    core.device.reap()
+    assert some.backing(0) == "retiring"
+    gate.capture(False)
+    eventually(lambda: some.backing(0) == "none")
+    assert gate.library.looks() == 0
 
 
 def test_no_event_is_recorded_while_a_graph_may_be_captured() -> None:

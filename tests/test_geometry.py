@@ -96,40 +96,36 @@ def test_growing_maps_each_piece_once_and_in_order(g: Geometry, data: st.DataObj
     assert max(mapped) < g.reservation // g.page
 
 
+SIZES = {
+    "batch": st.integers(1, 64),
+    "heads": st.integers(1, 64),
+    "k_dim": st.integers(1, 256),
+    "itemsize": st.sampled_from([1, 2, 4]),
+    "page": st.sampled_from([4096, 65536, 2**21]),
+}
+
+
 @settings(max_examples=100, deadline=None)
 @given(
-    layers=st.integers(1, 64),
-    batch=st.integers(1, 64),
-    heads=st.integers(1, 64),
-    dim=st.integers(1, 256),
-    itemsize=st.sampled_from([1, 2, 4]),
-    page=st.sampled_from([4096, 65536, 2**21]),
-    share=st.floats(0, 1),
-    expected=st.integers(1, 10**6),
-    alone=st.booleans(),
-    joining=st.booleans(),
+    st.fixed_dictionaries(SIZES),
+    st.integers(1, 64),
+    st.floats(0, 1),
+    st.integers(1, 10**6),
+    st.booleans(),
+    st.booleans(),
 )
 def test_choose_never_overflows_and_groups_only_what_would_be_mostly_empty(
-    layers: int,
-    batch: int,
-    heads: int,
-    dim: int,
-    itemsize: int,
-    page: int,
-    share: float,
-    expected: int,
-    alone: bool,
-    joining: bool,
+    sizes: dict[str, int], layers: int, share: float, expected: int, alone: bool, joining: bool
 ) -> None:
-    most = longest(1 if joining else batch, heads, dim, dim, itemsize)
+    sizes["v_dim"] = sizes["k_dim"]
+    most = longest(1 if joining else sizes["batch"], *(sizes[name] for name in ("heads", "k_dim", "v_dim", "itemsize")))
     tokens = max(1, int(most * share))
-    sizes = {"batch": batch, "heads": heads, "k_dim": dim, "v_dim": dim, "itemsize": itemsize, "page": page}
     g = choose(layers=layers, tokens=tokens, expected=expected, alone=alone, joining=joining, **sizes)
     assert g.int32_ok
     assert g.kind == ("slots" if joining else "inner")
     assert 1 <= g.layers <= layers
     own = Geometry(1, tokens=tokens, kind=g.kind, **sizes)
-    used, mapped = expected * own.token_bytes, own.pieces(expected) * page
+    used, mapped = expected * own.token_bytes, own.pieces(expected) * sizes["page"]
     if alone or 2 * used >= mapped:
         assert g.layers == 1
     else:

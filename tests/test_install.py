@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavaila
 from ballonet.allocator.install import allocator, install, restore, stock
 
 from . import programs
+from .pool import in_pool
 
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "host_budget": "1MiB", "device": "cpu"}
 
@@ -34,13 +35,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def activations_in_pool() -> bool:
-    address = torch.empty(100_000).data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:ballonet-device" in line:
-            begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-            if begin <= address < end:
-                return True
-    return False
+    return in_pool(torch.empty(100_000))
 
 
 def test_the_facade_offers_it() -> None:
@@ -87,12 +82,16 @@ def test_other_settings_are_refused(other: dict[str, str], remedy: str) -> None:
     assert activations_in_pool()
 
 
-def test_other_settings_after_restore() -> None:
+@pytest.mark.parametrize("used", [False, True])
+def test_other_settings_once_the_old_pool_is_out_of_use(used: bool) -> None:
     install(**SMALL)
+    tensor = torch.ones(1000) if used else None
     restore()
     restore()
+    del tensor
     install(**{**SMALL, "page_size": "128KiB"})
     assert runtime.require().page_size == 128 * 2**10
+    assert activations_in_pool()
 
 
 def test_other_settings_while_the_old_pool_is_in_use() -> None:
@@ -103,16 +102,6 @@ def test_other_settings_while_the_old_pool_is_in_use() -> None:
         install(**{**SMALL, "page_size": "128KiB"})
     assert tensor.numpy().sum() == 1000
     assert not activations_in_pool()
-
-
-def test_other_settings_once_the_old_pool_is_out_of_use() -> None:
-    install(**SMALL)
-    tensor = torch.ones(1000)
-    restore()
-    del tensor
-    install(**{**SMALL, "page_size": "128KiB"})
-    assert runtime.require().page_size == 128 * 2**10
-    assert activations_in_pool()
 
 
 def test_the_environment_fills_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,19 +146,12 @@ def test_a_newer_torch_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str
 
 
 def test_threads_install_it_once() -> None:
-    found: list[_native.Device] = []
-
-    def work() -> None:
+    def work(_: int) -> _native.Device:
         install(**SMALL)
-        found.append(runtime.require())
+        return runtime.require()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert len(set(map(id, found))) == 1
+    with ThreadPoolExecutor(8) as pool:
+        assert len({id(device) for device in pool.map(work, range(8))}) == 1
 
 
 def test_a_model_loaded_before_keeps_its_memory() -> None:
@@ -184,11 +166,11 @@ def test_a_model_loaded_before_keeps_its_memory() -> None:
 FAULTS = """
 import os, torch, ballonet
 from ballonet.allocator import runtime
+from tests.core import faulted
+from tests.pool import in_pool
 
 def where():
-    address = torch.empty(100_000).data_ptr()
-    spans = [line.split()[0] for line in open("/proc/self/maps") if "memfd:ballonet-device" in line]
-    return any(int(a, 16) <= address < int(b, 16) for a, _, b in (span.partition("-") for span in spans))
+    return in_pool(torch.empty(100_000))
 
 def cycle():
     ballonet.install("8MiB", page_size="64KiB", host_budget="1MiB", device="cpu")
@@ -204,7 +186,7 @@ def cycle():
 first, second = cycle(), cycle()
 stopped = attempts = 0
 for function in second:
-    for call in range(1, second[function] - first[function] + 1):
+    for call in faulted(function, second[function] - first[function]):
         os.environ["BALLONET_FAULT"] = ""
         while runtime.current() is not None:
             ballonet.restore()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from ballonet.hooks.streaming import arrangement, elastic, streamed
 from ballonet.hooks.weights import moving
 from ballonet.offload.governor import clients, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
-from .core import PAGE, shim
+from .core import PAGE, UNMAPS, Gate, Other, program
 from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
@@ -195,17 +192,15 @@ def test_ctrl_c_at_any_line_leaves_torch_s_memory_in_the_pool(installed: None) -
     assert lines > 10
 
 
-def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None) -> None:
-    group, other = runtime.require().group(), runtime.require().group()
+def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None, other: Other) -> None:
+    group, second = runtime.require().group(), runtime.require().group()
     held = [Lease()]
     for _ in range(2):
         held[0].enter(group)
-        held[0].enter(other)
-    assert (group.leases, other.leases) == (1, 1)
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join()
-    assert (group.leases, other.leases) == (0, 0)
+        held[0].enter(second)
+    assert (group.leases, second.leases) == (1, 1)
+    other.does(held.clear)
+    assert (group.leases, second.leases) == (0, 0)
     closed = Lease()
     closed.enter(group)
     closed.close()
@@ -268,7 +263,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
     assert set(ignored.kinds) <= {KeyboardInterrupt}
 
 
-def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None) -> None:
+def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: Other) -> None:
     """As they come when a traceback is kept: it keeps frames, and what is in them."""
     model = build("llama", num_hidden_layers=3)
     it = ballonet.manage(model, interval=1)
@@ -288,33 +283,13 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None) -> None:
         assert not seat.held, at
         assert not it._turns.sections, at
         assert it._turns._first() is None, at
-        free: list[bool] = []
-        thread = threading.Thread(target=lambda: free.append(if_free(it._elastic.captured.lock, lambda: None)))  # noqa: B023
-        thread.start()
-        thread.join()
-        assert free == [True], at
+        assert other.does(lambda: if_free(it._elastic.captured.lock, lambda: None)), at
     assert at > 40
     assert len(kept) > 40
     it.release()
 
 
 # The GIL, and forks
-
-GATE = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <unistd.h>
-static volatile int closed, waits;
-void set_closed(int now) { closed = now; }
-int somebody_waits(void) { return waits; }
-int cuMemUnmap(unsigned long long address, unsigned long size) {
-  while (closed) {
-    waits = 1;
-    usleep(1000);
-  }
-  return ((int (*)(unsigned long long, unsigned long))dlsym(RTLD_NEXT, "cuMemUnmap"))(address, size);
-}
-"""
 
 WAITING = """
     import ctypes, faulthandler, os, sys, threading, time
@@ -323,7 +298,6 @@ WAITING = """
     sys.setswitchinterval(1000)  # a thread runs until it lets go of the GIL
     device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
     gate = ctypes.CDLL(sys.argv[1])
-    set_closed = gate.set_closed
     group = device.group()
     one = device.reserve(8 * 4096, "weights", group)
     one.map(0, 4)
@@ -342,16 +316,16 @@ WAITING = """
         "note_use": lambda: one.note_use(0, False), "budget": lambda: device.budget, "peaks": device.reset_peaks,
         "snapshot": device.snapshot, "map": lambda: one.map(4, 1), "check": device.check,
     }
-    set_closed(1)
+    gate.close_gate(UNMAPS)
     threads = [threading.Thread(target=lambda: one.move(0, "device"), daemon=True)]
     threads[0].start()
-    while not gate.somebody_waits():  # it has the locks of its group and of the mapper by then
+    while not gate.waiting():  # it has the locks of its group and of the mapper by then
         time.sleep(0.001)
     for call in calls.values():
         threads.append(threading.Thread(target=call, daemon=True))
         threads[-1].start()
     assert all(thread.is_alive() for thread in threads), [n for n, t in zip(calls, threads[1:]) if not t.is_alive()]
-    set_closed(0)
+    gate.close_gate(0)
     for thread in threads:
         thread.join()
     lease.close()
@@ -359,19 +333,12 @@ WAITING = """
 """
 
 
-def test_whoever_waits_for_the_core_lets_others_run(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WAITING), shim(tmp_path, GATE)],
-        timeout=600,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
+def test_whoever_waits_for_the_core_lets_others_run(gate: Gate) -> None:
+    program(WAITING.replace("UNMAPS", str(UNMAPS)), gate.path)
 
 
 FORKING = """
-    import faulthandler, os, signal, sys, threading
+    import ctypes, faulthandler, os, signal, sys, threading
     from ballonet.allocator import _native
     faulthandler.dump_traceback_later(600, exit=True)
     device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
@@ -380,6 +347,7 @@ FORKING = """
     for each in ranges:
         each.map(0, 4)
     over = threading.Event()
+    ctypes.CDLL(sys.argv[1]).set_slow(2000)
 
     def move(number):
         while not over.is_set():
@@ -408,17 +376,9 @@ FORKING = """
 """
 
 
-def test_a_fork_finds_no_lock_taken_while_pages_move(tmp_path: Path) -> None:
+def test_a_fork_finds_no_lock_taken_while_pages_move(gate: Gate) -> None:
     """Whoever moves a page has its group's lock, and may wait for the mapper's."""
-    slow = GATE.replace("while (closed) usleep(1000);", "usleep(2000);")
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKING), shim(tmp_path, slow)],
-        timeout=600,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    program(FORKING, gate.path)
 
 
 def test_tensors_are_swapped_all_or_none() -> None:

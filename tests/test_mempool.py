@@ -19,6 +19,7 @@ from ballonet.allocator.install import install, reclaim, restore
 from ballonet.allocator.mempool import MemPoolRoute
 from ballonet.allocator.pluggable import mem_pool_route
 
+from .core import Other
 from .test_pluggable import on_gpu
 
 BUDGET = 2**23
@@ -125,17 +126,13 @@ def patched() -> list[object]:
     ]
 
 
-def test_this_thread_and_no_other_is_routed_and_nothing_stays_behind(fake: FakePools) -> None:
+def test_this_thread_and_no_other_is_routed_and_nothing_stays_behind(fake: FakePools, other: Other) -> None:
     before = patched()
     opened = MemPoolRoute(1, 2, 0)
     assert not opened.is_open
     opened.open()
     assert fake.of_this_thread() == opened._pool.id
-    elsewhere: list[object] = []
-    thread = threading.Thread(target=lambda: elsewhere.extend([fake.of_this_thread(), opened.renew()]))
-    thread.start()
-    thread.join()
-    assert elsewhere == [None, False]
+    assert other.does(lambda: (fake.of_this_thread(), opened.renew())) == (None, False)
     opened.close()
     opened.close()
     assert fake.of_this_thread() is None

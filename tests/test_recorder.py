@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from ballonet.allocator.events import Count, Events, LoggedEvent
 from ballonet.offload.policy.tuning import Timelines
 from ballonet.offload.timeline.recorder import Recorder, Recorders, mark, recorders_of
 from ballonet.offload.timeline.series import Row
+
+from .core import eventually
 
 PAGE = 65536
 
@@ -48,13 +50,6 @@ class Fake:
         row = (time.monotonic_ns(), 0, 0, 0, kv, 0)
         self.rows.append(row)
         return row
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
-    while not done():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
 
 
 @pytest.fixture
@@ -94,7 +89,7 @@ def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
         expected = []
         for kv in range(20):
             expected.append(fake.now(kv))
-            until(lambda: not fake.rows)
+            eventually(lambda: not fake.rows)
         expected.append(fake.now(20))
     assert list(recorder.rows[1:]) == expected
 
@@ -106,7 +101,7 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
     before = fake.now(1)
     with Recorder(of_the_device, Timelines(interval=0.001)) as inner:
         both = fake.now(2)
-        until(lambda: len(inner.rows) == 2)
+        eventually(lambda: len(inner.rows) == 2)
     after = fake.now(3)
     assert outer.stop().rows[1:] == (before, both, after)
     assert inner.rows[1:] == (both,)

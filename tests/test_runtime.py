@@ -17,8 +17,9 @@ PAGE = 65536
 SMALL = Config(device="cpu", page_size=PAGE, budget=16 * PAGE, host_budget=4 * PAGE)
 
 
-def test_the_cpu_is_the_stand_in() -> None:
+def test_the_cpu_is_the_stand_in_and_auto_is_where_torch_has_no_cuda() -> None:
     assert runtime.choose(Config(device="cpu")).kind == "standin"
+    assert runtime.choose(Config(), torch_has_cuda=False).kind == "standin"
 
 
 def test_a_named_library_that_is_the_stand_in_is_used_as_one() -> None:
@@ -42,10 +43,6 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
         runtime.choose(Config(device="cuda:63", libcuda=runtime.standin_library()))
 
 
-def test_where_torch_has_no_cuda_auto_is_the_stand_in() -> None:
-    assert runtime.choose(Config(), torch_has_cuda=False).kind == "standin"
-
-
 @pytest.mark.gpu
 def test_auto_takes_the_gpu_unless_torch_cannot() -> None:
     assert runtime.choose(Config()).kind == "cuda"
@@ -57,13 +54,9 @@ def test_auto_takes_the_gpu_unless_torch_cannot() -> None:
 @pytest.mark.parametrize(("kind", "good", "bad"), [("standin", 12288, 4097), ("cuda", 6 * 2**20, 3 * 2**20)])
 def test_page_sizes(kind: str, good: int, bad: int) -> None:
     assert runtime.page_size(Config(page_size=good), kind) == good  # type: ignore[arg-type]
+    assert runtime.page_size(Config(), kind) == defaults.PAGE_SIZE[kind]  # type: ignore[arg-type, index]
     with pytest.raises(ConfigError, match="multiple of"):
         runtime.page_size(Config(page_size=bad), kind)  # type: ignore[arg-type]
-
-
-def test_default_page_sizes() -> None:
-    assert runtime.page_size(Config(), "standin") == defaults.PAGE_SIZE["standin"]
-    assert runtime.page_size(Config(), "cuda") == defaults.PAGE_SIZE["cuda"]
 
 
 def test_a_budget_is_whole_pages_and_not_too_few() -> None:
