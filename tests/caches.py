@@ -70,6 +70,13 @@ def filled(model: Any, **more: Any) -> Any:
     return out.past_key_values
 
 
+def fresh(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of so many tokens, in two heads of eight."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, batch, 2, count, 8, generator=generator)
+    return keys, values
+
+
 def tensors(cache: Any) -> list[torch.Tensor]:
     """Copies of the keys and values of all layers."""
     return [tensor.clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]

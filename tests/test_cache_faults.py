@@ -23,7 +23,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, forget, full_host, kv_pages
+from .caches import BUDGET, forget, fresh, full_host, kv_pages
 from .lines import interrupted
 from .models import Output, build, generate, prompts
 
@@ -54,9 +54,11 @@ def to_common_length(cache: Any) -> None:
         layer.crop(min(lengths) - length)
 
 
-@pytest.mark.parametrize("where", ["attention", "mlp"])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("chaos", [None, 5], ids=["plain", "chaos"])
+@pytest.mark.parametrize(
+    ("error", "where", "chaos"),
+    [(ValueError, "attention", None), (ValueError, "mlp", 5), (KeyboardInterrupt, "attention", 5),
+     (KeyboardInterrupt, "mlp", None), (SystemExit, "attention", None), (SystemExit, "mlp", 5)],
+)  # fmt: skip
 def test_what_ends_a_forward_inside_a_layer(error: type[BaseException], where: str, chaos: int | None) -> None:
     with install.stock():
         model = build("llama")
@@ -111,12 +113,6 @@ def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(small_pages: i
         assert torch.equal(ids, expected[:2])
         assert all(layer.elastic for layer in cache.layers)
     device.check()
-
-
-def fresh(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, batch, 2, count, 8, generator=generator)
-    return keys, values
 
 
 INTERRUPTED: dict[str, Callable[[Any], Any]] = {

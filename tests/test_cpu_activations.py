@@ -20,6 +20,7 @@ from ballonet.allocator.install import install, restore, stock
 
 from . import programs
 from .pool import bytes_that_exist, in_pool
+from .threads import elsewhere
 
 BUDGET = 64 * 2**20
 
@@ -155,9 +156,7 @@ def test_threads_keep_their_contents(device: _native.Device) -> None:
 def test_a_tensor_is_freed_by_another_thread(device: _native.Device) -> None:
     before = device.snapshot()["heap"]["live"]
     box = [torch.ones(10_000)]
-    thread = threading.Thread(target=box.clear)
-    thread.start()
-    thread.join()
+    elsewhere(box.clear)
     assert device.snapshot()["heap"]["live"] == before
 
 

@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .kv.pressure import started
 from .models import Output, before_each_forward, build, generate, prompts, questions
+from .threads import elsewhere
 
 INPUTS = prompts(batch=3, longest=12)
 Act = Callable[[int, Any], None]
@@ -72,16 +72,14 @@ def test_only_this_thread_and_this_model_get_elastic_layers(device: Device) -> N
     def look(name: str) -> Act:
         return lambda step, cache: caches.setdefault(name, kinds(cache)) and None
 
-    def elsewhere() -> None:
+    def others() -> None:
         caches["constructed"] = kinds(DynamicCache(config=managed.config))
         generate(other, "greedy", INPUTS)
 
     def in_the_middle(step: int, cache: Any) -> None:
         look("managed")(step, cache)
         if step == 2:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
+            elsewhere(others)
             generate(copied, "greedy", INPUTS)  # on this thread, inside the forward of the managed one
 
     with (

@@ -29,7 +29,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .caches import kv_pages
 from .core import arm, disarm, faults_fired
-from .kv.pressure import started
+from .kv.pressure import hog, started
 from .pool import bytes_that_exist, in_pool
 
 PAGE = 4096
@@ -49,10 +49,9 @@ def full_host(device: Device) -> Iterator[None]:
     """The host has no page to give."""
     gc.collect()
     device.reap(wait=True)
-    hog = device.reserve(HOST * PAGE, "weights", device.group())
-    hog.map_host(0, HOST)
+    other = hog(device, HOST, "host")
     yield
-    hog.close()
+    other.close()
 
 
 def tokens(count: int, seed: int = 0, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -174,11 +173,9 @@ class Twins(RuleBasedStateMachine):
         """What chaos does."""
         elastic, _ = self.pairs[which]
         if elastic.elastic:
-            backed = [
-                piece for piece in range(elastic._range.range.backed) if elastic._range.range.backing(piece) != "none"
-            ]
-            if backed:
-                elastic._range.range.move(data.draw(st.sampled_from(backed)), place)
+            it = elastic._range.range
+            if backed := [piece for piece in range(it.backed) if it.backing(piece) != "none"]:
+                it.move(data.draw(st.sampled_from(backed)), place)
 
     @rule(which=which)
     def reset(self, which: int) -> None:
@@ -203,9 +200,8 @@ class Twins(RuleBasedStateMachine):
     @rule(which=which, how=st.sampled_from(["deepcopy", "copy", "pickle"]))
     def replace_by_copy(self, which: int, how: str) -> None:
         elastic, stock = self.pairs[which]
-        twin = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}[how](
-            elastic
-        )
+        ways = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+        twin = ways[how](elastic)
         same(twin, stock)
         twin.update(*tokens(2, 5, self.batch[which]))
         same(elastic, stock)

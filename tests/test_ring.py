@@ -318,21 +318,6 @@ def test_a_layer_of_which_only_a_part_can_be_made_resident_goes_back_to_the_host
         it.run(1)
 
 
-def test_weights_go_to_the_host_once_and_anew_after_they_were_resident() -> None:
-    with model([2, 3], range(2), 1) as it:
-        it.arrange([])
-        it.ring.make_resident(1)
-        for n in range(1, 3):
-            for _ in range(4):
-                it.arrange([1])
-                it.arrange([])
-                assert it.take(1) == 3
-                assert it.core.device.snapshot()["copied"]["weights_d2h"] == 3 * n * PAGE
-            it.arrange([])
-            it.ring.make_resident(1)
-            it.core.device.check()
-
-
 def test_layers_that_are_released_have_no_turn_any_more() -> None:
     with model([2, 2], range(2), 1) as it:
         it.ring.begin(0)

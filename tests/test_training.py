@@ -18,6 +18,7 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
+from .caches import fresh
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -130,11 +131,6 @@ def test_one_cache_with_gradients_without_and_in_inference_mode() -> None:
     assert elastic == [True, True, False, True, False, True]
 
 
-def fresh(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 2, count, 8, generator=generator), torch.randn(2, 2, count, 8, generator=generator)
-
-
 def tangents(layer: Any) -> torch.Tensor:
     """Forward mode: what a change of the new keys does to the sum of squares of all keys."""
     keys, values = fresh(1, 2)
@@ -143,30 +139,28 @@ def tangents(layer: Any) -> torch.Tensor:
         return forward_ad.unpack_dual((all_keys * all_keys).sum()).tangent
 
 
+def total(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of the new keys, of tokens behind those that a layer of that kind has."""
+    before, (_, values) = fresh(5, 1), fresh(1, 2)
+
+    def found(new: torch.Tensor) -> torch.Tensor:
+        copied = type(layer)()
+        copied.update(*before)
+        squares: torch.Tensor = copied.update(new, values)[0].square().sum()
+        return squares
+
+    return found
+
+
 def transformed(layer: Any) -> torch.Tensor:
     """torch.func: the gradient by the new keys."""
-    keys, values = fresh(1, 2)
-
-    def loss(new: torch.Tensor) -> torch.Tensor:
-        copied = type(layer)()
-        copied.update(*fresh(5, 1))
-        return copied.update(new, values)[0].square().sum()
-
-    found: torch.Tensor = torch.func.grad(loss)(keys)
+    found: torch.Tensor = torch.func.grad(total(layer))(fresh(1, 2)[0])
     return found
 
 
 def mapped(layer: Any) -> torch.Tensor:
     """torch.func: one update for each of many keys."""
-    keys, values = torch.stack([fresh(1, seed)[0] for seed in range(3)]), fresh(1, 2)[1]
-    before = fresh(5, 1)
-
-    def total(new: torch.Tensor) -> torch.Tensor:
-        copied = type(layer)()
-        copied.update(*before)
-        return copied.update(new, values)[0].square().sum()
-
-    found: torch.Tensor = torch.func.vmap(total)(keys)
+    found: torch.Tensor = torch.func.vmap(total(layer))(torch.stack([fresh(1, seed)[0] for seed in range(3)]))
     return found
 
 

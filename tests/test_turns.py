@@ -24,6 +24,7 @@ from ballonet.offload.policy.tuning import Waiting
 from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
+from .portrait import none_in_pool
 from .tuned import Clock, Tuned
 
 pytestmark = pytest.mark.chaos
@@ -246,6 +247,37 @@ def test_a_layer_that_runs_the_whole_model_on_a_thread(
         assert torch.allclose(outer, expected, atol=1e-5)
         assert torch.allclose(inner[0], expected, atol=1e-5)
         runtime.require().check()
+
+
+@pytest.mark.parametrize("interval", [None, 2])
+def test_a_forward_that_begins_takes_nothing_in_once_the_model_is_released(
+    installed: None, monkeypatch: pytest.MonkeyPatch, interval: int | None
+) -> None:
+    """One thread releases the model just as another begins to use it."""
+    reached, go_on = threading.Event(), threading.Event()
+    with install.stock():
+        model = build("llama", num_hidden_layers=5)
+        with torch.no_grad():
+            expected = model(**INPUTS).logits
+    managed = ballonet.manage(model, interval=interval)
+    with torch.no_grad():
+        model(**INPUTS)
+    with install.stock():
+        model.register_buffer("extra", torch.zeros(PAGE))
+    open_lease = managed._forwards._lease
+
+    def stop() -> Any:
+        reached.set()
+        assert go_on.wait(LONG)
+        return open_lease()
+
+    monkeypatch.setattr(managed._forwards, "_lease", stop)
+    found = started(lambda: model(**INPUTS).logits)
+    assert reached.wait(LONG)
+    managed.release()
+    go_on.set()
+    assert torch.allclose(found.result(LONG), expected, atol=1e-5)
+    assert none_in_pool(model)
 
 
 # Ctrl-C anywhere

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ballonet.allocator import runtime
-from ballonet.allocator._native import Device
+from ballonet.allocator._native import Device, Range
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device import governors
@@ -76,6 +76,13 @@ def press(device: Device, pages: int) -> int:
     return after - before
 
 
+def hog(device: Device, pages: int, place: str = "device") -> Range:
+    """Takes so many pages, which nobody else has until it is closed."""
+    made = device.reserve(pages * device.page_size, "weights", device.group())
+    {"device": made.map, "host": made.map_host}[place](0, pages)
+    return made
+
+
 def poison(device: Device, more: int = 0) -> None:
     """Fills all free pages, of the device, the peer and the host, and `more` of the device that are not free."""
     device.reap(wait=True)
@@ -86,11 +93,11 @@ def poison(device: Device, more: int = 0) -> None:
     for count, place in ((free, "device"), (min(host, 64), "host"), (peer, "peer")):
         if count <= 0:
             continue
-        hog = device.reserve(count * device.page_size, "weights", device.group())
+        other = device.reserve(count * device.page_size, "weights", device.group())
         with suppress(PoolExhausted):
-            {"device": hog.map, "host": hog.map_host, "peer": hog.map_peer}[place](0, count)
-            ctypes.memset(hog.address, POISON, count * device.page_size)
-        hog.close()
+            {"device": other.map, "host": other.map_host, "peer": other.map_peer}[place](0, count)
+            ctypes.memset(other.address, POISON, count * device.page_size)
+        other.close()
     device.reap(wait=True)
 
 

@@ -16,7 +16,7 @@ from ballonet.hooks.kv.range import KVRange
 from ballonet.offload.governor.kv_tier import KVTier
 
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
-from .pressure import press, started
+from .pressure import hog, press, started
 
 PAGE = 4096
 LAYERS = 4
@@ -126,12 +126,11 @@ def test_nobody_takes_it_while_a_page_is_away(
     for count in (3 * PER_PAGE, 1, 1):  # the last page has room for some
         forward(layers, count)
     assert counted.taken() == (3, 2 * (LAYERS - 1))
-    hog = device.reserve(device.budget, "weights", device.group())
-    hog.map(0, device.available)
+    other = hog(device, device.available)
     assert press(device, 2) > 0
     forward(layers)
     assert counted.taken() == (1, 0)
-    hog.close()
+    other.close()
 
 
 # Pages that are mapped before a layer asks (eLLM §5.1)

@@ -24,8 +24,9 @@ from ballonet.offload.record import link
 
 from .. import models
 from ..pool import bytes_that_exist, take_out
-from .pressure import Taker, around_appends, press, started
-from .test_tiers import BUDGET, HOST, PAGE, Pair, kv_copied, on_another_thread
+from ..threads import elsewhere
+from .pressure import Taker, around_appends, hog, press, started
+from .test_tiers import BUDGET, HOST, PAGE, Pair, kv_copied
 
 PEER = 4
 SETTINGS: dict[str, Any] = {"budget": BUDGET * PAGE, "host_budget": HOST * PAGE, "page_size": PAGE}
@@ -141,24 +142,23 @@ def test_no_page_leaves_the_peer_under_another_threads_forward(device: Device) -
         settled(pair)
         return where(pair).count("h")
 
-    assert on_another_thread(other) == 0
+    assert elsewhere(other) == 0
     assert pair.tier.client.leaving == 4
     pair.check()
     lease.close()
-    assert on_another_thread(other) == 4
+    assert elsewhere(other) == 4
     pair.check()
 
 
 def test_a_full_host_keeps_it_on_the_peer(device: Device) -> None:
     pair = Pair(100)
     assert press(device, 4) == 4
-    hog = device.reserve(HOST * PAGE, "weights", device.group())
-    hog.map_host(0, HOST)
+    other = hog(device, HOST, "host")
     pair.tier.client.demote(4)
     settled(pair)
     assert where(pair) == "ppppdddd"
     assert press(device, 1) == 0
-    hog.close()
+    other.close()
     device.reap(wait=True)
     pair.tier.client.demote(4)
     settled(pair)
@@ -171,8 +171,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     pairs = [Pair(60), Pair(60)]
     assert press(device, 4) == 4
     assert device.snapshot()["peer_free"] == 0
-    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
-    hog.map(0, BUDGET - 14)  # few are free
+    other = hog(device, BUDGET - 14)  # few are free
     for pair in pairs:
         pair.tier.client.used = time.monotonic() - 100 * (2 - pairs.index(pair))
     before = [where(pair).count("p") for pair in pairs]
@@ -189,7 +188,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     assert [each.what for each in demotions] == [pairs[coldest].tier.client.name]
     for pair in pairs:
         pair.check()
-    hog.close()
+    other.close()
 
 
 def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device) -> None:

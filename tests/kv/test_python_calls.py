@@ -21,7 +21,7 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ..counting import each_call
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
 from ..tuned import Tuned
-from .pressure import kv_ranges, press, started, tiers, two_thirds
+from .pressure import hog, kv_ranges, press, started, tiers, two_thirds
 
 PAGE = 4096
 LAYERS = 8
@@ -82,9 +82,8 @@ def decoding(pages: int, way: Way, monkeypatch: pytest.MonkeyPatch, tuned: Tuned
 
 def _decoded(device: Device, pages: int, way: Way) -> int:
     cache = Cache(pages)
-    hog = device.reserve(device.budget, "weights", device.group())
-    if way is not Way.RESIDENT:
-        hog.map(0, pages)
+    other = None if way is Way.RESIDENT else hog(device, pages)
+    if other is not None:
         press(device, pages // 2)
     for _ in range(3 * DEFAULT.kv_reads.again):
         cache.forward(1)
@@ -94,7 +93,8 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
             cache.forward(1)
         steps.append(found["calls"])
     assert cache.tier.client.streamed.way is way
-    hog.close()
+    if other is not None:
+        other.close()
     return min(steps)
 
 
@@ -115,8 +115,7 @@ def prefilling(pages: int) -> tuple[int, int]:
 def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     cache, tier = Cache(pages), None
     press(device, device.available + pages // 2)
-    hog = device.reserve(device.budget, "weights", device.group())
-    hog.map(0, device.available - 4)
+    other = hog(device, device.available - 4)
     tier = cache.tier
     tier.extents.look()
     assert tier.client.displaced >= pages // 3
@@ -127,7 +126,7 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
         with counted() as calls:
             tier.prefilling(8)
         found.append((calls["calls"], tier.governor._known.list.published - before))
-    hog.close()
+    other.close()
     return min(found)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,8 +31,9 @@ from ballonet.offload.residency.states import PieceState
 from ..core import arm, pending
 from ..lines import interrupted
 from ..test_kv import tokens
+from ..threads import elsewhere
 from ..tuned import Tuned
-from .pressure import STEPS, away, kv_ranges, poison, press, started, tiers
+from .pressure import STEPS, away, hog, kv_ranges, poison, press, started, tiers
 from .test_taken import Fuzz
 
 PAGE = 4096
@@ -64,7 +64,6 @@ class Layers:
         self.pairs = [(ElasticLayer(self.ranges), DynamicLayer()) for _ in range(layers)]
         self.seed = 0
         self.append = self._append
-        self.hog: Any = None
         if count:
             self.update(count)
 
@@ -109,11 +108,12 @@ class Layers:
         return self.tier.client.streamed
 
 
-def room(device: Device, pages: int) -> Any:
-    """Leaves so many pages, until what it returns is closed."""
-    hog = device.reserve(device.budget, "weights", device.group())
-    hog.map(0, device.budget // PAGE - pages)
-    return hog
+@pytest.fixture(params=[26])
+def room(request: pytest.FixtureRequest, device: Device) -> Iterator[Any]:
+    """Somebody has all pages but so many. The layers below have 32."""
+    other = hog(device, device.budget // PAGE - request.param)
+    yield other
+    other.close()
 
 
 def fly(layers: Layers) -> None:
@@ -125,15 +125,12 @@ def fly(layers: Layers) -> None:
 
 
 @pytest.fixture
-def streamed(device: Device) -> Iterator[Layers]:
-    """Layers in slots: 32 pages, and room for 26."""
-    hog = room(device, 26)
+def streamed(room: Any) -> Iterator[Layers]:
+    """Layers in slots."""
     layers = Layers(100)
     fly(layers)
-    layers.hog = hog
     yield layers
     layers.both(lambda layer: layer.reset())
-    hog.close()
 
 
 class Trace:
@@ -342,8 +339,8 @@ def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     sequence.layers.clear()
 
 
-def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
-    hog = room(device, 26)
+@pytest.mark.usefixtures("room")
+def test_what_is_held_does_not_begin_to_fly() -> None:
     layers = Layers(100)
     held, expected = [layers.pairs[3][0].keys], layers.pairs[3][1].keys
 
@@ -360,7 +357,6 @@ def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
     held.clear()
     layers.append = layers._append
     layers.both(lambda layer: layer.reset())
-    hog.close()
 
 
 def test_layers_that_have_run_give_first(device: Device) -> None:
@@ -374,14 +370,14 @@ def test_layers_that_have_run_give_first(device: Device) -> None:
     layers.update(70)
 
 
+@pytest.mark.parametrize("room", [46], indirect=True)
 @pytest.mark.parametrize("seed", range(2))
-def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, tuned: Tuned) -> None:
+def test_any_sequence_of_calls_equals_stock(device: Device, room: Any, seed: int, tuned: Tuned) -> None:
     """As in test_taken.py, but with little room, so that layers fly whenever nobody looks."""
     tuned(kv_reads={"again": 1, "look": 4})
     fuzz = Fuzz(device, seed, 1, layers=LAYERS)
     ways = [fuzz.update] * 30 + [fuzz.prefill, fuzz.crop, fuzz.crop, fuzz.reorder, fuzz.repeat, fuzz.select]
     ways += [fuzz.replace, fuzz.hold, fuzz.let_go, fuzz.let_go, fuzz.reset, fuzz.check]
-    hog = room(device, 46)
     flown = steps = 0
     while steps < 200 or (flown < 20 and steps < 2000):
         steps += 1
@@ -397,14 +393,13 @@ def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, tuned: Tu
                     layer.crop(-400)
     fuzz.check()
     assert flown >= 20
-    hog.close()
 
 
+@pytest.mark.parametrize("room", [40], indirect=True)
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: int) -> None:
+def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, room: Any, chunks: int) -> None:
     """eLLM §4.3.2: of the layers that have run, the pages of a long prompt go to the host, once each."""
     governors.of(device).link.bandwidth = 2.0**20  # so that an event says whether anything was copied for it
-    hog = room(device, 40)
     layers = Layers(layers=8)
     left = []
     append = layers.append
@@ -429,8 +424,6 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: 
     for _ in range(3):
         layers.update()
     layers.check()
-    layers.both(lambda layer: layer.reset())
-    hog.close()
 
 
 def _copied(layers: Layers) -> list[int]:
@@ -441,18 +434,8 @@ def _copied(layers: Layers) -> list[int]:
 
 
 def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
-    found: list[Any] = []
-
-    def look() -> None:
-        try:
-            found.append(streamed.pairs[0][0].keys)
-        except BallonetError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert "another thread" in str(found[0])
+    with pytest.raises(BallonetError, match="another thread"):
+        elsewhere(lambda: streamed.pairs[0][0].keys)
     streamed.update()
     streamed.check()
 
@@ -474,7 +457,7 @@ def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -
     device.check()
 
 
-def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device) -> None:
+def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device, room: Any) -> None:
     """The second one may find no pages but those of the first, once another thread has published that."""
     open_slots, taken = kv_slots.KVSlots.open, 0
 
@@ -482,21 +465,12 @@ def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device) -> No
         nonlocal taken
         made = open_slots(stream, count, pages)
         layers.tier.governor.reclaim.publish_now()
-        mine = [
-            candidate
-            for candidate in layers.tier.governor.reclaim.candidates()
-            if candidate.client == layers.tier.number
-        ]
-        taken += device.take(
-            [
-                candidate.client * KEYS + candidate.index
-                for candidate in mine
-                if candidate.index in layers.tier.client.takable._slices
-            ]
-        )
+        candidates, slots = layers.tier.governor.reclaim.candidates(), layers.tier.client.takable._slices
+        mine = [each.index for each in candidates if each.client == layers.tier.number and each.index in slots]
+        taken += device.take([layers.tier.number * KEYS + index for index in mine])
         return made
 
-    hog, layers = room(device, 26), Layers(100)
+    layers = Layers(100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_slots.KVSlots, "open", opened)
         for _ in range(3 * DEFAULT.kv_reads.again):
@@ -504,11 +478,10 @@ def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device) -> No
     assert taken > 0
     layers.check()
     device.check()
-    hog.close()
 
 
-def test_an_idle_cache_gives_its_slots_to_who_asks(device: Device) -> None:
-    hog = room(device, 26)
+@pytest.mark.usefixtures("room")
+def test_an_idle_cache_gives_its_slots_to_who_asks() -> None:
     lease = ForwardLease().open()
     layers = Layers(100)
     fly(layers)
@@ -518,13 +491,12 @@ def test_an_idle_cache_gives_its_slots_to_who_asks(device: Device) -> None:
     layers.tier.client.give_slots()
     assert layers.way().slots == 0
     layers.check()
-    hog.close()
 
 
 def test_all_of_it_is_restored_when_there_is_room(
-    device: Device, streamed: Layers, monkeypatch: pytest.MonkeyPatch
+    device: Device, room: Any, streamed: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed.hog.close()
+    room.close()
     device.reap(wait=True)
     for _ in range(DEFAULT.kv_reads.look):
         streamed.update()
@@ -549,8 +521,7 @@ INTERRUPTED: dict[str, Callable[[Layers], object]] = {
 
 
 @pytest.mark.parametrize("act", INTERRUPTED)
-def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
-    hog = room(device, 26)
+def test_ctrl_c_between_any_two_lines(device: Device, room: Any, act: str) -> None:
     for nth in itertools.count(1, {"prefill": 797}.get(act, 97)):
         layers = Layers(100)
         layers.update()
@@ -575,7 +546,6 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         if not came:
             break
     assert nth > 97
-    hog.close()
 
 
 def _is(elastic: Any, stock: Any, seed: int, length: int) -> bool:
@@ -584,8 +554,7 @@ def _is(elastic: Any, stock: Any, seed: int, length: int) -> bool:
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuEventRecord"])
-def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: str) -> None:
-    hog = room(device, 26)
+def test_a_fault_at_any_call_leaves_everything_readable(device: Device, room: Any, call: str) -> None:
     for nth in range(1, 40, 3):
         layers = Layers(100)
         layers.update()
@@ -605,7 +574,6 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
         layers.both(lambda layer: layer.reset())
     device.reap(wait=True)
     assert device.available >= 26
-    hog.close()
 
 
 def again(act: Callable[..., Any], *args: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.offload.governor import kv_read_plan
 
+from ..threads import elsewhere
 from ..tuned import Tuned
 from .pressure import poison, two_thirds
 from .test_stream import LAYERS, PAGE, Layers, device, fly, room, small, streamed  # noqa: F401 (fixtures)
@@ -75,25 +75,12 @@ def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, 
     lease = ForwardLease().open()
     streamed.update()
     wanted = (device.available + nothing_away(streamed) + 3) * PAGE
-    asked: list[Any] = []
-
-    def ask() -> None:
-        try:
-            asked.append(device.allocate(wanted))
-        except PoolExhausted as error:
-            asked.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    assert isinstance(asked.pop(), PoolExhausted)
+    with pytest.raises(PoolExhausted):
+        elsewhere(lambda: device.allocate(wanted))
     assert device.page_request > 0
     assert device.yield_pages() >= 3
     lease.close()
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    device.deallocate(asked.pop())
+    device.deallocate(elsewhere(lambda: device.allocate(wanted)))
     for _ in range(3):
         streamed.update()
     streamed.check()
@@ -103,6 +90,7 @@ def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, 
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
     device: Device,  # noqa: F811
+    room: Any,  # noqa: F811
     blocks: list[int],
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +98,7 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
 ) -> None:
     tuned(kv_reads={"again": 1, "look": 4})
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-    draw, hog, taken = random.Random(seed), room(device, 26), 0
+    draw, taken = random.Random(seed), 0
     layers = Layers(100)
     fly(layers)
 
@@ -151,5 +139,3 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
             layers.check()
     assert taken >= 20
     layers.check()
-    layers.both(lambda layer: layer.reset())
-    hog.close()

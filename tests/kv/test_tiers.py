@@ -32,8 +32,9 @@ from .. import pool
 from ..core import arm, disarm
 from ..lines import interrupted
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
+from ..threads import elsewhere
 from ..tuned import Clock, Tuned
-from .pressure import STEPS, poison, press, started, tiers
+from .pressure import STEPS, hog, poison, press, started, tiers
 
 ROWS = DEFAULT.kv_reads.rows
 
@@ -239,18 +240,17 @@ def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatc
         copying.remove(tier)
 
     monkeypatch.setattr(kv_client.KVClient, "write_behind", copy)
-    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
-    hog.map(0, device.available - 2)  # few are free
+    other = hog(device, device.available - 2)  # few are free
     for pair in pairs:
         pair.tier.governor.client_changed(pair.tier.number)
     assert kv_copied(device) > 0
     assert {*most} == {1}
+    other.close()
 
 
 def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     pair = Pair(200)
-    hog = device.reserve((HOST - 3) * PAGE, "weights", device.group())
-    hog.map_host(0, HOST - 3)
+    other = hog(device, HOST - 3, "host")
     pair.tier.client.write_behind(9)
     device.synchronize()
     pair.tier.client.write_behind(0)
@@ -259,22 +259,21 @@ def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     assert press(device, 4) == 0
     assert press(device, 3) == 3
     pair.check()
-    hog.close()
+    other.close()
 
 
 def test_pages_of_the_host_are_the_last_resort_and_are_restored(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[bool] = []
-    hog = device.reserve((BUDGET - 2) * PAGE, "weights", device.group())
-    hog.map(0, BUDGET - 2)
+    other = hog(device, BUDGET - 2)
     monkeypatch.setattr(kv_room, "spilled", lambda: said.append(True))
     pair = Pair(60)
     assert said == [True]
     assert pair.places() == "hhhhh"
     pair.update(30)
     assert pair.places().startswith("hhhhh")
-    hog.close()
+    other.close()
     device.reap(wait=True)
     assert pair.tier.restore(99, 0) >= 5
     assert set(pair.places()) == {"d"}
@@ -291,11 +290,10 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     assert press(device, 3) == 3
     runtime.of().events.hear()
     assert pair.tier.restore(2, 0) == 2
-    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
-    hog.map(0, device.available)
+    other = hog(device, device.available)
     pair.tier.governor.remove_client(pair.tier.number)  # so that it has nothing to give
     pair.update(30)
-    hog.close()
+    other.close()
     me = threading.current_thread().name
     found = [
         (each.lever, each.verb, each.pages, each.predicted, each.measured is not None)
@@ -310,12 +308,10 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
 
 def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(governors.of(device), "spill", False)
-    hog = device.reserve((BUDGET - 3) * PAGE, "weights", device.group())
-    hog.map(0, BUDGET - 3)
-    layer = ElasticLayer()
+    other = hog(device, BUDGET - 3)
     with pytest.raises(torch.OutOfMemoryError, match=rf"set_budget\({(BUDGET + 2) * PAGE}\)"):
-        layer.update(*tokens(60))
-    hog.close()
+        ElasticLayer().update(*tokens(60))
+    other.close()
 
 
 def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
@@ -354,18 +350,10 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     pairs.clear()
 
 
-def on_another_thread(act: Callable[[], int]) -> int:
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(act()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 def test_between_its_calls_no_other_thread_takes_from_a_cache_that_is_used_by_hand(device: Device) -> None:
     """Attention reads after `update` has returned, outside of any lease."""
     pair = Pair(60)
-    assert on_another_thread(lambda: press(device, 3)) == 0
+    assert elsewhere(lambda: press(device, 3)) == 0
     assert pair.places() == "ddddd"
     assert device.page_request == 3
     pair.update(1)  # gives what is demanded
@@ -374,11 +362,11 @@ def test_between_its_calls_no_other_thread_takes_from_a_cache_that_is_used_by_ha
     lease = ForwardLease().open()
     pair.update(1)
     lease.close()
-    assert on_another_thread(lambda: press(device, 1)) == 0  # one is left, and it is not full
+    assert elsewhere(lambda: press(device, 1)) == 0  # one is left, and it is not full
     pair.update(30)  # by hand again
     kv_range = pair.kv_range
     assert kv_range.group.leases == 1
-    on_another_thread(lambda: pair.update(1) is None)  # whoever uses it has the lease
+    elsewhere(lambda: pair.update(1) is None)  # whoever uses it has the lease
     assert kv_range.group.leases == 1
     assert press(device, 1) == 0
     pair.elastic.reset()
@@ -455,12 +443,11 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     assert not pages.worth_copying(ROWS)
     assert pages.worth_copying(ROWS + 1)
     del copies, part, shown
-    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
-    hog.map(0, BUDGET - kv_pages(device) - 9)
+    other = hog(device, BUDGET - kv_pages(device) - 9)
     shown = pair.update(ROWS + 1)  # no room for copies of eleven pages
     assert shown[0].data_ptr() == pair.elastic.keys.data_ptr()
     del shown
-    hog.close()
+    other.close()
 
 
 class Copies(TorchDispatchMode):

@@ -72,9 +72,30 @@ def streamed(model: Any, m: int, slots: int, monkeypatch: pytest.MonkeyPatch, **
     return testing.manage(model, interval=1, **options)
 
 
+def as_stock(original: Any, act: Callable[[Any], object] = lambda model: None, ask: Callable[[Any], Any] = say) -> Any:
+    """What a copy says that `act` has changed, all of it in torch's own memory."""
+    with install.stock():
+        changed = copy.deepcopy(original)
+        act(changed)
+        return ask(changed)
+
+
 def fly(model: Any, managed: ballonet.Managed) -> None:
     """Slots hold what they may."""
     assert streams(managed, lambda: say(model))
+
+
+@contextmanager
+def taken(pages: int, place: str = "device") -> Iterator[None]:
+    """Within it somebody else has so many pages of the device, or of the host."""
+    device = runtime.require()
+    filler = device.reserve(pages * PAGE, "kv", device.group())
+    {"device": filler.map, "host": filler.map_host}[place](0, pages)
+    try:
+        yield
+    finally:
+        filler.close()
+        device.reap(wait=True)
 
 
 @contextmanager
@@ -85,13 +106,8 @@ def full(but: int) -> Iterator[None]:
     device.trim()
     device.reap(wait=True)
     used = sum(count for owner, count in device.snapshot()["pages"].items() if owner != "free")
-    filler = device.reserve((BUDGET // PAGE - used - but) * PAGE, "kv", device.group())
-    filler.map(0, filler.pieces)
-    try:
+    with taken(BUDGET // PAGE - used - but):
         yield
-    finally:
-        filler.close()
-        device.reap(wait=True)
 
 
 def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:

@@ -4,7 +4,6 @@ goes meanwhile. See tests/graphs.py."""
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +23,10 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy.plan import spread, streaming
 
 from .. import graphs
+from ..models import build
+from ..threads import elsewhere
 from ..tuned import Clock, Tuned
-from .conftest import BUDGET, INPUTS, LAYERS, PAGE
+from .conftest import BUDGET, INPUTS, LAYERS, PAGE, full
 
 IDS = INPUTS["input_ids"]
 EVERY = tuple(range(3 * LAYERS))  # as many that some may be taken where one is not
@@ -33,8 +34,6 @@ EVERY = tuple(range(3 * LAYERS))  # as many that some may be taken where one is 
 
 @pytest.fixture(scope="module")
 def original() -> Any:
-    from ..models import build
-
     with install.stock():
         return build("llama", num_hidden_layers=len(EVERY))
 
@@ -86,30 +85,32 @@ def prepare(model: Any) -> None:
     governor.reclaim.publish_now()
 
 
+@pytest.fixture
+def managed(model: Any) -> Iterator[ballonet.Managed]:
+    with ballonet.manage(model) as it:
+        prepare(model)
+        yield it
+
+
 @contextmanager
-def full() -> Iterator[Callable[[], bool]]:
-    """Within it no page is free. Hands over what tries to have one more."""
+def no_page_free() -> Iterator[Callable[[], bool]]:
+    """Hands over what tries to have one more."""
     device = runtime.require()
-    gc.collect()
-    device.trim()
-    device.reap(wait=True)
-    used = sum(count for owner, count in device.snapshot()["pages"].items() if owner != "free")
-    filler = device.reserve(BUDGET, "kv", device.group())
-    left = iter(range(BUDGET // PAGE - used, filler.pieces))
+    with full(but=0):
+        filler = device.reserve(BUDGET, "kv", device.group())
+        left = iter(range(filler.pieces))
 
-    def more() -> bool:
+        def more() -> bool:
+            try:
+                filler.map(next(left), 1)
+            except PoolExhausted:
+                return False
+            return True
+
         try:
-            filler.map(next(left), 1)
-        except PoolExhausted:
-            return False
-        return True
-
-    try:
-        filler.map(0, BUDGET // PAGE - used)
-        yield more
-    finally:
-        filler.close()
-        device.reap(wait=True)
+            yield more
+        finally:
+            filler.close()
 
 
 def reclaimed() -> int:
@@ -120,31 +121,29 @@ def reclaimed() -> int:
 def take() -> int:
     """Pages run out: whatever may be taken is. How many pages that was."""
     before = reclaimed()
-    with full() as more:
+    with no_page_free() as more:
         while more():
             pass
     return reclaimed() - before
 
 
-def test_a_captured_model_gives_nothing(model: Any, expected: torch.Tensor) -> None:
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        captured = Captured(lambda: logits(model))
-        assert managed.report().kept == EVERY
-        assert f"{len(EVERY)} of them in CUDA graphs" in repr(managed)
-        assert "that CUDA graphs have captured (0, 1" in str(managed.report())
-        for _ in range(2):
-            assert not take()
-            assert torch.equal(logits(model), expected)
-            assert torch.equal(captured.replay(), expected)
-        assert managed.report().streamed == ()
-        assert not runtime.require().published
-        captured.graph.reset()
-        prepare(model)
-        assert managed.report().kept == ()
-        assert take()
+def test_a_captured_model_gives_nothing(model: Any, managed: ballonet.Managed, expected: torch.Tensor) -> None:
+    captured = Captured(lambda: logits(model))
+    assert managed.report().kept == EVERY
+    assert f"{len(EVERY)} of them in CUDA graphs" in repr(managed)
+    assert "that CUDA graphs have captured (0, 1" in str(managed.report())
+    for _ in range(2):
+        assert not take()
         assert torch.equal(logits(model), expected)
-        assert managed.report().streamed
+        assert torch.equal(captured.replay(), expected)
+    assert managed.report().streamed == ()
+    assert not runtime.require().published
+    captured.graph.reset()
+    prepare(model)
+    assert managed.report().kept == ()
+    assert take()
+    assert torch.equal(logits(model), expected)
+    assert managed.report().streamed
 
 
 def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +152,7 @@ def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeyp
         keys, values = torch.zeros(2, 1, 2, 64, 16)
 
     def message() -> str:
-        with full(), install.stock(), pytest.raises(torch.OutOfMemoryError) as raised:
+        with full(but=0), install.stock(), pytest.raises(torch.OutOfMemoryError) as raised:
             ElasticLayer().update(keys, values)
         return str(raised.value)
 
@@ -166,32 +165,32 @@ def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeyp
         assert why_short() == ""
 
 
+@pytest.mark.usefixtures("managed")
 def test_what_was_published_is_withdrawn_before_anything_is_captured(model: Any) -> None:
     seen: list[int] = []
-    with ballonet.manage(model):
-        prepare(model)
-        assert runtime.require().published
-        norm = model.model.layers[0].input_layernorm.register_forward_pre_hook(
-            lambda *_: seen.append(len(runtime.require().published))
-        )
+
+    def look(*_: object) -> None:
+        seen.append(len(runtime.require().published))
+
+    assert runtime.require().published
+    with model.model.layers[0].input_layernorm.register_forward_pre_hook(look):
         Captured(lambda: logits(model))
-        norm.remove()
-        assert seen == [0]
+    assert seen == [0]
 
 
-def test_a_graph_that_holds_a_capture_cannot_begin_another_one(model: Any, expected: torch.Tensor) -> None:
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        captured = Captured(lambda: logits(model))
-        with pytest.raises(AssertionError, match="owns a captured graph already"):
-            captured.graph.capture_begin()
-        prepare(model)
-        assert not take()
-        assert torch.equal(captured.replay(), expected)
-        captured.graph.reset()
-        with graphs.capture(captured.graph):
-            pass
-        assert managed.report().kept == (), "it can be used again"
+def test_a_graph_that_holds_a_capture_cannot_begin_another_one(
+    model: Any, managed: ballonet.Managed, expected: torch.Tensor
+) -> None:
+    captured = Captured(lambda: logits(model))
+    with pytest.raises(AssertionError, match="owns a captured graph already"):
+        captured.graph.capture_begin()
+    prepare(model)
+    assert not take()
+    assert torch.equal(captured.replay(), expected)
+    captured.graph.reset()
+    with graphs.capture(captured.graph):
+        pass
+    assert managed.report().kept == (), "it can be used again"
 
 
 def hidden(model: Any) -> torch.Tensor:
@@ -199,25 +198,30 @@ def hidden(model: Any) -> torch.Tensor:
     return torch.randn(2, 3, model.config.hidden_size, generator=generator)
 
 
-@pytest.mark.parametrize("part", ["mlp", "self_attn.o_proj"])
-def test_a_part_of_a_layer_that_is_called_by_itself(model: Any, original: Any, part: str) -> None:
-    states = hidden(model)
+def of_stock(original: Any, layer: int, part: str = "mlp") -> torch.Tensor:
+    """What a part of the layer makes of `hidden`."""
     with install.stock(), torch.no_grad():
-        right = original.model.layers[3].get_submodule(part)(states)
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        captured = Captured(lambda: model.model.layers[3].get_submodule(part)(states))
-        assert managed.report().kept == (3,)
-        prepare(model)
-        assert take()
-        logits(model)
-        assert managed.report().streamed
-        assert 3 not in managed.report().streamed
-        assert torch.equal(captured.replay(), right)
-        assert not any(module._forward_pre_hooks for module in model.model.layers[3].mlp.modules())
+        found: torch.Tensor = original.model.layers[layer].get_submodule(part)(hidden(original))
+    return found
 
 
-def test_runs_of_layers_within_a_forward(model: Any, expected: torch.Tensor) -> None:
+@pytest.mark.parametrize("part", ["mlp", "self_attn.o_proj"])
+def test_a_part_of_a_layer_that_is_called_by_itself(
+    model: Any, managed: ballonet.Managed, original: Any, part: str
+) -> None:
+    states = hidden(model)
+    captured = Captured(lambda: model.model.layers[3].get_submodule(part)(states))
+    assert managed.report().kept == (3,)
+    prepare(model)
+    assert take()
+    logits(model)
+    assert managed.report().streamed
+    assert 3 not in managed.report().streamed
+    assert torch.equal(captured.replay(), of_stock(original, 3, part))
+    assert not any(module._forward_pre_hooks for module in model.model.layers[3].mlp.modules())
+
+
+def test_runs_of_layers_within_a_forward(model: Any, managed: ballonet.Managed, expected: torch.Tensor) -> None:
     """As benchmarks/graphed.py: the forwards of layers are called within that of the first, past their hooks."""
     made: list[Captured] = []
     placed: list[torch.Tensor] = []
@@ -233,86 +237,76 @@ def test_runs_of_layers_within_a_forward(model: Any, expected: torch.Tensor) -> 
             place.copy_(new)
         return made[0].replay()
 
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        model.model.layers[0].forward, model.model.layers[1].forward = both, lambda states, **_: states
+    model.model.layers[0].forward, model.model.layers[1].forward = both, lambda states, **_: states
+    assert torch.equal(logits(model), expected)
+    assert {0, 1} <= set(managed.report().kept)
+    prepare(model)
+    take()
+    for _ in range(2):
         assert torch.equal(logits(model), expected)
-        assert {0, 1} <= set(managed.report().kept)
-        prepare(model)
-        take()
-        for _ in range(2):
-            assert torch.equal(logits(model), expected)
-        del model.model.layers[0].forward, model.model.layers[1].forward
+    del model.model.layers[0].forward, model.model.layers[1].forward
 
 
-def test_what_nobody_notices_within_a_forward(model: Any, original: Any, expected: torch.Tensor) -> None:
+def test_what_nobody_notices_within_a_forward(
+    model: Any, managed: ballonet.Managed, original: Any, expected: torch.Tensor
+) -> None:
     states, made = hidden(model), []
-    with install.stock(), torch.no_grad():
-        right = original.model.layers[5].mlp.up_proj(states)
 
     def capture(*_: object) -> None:
         made.append(Captured(lambda: functional.linear(states, model.model.layers[5].mlp.up_proj.weight)))
 
-    with ballonet.manage(model) as managed:
-        handle = model.model.norm.register_forward_pre_hook(capture)
+    with model.model.norm.register_forward_pre_hook(capture):
         logits(model)
-        handle.remove()
-        assert managed.report().kept == EVERY
-        prepare(model)
-        take()
-        assert torch.equal(logits(model), expected)
-        assert torch.equal(made[0].replay(), right)
+    assert managed.report().kept == EVERY
+    prepare(model)
+    take()
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(made[0].replay(), of_stock(original, 5, "mlp.up_proj"))
 
 
-def test_a_replay_is_leased(model: Any, original: Any, governor: Any) -> None:
+def test_a_replay_is_leased(model: Any, managed: ballonet.Managed, original: Any) -> None:
     """Another thread runs out of pages while it is launched: it gets none, and says what it misses."""
-    states = hidden(model)
-    with install.stock(), torch.no_grad():
-        right = original.model.layers[0].mlp(states)
+    states, right = hidden(model), of_stock(original, 0)
     device, lease = runtime.require(), Lease()
     tried: list[tuple[bool, int, int]] = []  # was there a page, what is demanded, what was taken
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        captured = Captured(lambda: model.model.layers[0].mlp(states))
-        prepare(model)
+    captured = Captured(lambda: model.model.layers[0].mlp(states))
+    prepare(model)
 
-        def elsewhere(more: Callable[[], bool]) -> None:
-            before = reclaimed()
-            thread = threading.Thread(target=lambda: tried.append((more(), device.page_request, reclaimed() - before)))
-            thread.start()
-            thread.join()
+    def ask(more: Callable[[], bool]) -> None:
+        before = reclaimed()
+        tried.append(elsewhere(lambda: (more(), device.page_request, reclaimed() - before)))
 
-        with full() as more:
-            captured.graph.during = partial(elsewhere, more)
-            assert torch.equal(captured.replay(), right)
-        assert managed._weights.group.leases == 0
-        captured.graph.during = None
-        with full() as more:
-            lease.enter(managed._weights.group)
-            elsewhere(more)
-            lease.close()
-            assert tried == [(False, 1, 0)] * 2
-            before = reclaimed()
-            assert torch.equal(captured.replay(), right)
-            assert reclaimed() > before, "it gave what was demanded before it was launched"
+    with no_page_free() as more:
+        captured.graph.during = partial(ask, more)
+        assert torch.equal(captured.replay(), right)
+    assert managed._weights.group.leases == 0
+    captured.graph.during = None
+    with no_page_free() as more:
+        lease.enter(managed._weights.group)
+        ask(more)
+        lease.close()
+        assert tried == [(False, 1, 0)] * 2
+        before = reclaimed()
+        assert torch.equal(captured.replay(), right)
+        assert reclaimed() > before, "it gave what was demanded before it was launched"
 
 
-def test_nothing_of_the_model_moves_between_the_forwards_of_a_capture(model: Any, expected: torch.Tensor) -> None:
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        graph = torch.cuda.CUDAGraph()
-        with graphs.capture(graph), torch.no_grad():
-            first = logits(model)
-            assert managed._weights.group.leases == 1
-            with pytest.raises(ManageError, match="is running"):
-                managed.release()
-            second = logits(model)
-        assert managed._weights.group.leases == 0
-        for output in (first, second):
-            output.zero_()
-        graph.replay()
-        assert torch.equal(first, expected)
-        assert torch.equal(second, expected)
+def test_nothing_of_the_model_moves_between_the_forwards_of_a_capture(
+    model: Any, managed: ballonet.Managed, expected: torch.Tensor
+) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with graphs.capture(graph), torch.no_grad():
+        first = logits(model)
+        assert managed._weights.group.leases == 1
+        with pytest.raises(ManageError, match="is running"):
+            managed.release()
+        second = logits(model)
+    assert managed._weights.group.leases == 0
+    for output in (first, second):
+        output.zero_()
+    graph.replay()
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
 
 
 @pytest.mark.parametrize("interval", ["auto", 2])
@@ -324,11 +318,11 @@ def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Ten
         away = managed.report().streamed
         assert away
         entered: list[Any] = []
-        handle = model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: entered.append(0))
-        with pytest.raises(ManageError, match="cannot be captured"):
-            Captured(lambda: logits(model))
-        assert not entered
-        handle.remove()
+        norm = model.model.layers[0].input_layernorm
+        with norm.register_forward_pre_hook(lambda *_: entered.append(0)):
+            with pytest.raises(ManageError, match="cannot be captured"):
+                Captured(lambda: logits(model))
+            assert not entered
         works: list[Callable[[], torch.Tensor]] = [
             lambda: logits(model),
             lambda: model.model.layers[away[0]].mlp(hidden(model)),
@@ -345,9 +339,7 @@ def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Ten
 
 
 def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expected: torch.Tensor) -> None:
-    states = hidden(model)
-    with install.stock(), torch.no_grad():
-        right = original.model.layers[0].mlp(states)
+    states, right = hidden(model), of_stock(original, 0)
     with ballonet.manage(model, interval=2) as managed:
         before = managed.report().streamed
         captured = Captured(lambda: model.model.layers[0].mlp(states))
@@ -358,38 +350,25 @@ def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expec
         assert managed.report().streamed == before
 
 
-def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) -> None:
-    states = hidden(model)
-    with install.stock(), torch.no_grad():
-        right = original.model.layers[3].mlp(states)
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        elastic = managed._elastic
-        before = elastic.plan.pages
-        captured = Captured(lambda: model.model.layers[3].mlp(states))
-        pages = elastic.plan.pages
-        assert [layer for layer in EVERY if pages[layer] != before[layer]] == [3]
-        for plan in [streaming(pages, spread(pages, count), slots) for count in (1, 4, 11) for slots in (1, 2)]:
-            elastic._change(plan)
-            assert managed.report().streamed == plan.streamed
-            assert 3 not in managed.report().streamed
-            assert torch.equal(logits(model), expected)
-            assert torch.equal(captured.replay(), right)
-            assert (
-                managed.report().freed_pages
-                == sum(before)
-                - sum(
-                    each.backed
-                    for layer, ranges in managed._weights.ranges.items()
-                    if layer is not None
-                    for each in ranges
-                    if layer not in managed.report().streamed
-                )
-                - managed._weights.ring.pages
-            )
-        elastic._change(streaming(before, (3, 5), 1))
+def test_whatever_is_planned(model: Any, managed: ballonet.Managed, original: Any, expected: torch.Tensor) -> None:
+    states, right = hidden(model), of_stock(original, 3)
+    elastic = managed._elastic
+    before = elastic.plan.pages
+    captured = Captured(lambda: model.model.layers[3].mlp(states))
+    pages = elastic.plan.pages
+    assert [layer for layer in EVERY if pages[layer] != before[layer]] == [3]
+    for plan in [streaming(pages, spread(pages, count), slots) for count in (1, 4, 11) for slots in (1, 2)]:
+        elastic._change(plan)
         assert managed.report().streamed == plan.streamed
-        assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).reclaim.candidates())
+        assert 3 not in managed.report().streamed
+        assert torch.equal(logits(model), expected)
+        assert torch.equal(captured.replay(), right)
+        resident = {layer for layer in managed._weights.ranges if layer is not None} - {*managed.report().streamed}
+        here = sum(each.backed for layer in resident for each in managed._weights.ranges[layer])
+        assert managed.report().freed_pages == sum(before) - here - managed._weights.ring.pages
+    elastic._change(streaming(before, (3, 5), 1))
+    assert managed.report().streamed == plan.streamed
+    assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).reclaim.candidates())
 
 
 def test_a_floor_counts_what_is_kept(model: Any) -> None:
@@ -421,25 +400,23 @@ def test_a_capture_that_fails_keeps_nothing(model: Any) -> None:
             with pytest.raises(AssertionError):
                 graph.capture_begin()
 
-        handle = model.model.norm.register_forward_pre_hook(begin)
-        logits(model)
-        handle.remove()
+        with model.model.norm.register_forward_pre_hook(begin):
+            logits(model)
         logits(model)
         assert managed.report().kept == ()
         assert not any(module._forward_pre_hooks for module in model.model.layers[0].mlp.modules())
 
 
-def test_a_capture_that_torch_knows_nothing_of(model: Any, expected: torch.Tensor) -> None:
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        with graphs.captured_by_others():
-            logits(model)
-        assert managed.report().kept == EVERY
-        prepare(model)
-        assert not take()
-        assert torch.equal(logits(model), expected)
-    with ballonet.manage(model) as managed:
-        assert managed.report().kept == ()
+def test_a_capture_that_torch_knows_nothing_of(model: Any, managed: ballonet.Managed, expected: torch.Tensor) -> None:
+    with graphs.captured_by_others():
+        logits(model)
+    assert managed.report().kept == EVERY
+    prepare(model)
+    assert not take()
+    assert torch.equal(logits(model), expected)
+    managed.release()
+    with ballonet.manage(model) as again:
+        assert again.report().kept == ()
 
 
 def test_a_graph_of_a_model_that_is_released(model: Any) -> None:
@@ -479,19 +456,18 @@ def test_graphs_that_share_memory_and_graphs_in_graphs(model: Any) -> None:
         del alone
 
 
-def test_layers_that_get_another_number_stay(model: Any) -> None:
+def test_layers_that_get_another_number_stay(model: Any, managed: ballonet.Managed) -> None:
     states = hidden(model)
-    with ballonet.manage(model) as managed:
-        captured = Captured(lambda: model.model.layers[3].mlp(states))
-        right = captured.replay()
-        del model.model.layers[1]
-        for _ in range(2):
-            logits(model)
-        assert managed.report().kept == (2,)
-        prepare(model)
-        take()
+    captured = Captured(lambda: model.model.layers[3].mlp(states))
+    right = captured.replay()
+    del model.model.layers[1]
+    for _ in range(2):
         logits(model)
-        assert torch.equal(captured.replay(), right)
+    assert managed.report().kept == (2,)
+    prepare(model)
+    take()
+    logits(model)
+    assert torch.equal(captured.replay(), right)
 
 
 def test_caches_that_are_made_within_a_capture_are_stock(model: Any, expected: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ stand-in's order checker is on: a read that waits for nothing shows.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,10 +18,13 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks.weights import room
+from ballonet.offload.policy.plan import spread
 
-from ..models import MODES, Output, build, generate
+from ..models import MODES, Output, ask, build, generate
 from ..pool import bytes_that_exist
 from ..portrait import Portrait, bits, none_in_pool
+from ..threads import elsewhere
+from ..tuned import Tuned
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE, say, streamed, streams
 
 pytestmark = pytest.mark.chaos
@@ -32,24 +35,25 @@ def copied() -> dict[str, int]:
     return moved
 
 
-SHAPES = [
-    (1, 1),
-    (3, 2),
-    (LAYERS, 3),
-    (LAYERS, 1),
-    (LAYERS - 1, 2),
-]  # layers that stream, and slots; all of them: test_ring.py
+@pytest.fixture(scope="module")
+def answers(original: Any) -> dict[str, Output]:
+    """What stock says in each mode."""
+    with install.stock():
+        return {mode: say(original, mode) for mode in MODES}
+
+
+SHAPES = [(1, 1), (3, 2), (LAYERS, 3), (LAYERS, 1)]  # layers that stream, and slots; all of them: test_ring.py
 
 
 @pytest.mark.parametrize(("m", "slots"), SHAPES)
-def test_tokens_equal_stock(model: Any, original: Any, m: int, slots: int, monkeypatch: Any) -> None:
-    with install.stock():
-        stock = {mode: say(original, mode) for mode in MODES}
+def test_tokens_equal_stock(
+    model: Any, answers: dict[str, Output], m: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = Portrait(model)
     moved = copied()
     with streamed(model, m, slots, monkeypatch) as managed:
         for mode in MODES:
-            assert say(model, mode).agrees(stock[mode]), mode
+            assert say(model, mode).agrees(answers[mode]), mode
         assert len(managed.report().streamed) == m
         assert copied()["weights_h2d"] > moved["weights_h2d"]
         assert copied()["weights_d2h"] == moved["weights_d2h"]
@@ -57,6 +61,36 @@ def test_tokens_equal_stock(model: Any, original: Any, m: int, slots: int, monke
         runtime.require().check()
     assert before.is_of(model)
     assert none_in_pool(model)
+
+
+UNEVEN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 5, "first_k_dense_replace": 2},  # dense layers before those with experts
+    "jamba": {"num_hidden_layers": 5, "expert_layer_period": 3},  # attention or a state, with experts or without
+    "qwen3_next": {},  # attention or a state, all with experts
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_layers_that_are_not_alike_stream_by_their_sizes(name: str, monkeypatch: Any, tuned: Tuned) -> None:
+    """In slots as large as the largest layer that uses them."""
+    tuned(weights={"large": 2**10})  # bytes: less than a matrix of these
+    with install.stock():
+        model = build(name, **UNEVEN[name])
+        expected = {way: ask(model, name, way) for way in ("padded", "beam")}
+    with ballonet.manage(model, interval=None) as managed:
+        pages, resident = managed._elastic.plan.pages, managed.report().pages
+    assert name == "qwen3_next" or 2 * max(pages) > 3 * min(pages), "they are alike"
+    moved = copied()
+    for count, slots in ((2, 2), (len(pages), 1), (len(pages), 2)):
+        chosen = spread(pages, count)
+        largest = [max(pages[layer] for layer in chosen[slot::slots]) for slot in range(slots)]
+        with streamed(model, count, slots, monkeypatch) as managed:
+            for way in expected:
+                assert ask(model, name, way).agrees(expected[way]), (count, slots, way)
+            assert managed.report().streamed == chosen
+            assert all(managed._weights.ring.slot(layer) for layer in chosen), "each has a slot that it fits in"
+            assert managed.report().pages == resident - sum(pages[layer] for layer in chosen) + sum(largest)
+    assert copied()["weights_d2h"] == moved["weights_d2h"]
 
 
 def test_resident_and_editable(model: Any, stock: Output, monkeypatch: Any) -> None:
@@ -83,17 +117,11 @@ def test_a_forward_that_breaks_off_leaves_a_model_that_works(
                 if next(calls) == 3:
                     raise kind
 
-            handle = model.model.layers[layer].mlp.register_forward_pre_hook(break_off)
-            with pytest.raises(kind):
+            with model.model.layers[layer].mlp.register_forward_pre_hook(break_off), pytest.raises(kind):
                 say(model)
-            handle.remove()
             assert bits(model.model.layers[layer].mlp.up_proj.weight)
             assert say(model).agrees(stock)
-        other: list[Output] = []
-        thread = threading.Thread(target=lambda: other.append(say(model)))
-        thread.start()
-        thread.join()
-        assert other[0].agrees(stock)
+        assert elsewhere(lambda: say(model)).agrees(stock)
         assert streams(managed, lambda: say(model))
 
 
@@ -101,19 +129,9 @@ def test_threads_take_turns_and_two_models_alternate(model: Any, original: Any, 
     with install.stock():
         second = copy.deepcopy(original)
     with streamed(model, 3, 2, monkeypatch), streamed(second, 4, 2, monkeypatch, chaos=3):
-        outputs: list[Output] = []
-
-        def run(which: Any) -> None:
-            for _ in range(2):
-                outputs.append(say(which))
-
-        threads = [threading.Thread(target=run, args=(which,)) for which in (model, second, model)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(outputs) == 6
-        assert all(each.agrees(stock) for each in outputs)
+        with ThreadPoolExecutor(3) as threads:
+            outputs = [*threads.map(lambda which: [say(which) for _ in range(2)], (model, second, model))]
+        assert all(each.agrees(stock) for both in outputs for each in both)
         runtime.require().check()
 
 
@@ -128,12 +146,14 @@ def test_assisted_decoding(model: Any, original: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_model(model: Any, original: Any, monkeypatch: Any, fullgraph: bool) -> None:
+def test_a_compiled_model(monkeypatch: Any, fullgraph: bool) -> None:
     ids = INPUTS["input_ids"]
+    with install.stock():
+        model, original = (build("llama", num_hidden_layers=2) for _ in range(2))
     torch.compiler.reset()  # a graph of another model of this class would do: torch guards no hooks
     with torch.no_grad():
         expected = original(ids).logits
-        with streamed(model, 3, 2, monkeypatch):
+        with streamed(model, 2, 1, monkeypatch):
             compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
             if fullgraph:
                 with pytest.raises(Exception, match="ballonet streams"):

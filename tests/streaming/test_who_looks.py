@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,8 @@ from ballonet.offload.residency import ring
 from ..lines import interrupted
 from ..models import Output
 from ..portrait import bits, tensors
-from .conftest import INPUTS, fly, say, streamed, streams
+from ..threads import elsewhere
+from .conftest import INPUTS, as_stock, fly, say, streamed, streams
 
 pytestmark = pytest.mark.chaos
 
@@ -35,9 +35,14 @@ IDS = INPUTS["input_ids"]
 
 @pytest.fixture
 def managed(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ballonet.Managed]:
-    """Three layers in two slots."""
+    """Three layers in two slots, from which they were read."""
     with streamed(model, 3, 2, monkeypatch) as it:
+        fly(model, it)
         yield it
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def projection(model: Any, managed: ballonet.Managed, n: int = 2) -> Any:
@@ -51,7 +56,6 @@ def wanted(original: Any, managed: ballonet.Managed, n: int = 2) -> bytes:
 
 def test_memory_that_a_weight_had_before(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """What averages of weights do: data is exchanged, and put back later. Or the weight itself is replaced."""
-    fly(model, managed)
     weight = projection(model, managed).weight
     backup = weight.data
     weight.data = weight.data * 2
@@ -82,47 +86,35 @@ def test_a_part_that_outlives_its_model(original: Any, monkeypatch: pytest.Monke
 
 
 def test_layers_that_are_taken_out_while_all_fly(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    with install.stock():
-        pruned = copy.deepcopy(original)
-    fly(model, managed)
-    for it in (model, pruned):
+    def prune(it: Any) -> None:
         it.model.layers = it.model.layers[:4]
         it.config.num_hidden_layers = 4
+
+    def exchange(it: Any) -> None:
+        it.model.layers[managed.report().streamed[0]].mlp = copy.deepcopy(original.model.layers[1].mlp)
+
+    prune(model)
     gc.collect()
-    with install.stock():
-        expected = say(pruned)
-    assert say(model).agrees(expected)
+    assert say(model).agrees(as_stock(original, prune))
     fly(model, managed)
-    for it in (model, pruned):
-        it.model.layers[managed.report().streamed[0]].mlp = copy.deepcopy(pruned.model.layers[1].mlp)
+    exchange(model)
     gc.collect()
-    with install.stock():
-        expected = say(pruned)
     for _ in range(2):
-        assert say(model).agrees(expected)
+        assert say(model).agrees(as_stock(original, lambda it: (prune(it), exchange(it))))
     runtime.require().check()
 
 
 def test_a_write_after_ctrl_c_is_not_lost(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """Torch runs no hook for it, so nobody says that the layer runs no more."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    @torch.no_grad()
+    def write(it: Any) -> None:
+        projection(it, managed).weight += 1
 
-    fly(model, managed)
-    module = projection(model, managed)
-    handle = module.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with projection(model, managed).register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         say(model)
-    handle.remove()
-    with torch.no_grad():
-        module.weight += 1
-    with install.stock():
-        changed = copy.deepcopy(original)
-        with torch.no_grad():
-            projection(changed, managed).weight += 1
-        expected = say(changed)
-    assert say(model).agrees(expected)
+    write(model)
+    assert say(model).agrees(as_stock(original, write))
 
 
 def test_a_layer_that_writes_to_its_own_weights_is_told(
@@ -133,15 +125,13 @@ def test_a_layer_that_writes_to_its_own_weights_is_told(
     def write(module: Any, *_: object) -> None:
         module.up_proj.weight.mul_(1.5)
 
-    fly(model, managed)
     mlp = model.model.layers[managed.report().streamed[1]].mlp
-    handle = mlp.register_forward_hook(write)
-    with pytest.raises(ManageError, match="has written to its own weights"):
-        say(model)
-    assert bits(mlp.up_proj.weight) == wanted(original, managed, 1)
-    with managed.resident():
-        say(model)
-    handle.remove()
+    with mlp.register_forward_hook(write):
+        with pytest.raises(ManageError, match="has written to its own weights"):
+            say(model)
+        assert bits(mlp.up_proj.weight) == wanted(original, managed, 1)
+        with managed.resident():
+            say(model)
     assert bits(mlp.up_proj.weight) != wanted(original, managed, 1)
     mlp.up_proj.weight.data.copy_(original.model.layers[managed.report().streamed[1]].mlp.up_proj.weight)
     assert say(model).agrees(stock)
@@ -150,15 +140,8 @@ def test_a_layer_that_writes_to_its_own_weights_is_told(
 
 def test_gradients_after_ctrl_c(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """A layer that is called by itself then must not take the turn that was left open for its own."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    fly(model, managed)
-    handle = projection(model, managed).register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with projection(model, managed).register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         say(model)
-    handle.remove()
     states = torch.randn(1, 3, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     gradients = []
     for it in (model, original):
@@ -176,38 +159,30 @@ def test_gradients_after_ctrl_c(model: Any, original: Any, managed: ballonet.Man
 def test_a_hook_that_keeps_weights_for_later_in_the_forward(
     model: Any, original: Any, managed: ballonet.Managed
 ) -> None:
-    fly(model, managed)
     kept: list[Any] = []
     seen: list[bytes] = []
-    last = projection(model, managed)
-    handles = [
-        last.register_forward_hook(lambda module, *_: kept.append(module.weight)),
+    with (
+        projection(model, managed).register_forward_hook(lambda module, *_: kept.append(module.weight)),
         model.model.norm.register_forward_hook(lambda *_: seen.append(bits(kept[-1]))),
-    ]
-    say(model)
-    for handle in handles:
-        handle.remove()
+    ):
+        say(model)
     assert set(seen) == {wanted(original, managed)}
 
 
 def test_a_graph_that_another_thread_goes_back_through(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    expected = torch.autograd.grad(original(IDS, labels=IDS).loss, original.model.embed_tokens.weight)[0]
-    fly(model, managed)
+    def backward(it: Any, loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, it.model.embed_tokens.weight)[0]
+
+    expected = backward(original, original(IDS, labels=IDS).loss)
     loss = model(IDS, labels=IDS).loss
     found: list[torch.Tensor] = []
 
-    def backward() -> None:
-        found.extend(torch.autograd.grad(loss, model.model.embed_tokens.weight))
-
     def act(*_: object) -> None:
         if not found:
-            thread = threading.Thread(target=backward)
-            thread.start()
-            thread.join()
+            found.append(elsewhere(lambda: backward(model, loss)))
 
-    handle = model.model.norm.register_forward_hook(act)
-    say(model)
-    handle.remove()
+    with model.model.norm.register_forward_hook(act):
+        say(model)
     assert torch.equal(found[0], expected)
 
 
@@ -224,17 +199,9 @@ def test_a_thread_that_looks_while_the_layer_runs(
         "state": lambda: model.state_dict()[f"model.layers.{managed.report().streamed[2]}.mlp.up_proj.weight"],
         "reference": lambda: held,
     }
-    fly(model, managed)
     found: list[torch.Tensor] = []
-
-    def act(*_: object) -> None:
-        thread = threading.Thread(target=lambda: found.append(looks[where]()))
-        thread.start()
-        thread.join(600)
-
-    handle = module.register_forward_pre_hook(act)
-    say(model)
-    handle.remove()
+    with module.register_forward_pre_hook(lambda *_: found.append(elsewhere(looks[where]))):
+        say(model)
     assert found
     for _ in range(2):
         assert all(bits(each) == wanted(original, managed) for each in found)
@@ -253,9 +220,8 @@ def test_what_is_kept_of_a_layer_that_runs_is_its_weight(
         "data": lambda: module.weight.data,
         "graph": lambda: (module.weight, torch.enable_grad()(lambda: module.weight * 1.0)())[1],
     }
-    handle = module.register_forward_hook(lambda *_: None if kept else kept.append(looks[how]()))
-    fly(model, managed)
-    handle.remove()
+    with module.register_forward_hook(lambda *_: None if kept else kept.append(looks[how]())):
+        fly(model, managed)
     (it,) = kept
     for _ in range(2):
         assert bits(it) == wanted(original, managed)[-it.nbytes :]
@@ -279,25 +245,19 @@ def test_a_weight_that_is_given_other_memory_is_read_there(
     model: Any, original: Any, stock: Output, managed: ballonet.Managed
 ) -> None:
     """Where someone holds what it had before, too, so that nothing shows it; and where only its shape is another."""
-    fly(model, managed)
     weight = projection(model, managed).weight
     before = weight.data
     weight.data = before * 2
-    with install.stock():
-        changed = copy.deepcopy(original)
-        projection(changed, managed).weight.data.mul_(2)
-        expected = say(changed)
-    assert say(model).agrees(expected)
+    assert say(model).agrees(as_stock(original, lambda it: projection(it, managed).weight.data.mul_(2)))
     weight.data = before
     assert say(model).agrees(stock)
-    square = model.model.layers[managed.report().streamed[2]].self_attn.q_proj.weight
-    square.data = square.data.t()
-    with install.stock():
-        changed = copy.deepcopy(original)
-        other = changed.model.layers[managed.report().streamed[2]].self_attn.q_proj.weight
-        other.data = other.data.t()
-        expected = say(changed)
-    assert say(model).agrees(expected)
+
+    def transpose(it: Any) -> None:
+        square = it.model.layers[managed.report().streamed[2]].self_attn.q_proj.weight
+        square.data = square.data.t()
+
+    transpose(model)
+    assert say(model).agrees(as_stock(original, transpose))
 
 
 @pytest.mark.skipif(not THIS.counts_references, reason="docs/limits.md, Layers that stream")
@@ -312,9 +272,8 @@ def test_the_memory_of_a_view_that_is_kept_leads_to_the_layer(
         if not kept:
             kept.extend((module.weight.untyped_storage(), module.weight.storage_offset(), module.weight.shape))
 
-    handle = module.register_forward_hook(keep)
-    fly(model, managed)
-    handle.remove()
+    with module.register_forward_hook(keep):
+        fly(model, managed)
     for _ in range(2):
         say(model)
         memory, offset, shape = kept
@@ -331,11 +290,7 @@ def test_what_is_written_between_two_forwards_is_read(
     with torch.no_grad():
         for each in held:
             (each if how == "counted" else each.data).mul_(1.5)
-    with install.stock():
-        changed = copy.deepcopy(original)
-        for n in range(3):
-            projection(changed, managed, n).weight.data.mul_(1.5)
-        expected = say(changed)
+    expected = as_stock(original, lambda it: [projection(it, managed, n).weight.data.mul_(1.5) for n in range(3)])
     assert not expected.agrees(stock)
     assert say(model).agrees(expected)
 
@@ -357,7 +312,6 @@ def test_copies_begin_before_the_pass_where_nobody_can_write(model: Any, managed
             model(IDS)
         return copied[-1] > 0
 
-    assert begun()
     assert not begun()
     weight = projection(model, managed, 0).weight
     assert begun()
@@ -372,17 +326,14 @@ def test_copies_begin_before_the_pass_where_nobody_can_write(model: Any, managed
 
 def test_the_copy_of_the_next_layer_begins_when_a_layer_is_left(model: Any, managed: ballonet.Managed) -> None:
     """The third layer that streams comes to the slot of the first one while the second computes."""
-    fly(model, managed)
-    copied = []
-    first, second, _ = managed.report().streamed
-    handles = [
-        model.model.layers[layer].mlp.register_forward_hook(lambda *_: copied.append(managed._weights.ring.copied))
-        for layer in (first, second)
-    ]
-    with torch.no_grad():
+    copied: list[int] = []
+    first, second = (model.model.layers[layer].mlp for layer in managed.report().streamed[:2])
+
+    def note(*_: object) -> None:
+        copied.append(managed._weights.ring.copied)
+
+    with first.register_forward_hook(note), second.register_forward_hook(note), torch.no_grad():
         model(IDS)
-    for handle in handles:
-        handle.remove()
     assert copied[0] < copied[1]
 
 
@@ -415,21 +366,16 @@ def test_what_another_part_writes_in_the_same_forward_is_read(
     """The copy of the layer has begun by then."""
 
     def write(it: Any) -> Any:
+        @torch.no_grad()
         def act(*_: object) -> None:
-            with torch.no_grad():
-                for n in range(3):
-                    projection(it, managed, n).weight.mul_(1.01)
+            for n in range(3):
+                projection(it, managed, n).weight.mul_(1.01)
 
         return it.model.embed_tokens.register_forward_hook(act)
 
-    with install.stock():
-        changed = copy.deepcopy(original)
-        write(changed)
-        expected = say(changed)
-    fly(model, managed)
-    handle = write(model)
-    assert say(model).agrees(expected)
-    handle.remove()
+    expected = as_stock(original, write)
+    with write(model):
+        assert say(model).agrees(expected)
 
 
 def test_what_is_noted_at_a_weight_is_there_in_its_forward(model: Any, managed: ballonet.Managed) -> None:
@@ -442,15 +388,13 @@ def test_what_is_noted_at_a_weight_is_there_in_its_forward(model: Any, managed: 
         weight.count = getattr(weight, "count", 0) + 1
         seen.append((type(weight), weight.scale, weight.requires_grad, weight.count, weight.is_leaf))
 
-    handle = module.register_forward_pre_hook(act)
-    fly(model, managed)
-    handle.remove()
+    with module.register_forward_pre_hook(act):
+        fly(model, managed)
     assert seen == [(nn.Parameter, 3, True, n + 1, True) for n in range(len(seen))]
     assert module.weight.count == len(seen) > 0
 
 
 def test_a_functional_call_reads_what_it_is_given(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    fly(model, managed)
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in managed.report().streamed]
     results = []
     for it in (model, original):
@@ -474,11 +418,9 @@ def test_a_layer_that_reads_another_one(model: Any, original: Any, managed: ball
         position = model.model.rotary_emb(states, torch.arange(1)[None])
         layers[third](states, position_embeddings=position)
 
-    fly(model, managed)
     expected = say(model)
-    handle = layers[second].mlp.register_forward_pre_hook(act)
-    assert say(model).agrees(expected)
-    handle.remove()
+    with layers[second].mlp.register_forward_pre_hook(act):
+        assert say(model).agrees(expected)
     with torch.no_grad():
         value = bits(original.model.layers[third].mlp(torch.ones(1, 1, model.config.hidden_size)))
     assert set(seen[::3]) == {wanted(original, managed, 0)}
@@ -487,7 +429,6 @@ def test_a_layer_that_reads_another_one(model: Any, original: Any, managed: ball
 
 
 def test_a_section_outlives_a_change_of_the_model(model: Any, stock: Output, managed: ballonet.Managed) -> None:
-    fly(model, managed)
     with managed.resident():
         model.model.layers[0].register_buffer("new", torch.zeros(4096))
         assert not streams(managed, lambda: say(model).agrees(stock))
@@ -518,13 +459,12 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
     error: type[BaseException],
     seen: type[BaseException],
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def break_off(*_: object) -> None:
         raise error
 
-    fly(model, managed)
     model.model.layers[0].register_buffer("new", torch.zeros(4096))
     with monkeypatch.context() as patch:
-        patch.setattr(managed._follower, "catch_up", interrupt)
+        patch.setattr(managed._follower, "catch_up", break_off)
         with pytest.raises(seen):
             say(model)
     assert say(model).agrees(stock)
