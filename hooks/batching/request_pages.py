@@ -65,7 +65,8 @@ class RequestPages:
         """Restores the KV of a request, as far as there are pages; what stays is read where it is."""
         client = self._pages.client
         away = client.away(self.pieces(request))
-        if len(away) > self._on.available:
-            self._on.take(self._on.published, len(away) - self._on.available)
+        lacking = len(away) - self._on.available  # read once: other threads take and free pages, and change budgets
+        if lacking > 0:
+            self._on.take(self._on.published, lacking)
         with suppress(DriverError):
             client.restore(away)

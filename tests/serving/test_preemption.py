@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ballonet.hooks.batching.preemption import PagePreemption
+from ballonet.hooks.batching.request_pages import RequestPages
 
 PAGES = 8
 
@@ -55,3 +56,28 @@ def test_what_takes_less(page: float | None, again: float | None, room: bool, do
     preemption = Preemption(page, again, room)
     assert preemption.offload_requests()
     assert preemption.done == [done]
+
+
+class Raised:
+    """A device whose budget another thread raises between two looks at its free pages."""
+
+    def __init__(self) -> None:
+        self.published = [7]
+        self.free = iter((PAGES - 2, 4 * PAGES))
+        self.taken: list[int] = []
+
+    @property
+    def available(self) -> int:
+        return next(self.free)
+
+    def take(self, entries: list[int], pages: int) -> int:
+        self.taken.append(pages)
+        return pages
+
+
+def test_what_a_request_lacks_is_looked_up_once() -> None:
+    device: Any = Raised()
+    restored: list[set[int]] = []
+    pages: Any = SimpleNamespace(client=SimpleNamespace(away=lambda pieces: set(range(PAGES)), restore=restored.append))
+    RequestPages(device, pages, {}).to_device("newest")
+    assert (device.taken, restored) == ([2], [set(range(PAGES))])
