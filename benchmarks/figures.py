@@ -168,7 +168,7 @@ def cell(value: Any) -> str:
     """A figure with its spread and limit, or a plain value."""
     if isinstance(value, dict):
         return str(Figure(**value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
 
 
 def print_result(result: dict[str, Any]) -> None:
