@@ -24,8 +24,8 @@ from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 # Compiled at the first use, against the torch found there, by allocator/companion.py.
-COMPILED_LATER = ["csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h", "csrc/torch/*.*", "csrc/torch/crt/*"]
-CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
+COMPILED_LATER = ["csrc/torch/*.*", "csrc/torch/crt/*"]
+CORE = sorted(each for each in glob("allocator/csrc/*/*.cpp") if Path(each).parent.name not in ("torch", "standin"))
 STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
 ROOMS = ("allocator", "offload", "hooks")
 PACKAGES = [

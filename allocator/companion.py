@@ -52,7 +52,7 @@ class CompanionPart:
     needs_cuda: bool = False
 
 
-COMPANION: Final = CompanionPart("companion", (CSRC / "companion.cpp", CSRC / "entry.h"), ("c10",))
+COMPANION: Final = CompanionPart("companion", (CSRC / "torch" / "companion.cpp", CSRC / "torch" / "entry.h"), ("c10",))
 TORCH_ALLOCATOR: Final = CompanionPart(
     "torch-allocator",
     (
@@ -61,7 +61,7 @@ TORCH_ALLOCATOR: Final = CompanionPart(
         CSRC / "torch" / "report.h",
         CSRC / "torch" / "crt" / "host_config.h",
         CSRC / "torch" / "crt" / "host_defines.h",
-        CSRC / "entry.h",
+        CSRC / "torch" / "entry.h",
     ),
     ("torch_cuda", "torch_cpu", "c10_cuda", "c10"),
     needs_cuda=True,

@@ -139,7 +139,7 @@ def test_an_entry_of_nobody_has_its_number() -> None:
 
 
 def test_every_kind_of_the_core_is_a_lever_and_a_verb_and_only_entries_have_a_name() -> None:
-    source = (Path(__file__).parent.parent / "allocator" / "csrc" / "events.h").read_text()
+    source = (Path(__file__).parent.parent / "allocator" / "csrc" / "pages" / "events.h").read_text()
     names = re.search(r"kNames\[\] = \{(.*?)\}", source, re.DOTALL)
     assert names is not None
     assert set(re.findall(r'"(.*?)"', names[1])) == set(KINDS)

@@ -17,6 +17,7 @@ import pytest
 
 import ballonet
 from ballonet.allocator import _native, runtime
+from ballonet.offload.policy.tuning import DEFAULT
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("allocator", "offload", "hooks", "facade")  # each may import those before it, and itself
@@ -52,6 +53,17 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/replicas",
     "hooks/whatif",
 )
+CORE = (
+    "base",
+    "driver",
+    "torch",
+    "pages",
+    "mapping",
+    "reclaim",
+    "heap",
+    "device",
+    "bindings",
+)  # of allocator/csrc, too
 LATER = {  # file -> what it imports of a later folder, when it is first used
     # An error of a forward names changes of a plan. Whoever never reads one does not pay for the planner.
     "hooks/managed.py": ["ballonet.hooks.plan.advice.changes"],
@@ -262,10 +274,39 @@ def test_no_number_that_decides_is_patched() -> None:
             assert name in known.union(*FACTS.values()), f"{path} patches {name}"
 
 
+CSRC = ROOT / "allocator" / "csrc"
+
+
+def includes_above(folder: str, text: str) -> list[str]:
+    """What a C++ file includes from folders of the core that come after its own. torch/ is compiled apart and includes
+    nothing of the core, standin/ only what the driver's functions are."""
+    found: list[str] = re.findall(r'^#include "(?:\.\./)?(\w+)/\w+\.h"', text, re.MULTILINE)
+    allowed = {"torch": ("torch",), "standin": ("standin", "driver")}.get(folder) or CORE[: CORE.index(folder) + 1]
+    return [each for each in found if each not in allowed]
+
+
+def test_folders_of_the_core_include_one_way() -> None:
+    sources = [path for path in CSRC.rglob("*.*") if path.suffix in (".h", ".cpp") and path.parent.name != "crt"]
+    assert {path.parent.name for path in sources} == {*CORE, "standin"}
+    assert {path: found for path in sources if (found := includes_above(path.parent.name, path.read_text()))} == {}
+    assert includes_above("pages", '#include "heap/heap.h"') == ["heap"]
+    assert includes_above("standin", '#include "pages/pool.h"') == ["pages"]
+
+
+def test_what_python_and_the_core_decide_by_agrees() -> None:
+    found = re.search(r"kAheadBytes = ([\d']+);", (CSRC / "base" / "tuning.h").read_text())
+    assert found is not None
+    assert int(found[1].replace("'", "")) == DEFAULT.kv_growth.ahead
+
+
 def test_every_module_is_in_the_architecture() -> None:
     rows = re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     told = {(room, name) for room, files in rows for name in re.findall(r"`(\w+)`", files)}
-    there = {(path.parent.relative_to(ROOT).as_posix(), path.stem) for _, path in SOURCES if path.parent != FACADE}
+    core = [(path, path.stem) for folder in CORE for path in (CSRC / folder).glob("*.*")]
+    there = {
+        (path.parent.relative_to(ROOT).as_posix(), name)
+        for path, name in [*((path, path.stem) for _, path in SOURCES if path.parent != FACADE), *core]
+    }
     assert {entry for entry in there - told if entry[1] != "__init__"} == set()
     assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/policy", "simulate")}
 
@@ -641,8 +682,10 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
         "py.typed",
         "offload/timeline/page.html",
         "allocator/_native.pyi",
-        *(f"allocator/csrc/{n}" for n in ("companion.cpp", "entry.h", "driver_abi.h")),
-        *(f"allocator/csrc/torch/{n}" for n in ("cuda_allocator.cpp", "history.h", "report.h")),
+        *(
+            f"allocator/csrc/torch/{n}"
+            for n in ("companion.cpp", "cuda_allocator.cpp", "entry.h", "history.h", "report.h")
+        ),
         *(f"allocator/csrc/torch/crt/{n}" for n in ("host_config.h", "host_defines.h")),
     }
     assert installed == python | {f"ballonet/{name}" for name in data}

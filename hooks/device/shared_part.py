@@ -2,7 +2,7 @@
 gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
 
 Note [How a part moves]
-    An allocation that finds no page asks (csrc/shortage.h), and the thread `ballonet-shared` answers. It takes what is
+    An allocation that finds no page asks (shortage.h), and the thread `ballonet-shared` answers. It takes what is
     free in the ledger. If that is too little it asks the others what they use, and those who are to give, by the
     socket that `ballonet budget` uses: each lowers its own budget as `set_budget()` does, by what is idle and then by
     its ladder, then its part, and answers; what has become free can be taken then. Whoever does not answer in time is

@@ -12,7 +12,7 @@ Note [One layer in flight]
     Before a layer uses the cache its stream waits for the copies of the layer before it. So no more is kept for the
     copies than what the admission has charged as staging: one layer's new KV. Whatever follows on that stream comes
     after them, and pages do not leave their addresses before the streams of copies have passed
-    (allocator/csrc/copies.h).
+    (allocator/csrc/mapping/copies.h).
 """
 
 from __future__ import annotations

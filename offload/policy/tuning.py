@@ -147,8 +147,8 @@ class KVReads:
 class KVGrowth:
     """What is made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
 
-    # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1).
-    ahead: int = 50 * 2**20
+    # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1). The core has the same (tuning.h).
+    ahead: int = 50_000_000
     # Layers of a prefill for which pages are made ready: the one that runs next, and one more while its copies go
     # (eLLM §4.3.2). Chosen.
     layers: int = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import ballonet.allocator
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = ROOT / "allocator" / "csrc" / "driver_abi.h"
+HEADER = ROOT / "allocator" / "csrc" / "driver" / "driver_abi.h"
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_CONTEXT = 0, 1, 2, 3, 201
 INVALID_HANDLE, ILLEGAL_STATE, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = 400, 401, 600, 700, 800, 801

@@ -544,7 +544,7 @@ def test_pages_lie_ahead_just_in_time_and_never_more_than_allowed(layers: int, w
             waiting.update(ahead(layer, layers, width, took=took, next_takes=takes))
             assert len(waiting) <= width
     assert missed == 0
-    assert window(2 * 2**20, DEFAULT.kv_growth.ahead) == 25
+    assert window(2 * 2**20, DEFAULT.kv_growth.ahead) == 23
     assert window(2**30, DEFAULT.kv_growth.ahead) == 1
 
 

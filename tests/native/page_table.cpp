@@ -1,12 +1,12 @@
 // A long random walk over the steps of the page table, each within its precondition: after every step the table is
 // sound, and the piece is in the state that the step promises. Ends with exit status 0.
-#include "page_table.h"
+#include "pages/page_table.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
-#include "errors.h"
+#include "base/errors.h"
 
 using namespace ballonet;
 

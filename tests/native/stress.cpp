@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "device/registry.h"
 #include "pattern.h"
-#include "registry.h"
 
 using namespace ballonet;
 

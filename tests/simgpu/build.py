@@ -44,7 +44,7 @@ def run(*command: object) -> None:
 
 def objects(sources: list[Path]) -> list[Path]:
     """Compiles what is older than its source or any header."""
-    headers = [*(HERE / "device").glob("*.h"), *STANDIN.glob("*.h"), CSRC / "driver_abi.h", Path(__file__)]
+    headers = [*(HERE / "device").glob("*.h"), *STANDIN.glob("*.h"), CSRC / "driver" / "driver_abi.h", Path(__file__)]
     made = {BUILD / "obj" / f"{path.parent.name}-{path.stem}.o": path for path in sources}
     stale = [target for target, source in made.items() if newer(target, [source, *headers])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <map>
 
-#include "../driver_abi.h"
+#include "driver/driver_abi.h"
 
 namespace ballonet::standin {
 

@@ -16,8 +16,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../driver_abi.h"
 #include "cushion.h"
+#include "driver/driver_abi.h"
 #include "extents.h"
 #include "visible.h"
 

@@ -3,7 +3,7 @@
 // Lock: none; what is kept is the thread's own.
 #pragma once
 
-#include "../driver_abi.h"
+#include "driver/driver_abi.h"
 
 namespace ballonet::standin {
 

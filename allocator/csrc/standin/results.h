@@ -3,7 +3,7 @@
 // Lock: none; these are constants.
 #pragma once
 
-#include "../driver_abi.h"
+#include "driver/driver_abi.h"
 
 namespace ballonet::standin {
 

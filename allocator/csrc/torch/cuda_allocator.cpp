@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "../entry.h"
+#include "entry.h"
 #include "history.h"
 #include "report.h"
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "../entry.h"
+#include "entry.h"
 #include "history.h"
 
 namespace ballonet_torch {

@@ -2,7 +2,7 @@
 // that torch asks for by name. Signatures are the driver's; handles that nobody follows are void pointers.
 #pragma once
 
-#include "driver_abi.h"
+#include "driver/driver_abi.h"
 
 using SimGraph = void*;
 using SimExec = void*;

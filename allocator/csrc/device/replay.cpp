@@ -1,0 +1,99 @@
+#include "device/replay.h"
+
+#include <chrono>
+#include <cstring>
+#include <numeric>
+#include <unordered_map>
+
+namespace ballonet {
+namespace {
+
+struct Step {
+  bool alloc;
+  std::size_t place;  // of the block, among all of the trace
+  std::size_t size;
+  CUstream stream;
+};
+
+// Ids become places and the trace's streams real ones ahead of time, so that the clock sees the heap and not a table.
+std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& peak_live, std::size_t& places) {
+  if (rows.size() % 32 != 0) throw UsageError("a packed trace has rows of 32 bytes");
+  std::vector<Step> steps;
+  std::unordered_map<std::uint64_t, Step> live;
+  std::unordered_map<std::uint64_t, CUstream> streams{{0, nullptr}};
+  std::uint64_t bytes = 0;
+  for (std::size_t at = 0; at < rows.size(); at += 32) {
+    std::uint64_t id, size, stream;
+    std::memcpy(&id, rows.data() + at + 8, 8);
+    std::memcpy(&size, rows.data() + at + 16, 8);
+    std::memcpy(&stream, rows.data() + at + 24, 8);
+    if (rows[at] == 1) {
+      if (streams.count(stream) == 0) streams[stream] = mapper.fences.create_stream();
+      const Step step{true, places++, size, streams[stream]};
+      if (!live.emplace(id, step).second)
+        throw UsageError(format("block %llu is allocated twice", static_cast<unsigned long long>(id)));
+      steps.push_back(step);
+      peak_live = std::max(peak_live, bytes += size);
+    } else if (const auto found = live.find(id); found != live.end()) {
+      steps.push_back({false, found->second.place, 0, nullptr});
+      bytes -= found->second.size;
+      live.erase(found);
+    }
+  }
+  return steps;
+}
+
+std::uint64_t all_driver_calls() {
+  const auto calls = driver_calls();
+  return std::accumulate(calls.begin(), calls.end(), std::uint64_t{0});
+}
+
+}  // namespace
+
+Replayed replay(Device& device, std::string_view rows) {
+  Replayed result{};
+  std::size_t places = 0;
+  const std::vector<Step> steps = parse(rows, *device.mapper, result.peak_live, places);
+  std::vector<void*> blocks(places, nullptr);
+  device.mapper->reset_peak();
+  device.heap.reset_peaks();
+  const std::uint64_t calls = all_driver_calls();
+  const auto begin = std::chrono::steady_clock::now();
+  const auto drop_all = [&] {
+    for (void* block : blocks) {
+      if (block != nullptr) device.heap.deallocate(block);
+    }
+  };
+  try {
+    for (const Step& step : steps) {
+      if (step.alloc) {
+        blocks[step.place] = step.size == 0 ? nullptr : device.heap.allocate(step.size, step.stream);
+      } else if (void*& block = blocks[step.place]; block != nullptr) {
+        device.heap.deallocate(block);
+        block = nullptr;
+      }
+    }
+  } catch (...) {
+    drop_all();
+    throw;
+  }
+  const auto end = std::chrono::steady_clock::now();
+  result.driver_calls = all_driver_calls() - calls;
+  result.ops = steps.size();
+  const double ns = std::chrono::duration<double, std::nano>(end - begin).count();
+  result.ns_per_op = steps.empty() ? 0 : ns / static_cast<double>(steps.size());
+  result.peak_physical = device.mapper->numbers().created_peak * device.mapper->space.page_size;
+  drop_all();
+  return result;
+}
+
+double time_hit_path(Device& device, std::size_t size, std::size_t rounds) {
+  if (size == 0) throw UsageError("a block has at least one byte");
+  device.heap.deallocate(device.heap.allocate(size, nullptr));
+  const auto begin = std::chrono::steady_clock::now();
+  for (std::size_t i = 0; i < rounds; ++i) device.heap.deallocate(device.heap.allocate(size, nullptr));
+  const auto end = std::chrono::steady_clock::now();
+  return std::chrono::duration<double, std::nano>(end - begin).count() / static_cast<double>(rounds);
+}
+
+}  // namespace ballonet

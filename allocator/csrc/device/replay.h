@@ -1,0 +1,29 @@
+// Drives a heap with a recorded trace, and times its hit path; for `python -m ballonet replay` and the benchmarks.
+//
+// Guarantees: nothing that it allocated is left, whatever fails.
+//
+// Lock: none is wanted; it calls the heap as torch does.
+#pragma once
+
+#include <string_view>
+
+#include "device/device.h"
+
+namespace ballonet {
+
+struct Replayed {
+  std::uint64_t peak_live;      // largest sum of requested bytes
+  std::uint64_t peak_physical;  // largest number of bytes that existed
+  std::uint64_t driver_calls;   // while replaying
+  std::uint64_t ops;
+  double ns_per_op;
+};
+
+// Rows of 32 bytes, little-endian: op (1 = alloc, 2 = free) in the first, then id, size and stream at 8, 16 and 24. A
+// free whose id is not live is skipped. Pre: no block of the device is live. Throws UsageError, PoolExhausted.
+Replayed replay(Device& device, std::string_view rows);
+
+// ns per allocation and free of one size, hit path only.
+double time_hit_path(Device& device, std::size_t size, std::size_t rounds);
+
+}  // namespace ballonet

@@ -1,0 +1,115 @@
+// The stretches of addresses that the heap cuts its blocks from.
+//
+// Words
+//   arena   one range and its blocks, for the allocations of one stream (and one torch memory pool) of one size class,
+//           on device pages or on host pages
+//
+// Guarantees: by an arena's addresses its heap is found for as long as the arena exists; the first arena of a stream
+// makes the stream known to every fence; an arena that goes gives its pages back, once all streams have passed.
+//
+// Lock: the heap's, held by the caller.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "heap/blocks.h"
+#include "mapping/mapper.h"
+#include "torch/entry.h"
+
+namespace ballonet {
+
+class Heap;
+
+struct ArenaKey {
+  CUstream stream;
+  BallonetPool pool;  // {0, 0}: none, the common heap
+  bool small;
+  Place place = Place::kDevice;
+  bool operator<(const ArenaKey& other) const {
+    return std::tie(stream, pool, small, place) < std::tie(other.stream, other.pool, other.small, other.place);
+  }
+  bool operator==(const ArenaKey& other) const {
+    return stream == other.stream && pool == other.pool && small == other.small && place == other.place;
+  }
+  bool pooled() const { return pool != BallonetPool{}; }
+};
+
+struct Arena {
+  Arena(Heap& heap, const ArenaKey& key_, std::shared_ptr<Range> range_, std::uint64_t page);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // The arena of a block that is handed out, or was and waits.
+  static Arena& of(const Blocks::Block* block) { return *static_cast<Arena*>(block->tag); }
+  std::uint64_t address(const Blocks::Block* block) const { return range->base + block->offset; }
+
+  const ArenaKey key;
+  const std::shared_ptr<Range> range;
+  Blocks blocks;
+};
+
+class Arenas {
+ public:
+  using List = std::vector<std::unique_ptr<Arena>>;
+
+  Arenas(Heap& heap, Mapper& mapper) : heap_(heap), mapper_(mapper) {}
+
+  // Those of a key, none at first.
+  List& of(const ArenaKey& key) {
+    const unsigned hot = key.small ? 1 : 0;
+    return hot_[hot] != nullptr && hot_key_[hot] == key ? *hot_[hot] : look_up(key);
+  }
+  // The same, nullptr where there were none yet.
+  List* find(const ArenaKey& key) {
+    const auto found = arenas_.find(key);
+    return found == arenas_.end() ? nullptr : &found->second;
+  }
+  // The free block to cut `size` from, and its arena; or nullptr.
+  static Blocks::Block* best_fit(List& arenas, std::uint64_t size, Arena*& arena) {
+    Blocks::Block* block = nullptr;
+    for (auto candidate = arenas.begin(); candidate != arenas.end() && block == nullptr; ++candidate) {
+      arena = candidate->get();
+      block = arena->blocks.best_fit(size);
+    }
+    return block;
+  }
+  // A new arena, with room for a block of `size`. Throws DriverError, UsageError where there are too many.
+  Arena& add(List& arenas, const ArenaKey& key, std::uint64_t size);
+
+  // Every arena, and every one of a pool.
+  std::vector<Arena*> all() const;
+  std::vector<Arena*> of_pool(BallonetPool pool) const;
+  // nullptr where a pool has no such address.
+  Arena* at(BallonetPool pool, std::uint64_t address) const;
+
+  // Drops the arenas of every key for which `done(key, arenas)`. Pre: none of their blocks is live.
+  template <class Done>
+  void drop(Done done) {
+    for (auto entry = arenas_.begin(); entry != arenas_.end();) {
+      entry = done(entry->first, entry->second) ? arenas_.erase(entry) : std::next(entry);
+    }
+    hot_[0] = hot_[1] = nullptr;
+  }
+
+  // Ahead of a fork: a child needs nothing of what is free.
+  void tell_idle() const;
+  // Every block that is live or free lies on backed pieces. Throws InvariantBroken. Returns how many blocks are live or
+  // wait, and their bytes.
+  std::pair<std::size_t, std::uint64_t> check() const;
+
+ private:
+  List& look_up(const ArenaKey& key);
+
+  Heap& heap_;
+  Mapper& mapper_;
+  std::map<ArenaKey, List> arenas_;
+  ArenaKey hot_key_[2]{};
+  List* hot_[2] = {nullptr, nullptr};
+};
+
+}  // namespace ballonet

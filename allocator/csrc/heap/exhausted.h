@@ -1,0 +1,21 @@
+// What the user is told when memory runs out, and what there is to do about it.
+//
+// Guarantees: the text begins with the words of torch's own error, and ends with what to do.
+//
+// Lock: the first wants the heap's held by the caller, for the statistics; the second none.
+#pragma once
+
+#include <string>
+
+#include "heap/usage.h"
+#include "mapping/mapper.h"
+
+namespace ballonet {
+
+// Of an allocation of `asked` bytes that failed, which `missing` more pages would have served (0: not known).
+std::string exhausted(Mapper& mapper, const HeapUsage& usage, std::size_t asked, const std::string& reason,
+                      std::size_t missing);
+// Of host pages that were asked for.
+std::string host_exhausted(Mapper& mapper, std::size_t pages, const std::string& reason);
+
+}  // namespace ballonet

@@ -1,0 +1,73 @@
+// How pages come to the heap's free blocks, and leave them.
+//
+// Note [Growing]
+// Before the pool creates pages beyond the peak of live bytes (and a small allowance), pages that lie idle inside free
+// blocks are moved to where they are needed. So physical memory follows the peak of live bytes and not the sum of each
+// stream's or each size's own peak. In steady state every allocation finds a free block that is backed and the driver
+// is not called. During a stream capture nothing is moved: that would have to wait for a stream.
+//
+// Idle pages may be in use by kernels that were launched before, and the host would wait for all that every stream has
+// been given. Instead, pages are made beyond the peak, up to as many again and within the budget; the idle ones are
+// free for anyone once the streams have passed.
+//
+// Note [Giving]
+// Where others lack pages, the idle ones that are given up first need not be needed again: but what is idle between two
+// operators of a layer is, as a rule, what the next ones lie on. To unmap all of it and to map it again would cost a
+// driver call per page and layer. So no more is given than is lacking, and twice as much each time that nothing was
+// mapped since the last time: what activations need no more is soon given, and no more than twice what is asked for is
+// given too early.
+//
+// Guarantees: whoever backs a hole gets all of it or, with an exception or false, nothing; what is harvested lies under
+// no live block and in no memory pool that has users; a host page goes as soon as no block lies on it.
+//
+// Lock: the heap's, held by the caller. Nothing here waits for a stream.
+#pragma once
+
+#include "heap/arenas.h"
+#include "heap/heap_report.h"
+#include "heap/private_pools.h"
+
+namespace ballonet {
+
+class HeapPages {
+ public:
+  HeapPages(Mapper& mapper, const Arenas& arenas, const PrivatePools& pools, HeapReport& report)
+      : mapper_(mapper), arenas_(arenas), pools_(pools), report_(report), page_(mapper.space.page_size) {}
+
+  // Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
+  // hole, so that the placement stays true. False where some were, with the hole as it was: they are free once every
+  // stream has passed. Throws PoolExhausted, DriverError.
+  bool back(Arena& arena, const Blocks::Placement& placement, bool may_harvest);
+  // May pages be made for the hole while harvested ones are waited for?
+  bool may_outgrow(const Blocks::Placement& placement) const;
+  // Takes up to `pages` whole pages out of free blocks, but for two that stay as they are; they retire. Returns how
+  // many.
+  std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before = nullptr,
+                      const Blocks::Block* keep_after = nullptr);
+  // How many idle pages to give for those that others lack. See Note [Giving].
+  std::size_t worth_giving(std::size_t lacking);
+  // Harvests what exists above the budget, as far as it has not been given up.
+  void harvest_excess();
+  // How many pages could be harvested.
+  std::size_t idle() const;
+  // Host pages that lie wholly inside a free block go. Nothing happens where the arena has pages of the device.
+  void unspill(Arena& arena, Blocks::Block* free);
+
+ private:
+  bool harvestable(const Arena& arena) const {
+    return arena.key.place == Place::kDevice && !pools_.held(arena.key.pool);
+  }
+  std::uint64_t allowance() const;
+  // Pages of activations, and those that nobody has: in blocks, free, on their way out.
+  static std::size_t ours(const Mapper::Numbers& numbers);
+  void map(Arena& arena, const Blocks::Placement& placement);
+
+  Mapper& mapper_;
+  const Arenas& arenas_;
+  const PrivatePools& pools_;
+  HeapReport& report_;
+  const std::uint64_t page_;
+  std::size_t given_ = 0;  // the last time that others lacked pages; 0: some were mapped since
+};
+
+}  // namespace ballonet

@@ -1,0 +1,82 @@
+// The blocks that are handed out, and those given back that wait until other streams have passed.
+//
+// Note [Streams]
+// A block freed on its own stream is reused by that stream at once: the stream's order protects it. A block that was
+// also used elsewhere (record_stream) waits for a fence on those streams. Pages that leave an arena wait for every
+// stream. The per-thread default stream has one handle for all threads: its blocks lie beside those of the legacy
+// stream, which is ordered with the work of each, and one that is freed waits for a fence there.
+//
+// Note [Nobody waits with the lock]
+// Any thread may free a tensor, also one that holds the interpreter's lock, which what a stream does may need in turn.
+// So whoever waits for a stream lets go of the heap's lock, and looks for its place anew afterwards.
+//
+// Guarantees: a block is free again once all work that used it is ordered before what its next owner submits.
+//
+// Lock: the heap's, held by the caller. What is given the lock lets go of it while it waits.
+#pragma once
+
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "heap/address_map.h"
+#include "heap/heap_pages.h"
+
+namespace ballonet {
+
+using HeapLock = std::unique_lock<std::mutex>;
+
+class LiveBlocks {
+ public:
+  LiveBlocks(Mapper& mapper, PrivatePools& pools, HeapPages& pages, HeapReport& report)
+      : mapper_(mapper), pools_(pools), pages_(pages), report_(report) {}
+
+  // A block that was cut for `requested` bytes becomes a live one. Returns its address.
+  void* hand_out(Arena& arena, Blocks::Block* block, std::uint64_t requested) {
+    block->requested = requested;
+    block->tag = &arena;
+    const std::uint64_t address = arena.address(block);
+    live_.insert(address, block);
+    report_.handed_out(arena, block);
+    return reinterpret_cast<void*>(address);
+  }
+  // The block that is handed out at an address, nullptr where none is.
+  Blocks::Block* at(std::uint64_t address) const { return live_.find(address); }
+  // The block is free, at once or when its streams have passed. False: unknown.
+  bool give_back(std::uint64_t address);
+  // The same at once, whoever used it.
+  void* free_now(Arena& arena, Blocks::Block* block);
+  // The block is reused only once the stream's present work has passed when it is freed.
+  void use_on(Blocks::Block* block, CUstream stream);
+
+  // Frees what waited and has passed.
+  void free_passed();
+  // Waits for all that waits, without the lock. Memory pools that nobody uses any more lose their arenas then.
+  void wait_freed(HeapLock& lock);
+  // Does a block of the pool wait?
+  bool any_waits(BallonetPool pool) const;
+  // Blocks that are handed out or wait.
+  std::size_t size() const { return live_.size() + waiting_.size(); }
+  // `blocks`, and their `bytes`: what the arenas say. Throws InvariantBroken where it is something else.
+  void check(std::size_t blocks, std::uint64_t bytes) const;
+
+ private:
+  struct Waiting {
+    Fence fence;
+    Blocks::Block* block;
+  };
+
+  void take_back(Blocks::Block* block);
+  void release(Blocks::Block* block);
+
+  Mapper& mapper_;
+  PrivatePools& pools_;
+  HeapPages& pages_;
+  HeapReport& report_;
+  AddressMap live_;
+  std::deque<Waiting> waiting_;
+  std::unordered_map<Blocks::Block*, std::vector<CUstream>> users_;  // of shared blocks
+};
+
+}  // namespace ballonet

@@ -1,0 +1,134 @@
+// The assembly of what puts pages behind addresses: each part is one concept, and a part knows those before it only.
+//
+//   space       pages, addresses and the table between them, under the one lock (address_space.h)
+//   fences      streams, and waiting for what they were given
+//   cached      free pages that stay where they are mapped
+//   retirement  pages on their way out
+//   mapping     pages of a range's own, and where they come from
+//   aliasing    pages of another range
+//   copies      copies beside the work of other streams, and what they may read
+//   moves       bytes to another page under the same address
+//   takes       pages under what is in use, for the reclaim list
+//   ahead       pages before anybody needs them
+//
+// What one part does is asked of that part. What several of them have to do together is here: how a range begins and
+// ends, the budget, the thread behind, the end.
+//
+// Guarantees: what fails has changed no owner of a page; `check` asks every part whether its books agree.
+//
+// Lock: everything here takes the mapper's, `space.mutex`, itself. No caller holds it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+
+#include "base/fork.h"
+#include "mapping/ahead.h"
+#include "mapping/aliasing.h"
+#include "mapping/moves.h"
+#include "mapping/takes.h"
+#include "pages/events.h"
+
+namespace ballonet {
+
+class Mapper : public std::enable_shared_from_this<Mapper> {
+ public:
+  using Options = AddressSpace::Options;
+  explicit Mapper(const Options& options);
+  ~Mapper();
+  Mapper(const Mapper&) = delete;
+  Mapper& operator=(const Mapper&) = delete;
+
+  // Addresses for `pieces` pages. With `expected` those of a cached range, where one fits: so many pieces will be
+  // mapped soon. Of KV: `more` ranges of this size and group will follow, mapped as far as this one is at first; the
+  // background makes cached ranges for them. Throws DriverError, UsageError for 0.
+  std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
+                                 bool auto_retire = false, std::optional<std::size_t> expected = {},
+                                 std::size_t more = 0, bool keeps = false);
+  // See Mapping::map.
+  void map(Range& range, std::size_t first, std::size_t count, Place place, bool wait = true);
+  // See Retirement::retire. Throws UsageError.
+  void retire(Range& range, const Spans& spans);
+  // `unseen`: streams may use it that were never seen. Idempotent.
+  void close(Range& range, bool unseen = false);
+
+  // Completes retirements, oldest first: those whose fences have passed, or all of them (blocks). Returns the pages
+  // freed.
+  std::size_t reap(bool wait);
+  // Retirements that are not done.
+  std::size_t retiring() {
+    const std::lock_guard lock(space.mutex);
+    return retirement.size();
+  }
+  // Does what was to be mapped ahead and the background has not done yet.
+  void catch_up();
+  // Until `background.start()` and from here on retirements are completed by whoever calls, nothing is mapped ahead and
+  // no range is cached.
+  void stop_background();
+
+  void set_budget(std::size_t pages);
+  // How often the budget became larger.
+  std::size_t raises() const { return raises_.load(); }
+  // Gives back what exists above the budget, as far as it is free; is it met now?
+  bool within_budget();
+  // Free pages, of cached ranges too, go back to the driver.
+  void release_free();
+  std::pair<std::size_t, std::size_t> free_memory();  // (free, total) as the driver counts
+  std::size_t available() {
+    const std::lock_guard lock(space.mutex);
+    return space.device.available();
+  }
+  // Device pages that have to be given back before `n` can be had.
+  std::size_t missing(std::size_t n) {
+    const std::lock_guard lock(space.mutex);
+    return space.device.missing(n);
+  }
+
+  struct Numbers {
+    std::size_t budget, created, created_peak, host_created, host_budget, host_free, ranges;
+    std::size_t peer_created, peer_budget, peer_free;
+    std::array<std::size_t, kOwners> pages;
+    Copied copied;
+    std::size_t kept, ahead;  // of the free pages: in cached ranges, mapped ahead
+    Driver::PageTableTime time;
+    std::size_t spilled;  // host pages that blocks of the heap lie on
+  };
+  Numbers numbers();
+  void reset_peak() {
+    const std::lock_guard lock(space.mutex);
+    space.device.book.reset_peak();
+  }
+  // Throws InvariantBroken.
+  void check();
+  // Gives every page back to the driver. Throws UsageError while a range is open. Idempotent.
+  void shutdown();
+
+  Events events;
+  AddressSpace space;
+  Background background{[this] {
+    count_as_background();
+    return work();
+  }};
+  Fences fences{space, background};
+  CachedRanges cached{space};
+  Retirement retirement{space, fences, cached, background};
+  Mapping mapping{space, fences, cached, retirement};
+  Aliasing aliasing{space, fences, retirement, mapping};
+  Copies copies{space, fences};
+  Moves moves{space, fences, retirement, mapping, copies};
+  Takes takes{space, fences, retirement, mapping, copies};
+  Ahead ahead{space, fences, cached, mapping, background};
+
+ private:
+  friend class Range;
+  void forget(Range& range);
+  void tell_idle();
+  Background::Next work();
+
+  std::atomic<std::size_t> raises_{0};
+  bool shut_ = false;
+  const HeldOverFork held_{ForkRank::kMapper, space.mutex.over_fork(), [this] { tell_idle(); }};
+};
+
+}  // namespace ballonet

@@ -1,0 +1,127 @@
+#include "mapping/mapping.h"
+
+#include <cassert>
+
+namespace ballonet {
+
+void Mapping::prepare_host(std::size_t pages) {
+  if (!space_.context.host_pages) return;
+  Section in(space_);
+  space_.prepare(in, Place::kHost, pages);
+}
+
+void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t count, Place place, bool wait) {
+  range.check_span(first, count);
+  if (place == Place::kHost && !space_.context.host_pages) {
+    throw UsageError("there are no host pages: " + space_.context.host_refused);
+  }
+  if (place == Place::kPeer && !space_.context.peer_pages) throw UsageError("there is no peer");
+  const Pool& pool = space_.pool(place);
+  Pieces found;
+  bool waited = !wait, prepared = false;
+  for (;;) {
+    found = look(range, first, count, backing_of(place));
+    const bool lacking = pool.available() < found.unbacked.size() && !fences_.streams.capturing();
+    if (!waited && (found.elsewhere || lacking)) {
+      retirement_.reap_waiting(in);
+      waited = true;
+    } else if (place == Place::kHost && !prepared && pool.book.idle() < found.unbacked.size()) {
+      space_.prepare(in, place, found.unbacked.size());
+      prepared = true;
+    } else {
+      break;
+    }
+    range.check_span(first, count);
+  }
+  if (found.elsewhere) throw UsageError(format("a piece from %zu on is still about to lose another page", first));
+  apply(in, range, found, {first, count}, place);
+}
+
+// Throws UsageError where a piece has another backing, DriverError.
+Mapping::Pieces Mapping::look(Range& range, std::size_t first, std::size_t count, Backing wanted) {
+  Pieces found;
+  for (std::size_t i = first; i < first + count; ++i) {
+    if (range.held[i].backing == Backing::kKept && wanted != Backing::kDevice) space_.vacate_kept(range.held, i);
+    const Piece& piece = range.held[i];
+    if (piece.backing == Backing::kNone) {
+      found.unbacked.push_back(i);
+    } else if (piece.backing == Backing::kRetiring) {
+      if (piece.retiring_from == wanted) found.revived.push_back(i);
+      found.elsewhere |= piece.retiring_from != wanted;
+    } else if (piece.backing == Backing::kKept) {
+      found.claimed.push_back(i);
+    } else if (piece.backing != wanted) {
+      throw UsageError(format("piece %zu already has another backing", i));
+    }
+  }
+  return found;
+}
+
+void Mapping::apply(Section& in, Range& range, const Pieces& found, const Span& span, Place place) {
+  const Backing wanted = backing_of(place);
+  for (std::size_t i : found.revived) space_.revive(range.held, i, range.owner);
+  for (std::size_t i : found.claimed) space_.claim(range.held, i, range.owner);
+  try {
+    for (std::size_t i = span.first; i < span.first + span.count;
+         ++i) {  // what failed half way may have left some shut
+      if (range.held[i].backing == wanted && !range.held[i].open) space_.open(range.held, i, 1);
+    }
+    if (const std::size_t n = found.unbacked.size()) {
+      const PageId hint = hint_for(range, found.unbacked.front(), place);
+      back(range, found.unbacked, place, take(in, place, n, range.owner, hint));
+    }
+  } catch (...) {
+    Spans revived;
+    for (std::size_t i : found.revived) revived.push_back({i, 1});
+    retirement_.retire(range, revived);
+    for (std::size_t i : found.claimed) space_.keep(range.held, i, false);
+    throw;
+  }
+  for (std::size_t i = span.first; i < span.first + span.count; ++i) space_.table.spare(range.held, i);
+}
+
+std::vector<PageId> Mapping::take(Section& in, Place place, std::size_t n, Owner owner, PageId hint) {
+  Pool& pool = space_.pool(place);
+  if (pool.book.idle() < n) retirement_.reap(in);
+  if (pool.book.kept() == 0) return pool.take(n, owner, hint);
+  cached_.empty(n, CachedRanges::Take::kNotAhead);
+  if (pool.book.idle() + pool.creatable() < n) cached_.empty(n - pool.creatable(), CachedRanges::Take::kAll);
+  try {
+    return pool.take(n, owner, hint);
+  } catch (const PoolExhausted&) {
+    if (pool.book.kept() == 0) throw;
+    cached_.empty(n, CachedRanges::Take::kAll);  // the driver has less than the budget allows
+  }
+  return pool.take(n, owner, hint);
+}
+
+void Mapping::back(Range& range, const std::vector<std::size_t>& pieces, Place place,
+                   const std::vector<PageId>& pages) {
+  std::size_t mapped = 0;
+  try {
+    for (; mapped < pieces.size(); ++mapped) {
+      space_.map(range.held, pieces[mapped], {pages[mapped], backing_of(place), place});
+    }
+    for (std::size_t from = 0, to = 0; from < pieces.size(); from = to) {
+      to = from + 1;
+      while (to < pieces.size() && pieces[to] == pieces[to - 1] + 1) ++to;
+      space_.open(range.held, pieces[from], to - from);
+    }
+  } catch (...) {
+    Spans undone;
+    for (std::size_t i = 0; i < mapped; ++i) undone.push_back({pieces[i], 1});
+    retirement_.retire(range, undone);
+    for (std::size_t i = mapped; i < pages.size(); ++i) space_.pool(place).give(pages[i]);
+    throw;
+  }
+}
+
+PageId Mapping::hint_for(const Range& range, std::size_t piece, Place place) const {
+  if (piece == 0) return kNoPage;
+  const Piece& before = range.held[piece - 1];
+  const bool same =
+      before.backing == backing_of(place) || (before.backing == Backing::kKept && place == Place::kDevice);
+  return same ? before.page + 1 : kNoPage;
+}
+
+}  // namespace ballonet

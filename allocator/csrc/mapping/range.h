@@ -1,0 +1,73 @@
+// A range: reserved addresses in page-sized pieces, a virtual tensor (eLLM §4.2: eTensor).
+//
+// Guarantees: its addresses are its own until it is closed and its last retirement is done; it lives at least that
+// long, as retirements and tensors over it hold it.
+//
+// Lock: the mapper's. What is marked so below takes it; `held` and what follows it want it held.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "pages/group.h"
+#include "pages/page_table.h"
+
+namespace ballonet {
+
+class Mapper;
+
+struct Span {
+  std::size_t first, count;  // pieces of a range
+};
+using Spans = std::vector<Span>;
+
+class Range : public std::enable_shared_from_this<Range> {
+ public:
+  // Makes a range of addresses that may be for more pieces.
+  Range(std::shared_ptr<Mapper> mapper, Stretch held, std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
+        bool auto_retire, bool keeps = false);
+  ~Range();
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  const CUdeviceptr base;
+  const std::size_t pieces;
+  const Owner owner;
+  const std::shared_ptr<Group> group;
+  const bool auto_retire;  // a piece belongs to the tensors over it: it is retired with its last pin
+  const bool keeps;        // of KV: pages that have retired are kept where they are, as those of a closed range
+  const std::shared_ptr<Mapper> mapper;
+
+  // These take the mapper's lock.
+  Backing backing(std::size_t piece);
+  PageId page(std::size_t piece);
+  // Where the page is that the piece leads to, be it retiring.
+  std::optional<Place> place(std::size_t piece);
+  // Pieces that lead to a page and are not retiring.
+  std::size_t backed();
+  // (first, count, backing) of neighbours that lead to the same kind of page, of `count` pieces from `first` on.
+  std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs(std::size_t first, std::size_t count);
+  // Pins the pieces under [offset, offset + size). Throws UsageError where one of them is not backed.
+  void pin(std::size_t offset, std::size_t size);
+  void unpin(std::size_t offset, std::size_t size);
+  // While a window is open the addresses are nobody else's, though the range is closed.
+  void open_window();
+  void close_window();
+
+  // Takes the group's lock, before the mapper's. False where another thread holds a lease.
+  bool may_change(std::unique_lock<std::mutex>& lease) const;
+
+  // Under the mapper's lock.
+  void check_span(std::size_t first, std::size_t count) const;  // throws UsageError
+  Stretch held;
+  bool closed = false;
+  std::size_t windows = 0;    // that are open
+  std::size_t followers = 0;  // ranges like this one that were announced; 0 once that has been passed on (ahead.h)
+  std::weak_ptr<Range> next;  // the one that follows
+};
+using Ranges = std::vector<std::shared_ptr<Range>>;
+
+}  // namespace ballonet

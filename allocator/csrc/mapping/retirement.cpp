@@ -1,0 +1,146 @@
+#include "mapping/retirement.h"
+
+#include <algorithm>
+#include <cassert>
+#include <utility>
+
+#include "base/tuning.h"
+
+namespace ballonet {
+namespace {
+
+constexpr std::size_t kAll = ~std::size_t{0};
+
+}  // namespace
+
+void Retirement::retire(Range& range, const Spans& spans, bool unseen) {
+  assert(space_.mutex.held());
+  const std::uint32_t ticket = next_ticket_++;
+  bool any = false;
+  for (const Span& span : spans) {
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.held.size()); ++i) {
+      const Backing backing = range.held[i].backing;
+      if (backing == Backing::kKept) space_.table.forget_ahead(range.held, i);
+      if (leads_somewhere(backing) && space_.retire(range.held, i, ticket)) any = true;
+    }
+  }
+  if (!any) return;
+  const bool shares = !unseen && !queue_.empty() && !queue_.back().fence->recorded;
+  const auto made = [&] {
+    return std::make_shared<Fence>(unseen ? fences_.streams.fence_over_all() : Streams::fence());
+  };
+  auto fence = shares ? queue_.back().fence : made();
+  queue_.push_back({std::move(fence), range.shared_from_this(), spans, ticket});
+}
+
+void Retirement::reap_later(Section& in) {
+  if (!background_.running()) {
+    reap(in);
+  } else if (!queue_.empty()) {
+    background_.notify();
+  }
+}
+
+std::size_t Retirement::reap(Section& in) {
+  std::size_t freed = 0;
+  // A retirement whose unmap fails goes to the back of the queue, and is met once per reap.
+  for (std::size_t left = queue_.size(); left > 0 && fences_.streams.passed(*queue_.front().fence); --left) {
+    Entry current = std::move(queue_.front());
+    queue_.pop_front();
+    if (finish(current, kAll, freed) == Left::kNone) {
+      in.ended.push_back(std::move(current.range));
+    } else {
+      queue_.push_back(std::move(current));
+    }
+  }
+  return freed;
+}
+
+std::size_t Retirement::reap_waiting(Section& in) {
+  Awaited all;
+  const Fence* last = nullptr;
+  for (Entry& each : queue_) {
+    if (std::exchange(last, each.fence.get()) == each.fence.get()) continue;
+    const Awaited one = fences_.streams.awaited(*each.fence);
+    all.events.insert(all.events.end(), one.events.begin(), one.events.end());
+    all.sync = std::max(all.sync, one.sync);
+  }
+  fences_.await(in, all);
+  return reap(in);
+}
+
+void Retirement::shelve_passed(Section& in) {
+  for (auto each = queue_.begin(); each != queue_.end();) {
+    std::size_t freed = 0;
+    const bool ready = each->range->closed && each->range->owner == Owner::kKv &&
+                       fences_.streams.passed(*each->fence) && finish(*each, kAll, freed) == Left::kNone;
+    if (ready) in.ended.push_back(std::move(each->range));
+    each = ready ? queue_.erase(each) : std::next(each);
+  }
+}
+
+Background::Next Retirement::step(Section& in) {
+  if (queue_.empty()) return Background::Next::kNothing;
+  Entry& oldest = queue_.front();
+  if (!fences_.streams.passed(*oldest.fence)) return Background::Next::kLater;
+  std::size_t freed = 0;
+  const Left left = finish(oldest, tuning::kPiecesPerLock, freed);
+  if (left == Left::kSome) return Background::Next::kMore;
+  Entry finished = std::move(oldest);
+  queue_.pop_front();
+  if (left == Left::kRefused) {  // as in `reap`
+    queue_.push_back(std::move(finished));
+    return Background::Next::kLater;
+  }
+  in.ended.push_back(std::move(finished.range));
+  return Background::Next::kMore;
+}
+
+// The pieces that still retire with the entry: others were taken back meanwhile. Until the visitor says false.
+template <class Visit>
+void Retirement::visit(const Entry& entry, Visit visit) {
+  const Stretch& held = entry.range->held;
+  for (const Span& span : entry.spans) {
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, held.size()); ++i) {
+      if (held[i].backing == Backing::kRetiring && held[i].ticket == entry.ticket && !visit(i)) return;
+    }
+  }
+}
+
+// At most so many pieces of a retirement that has passed: they are unmapped, or kept for a cached range.
+Retirement::Left Retirement::finish(Entry& entry, std::size_t most, std::size_t& freed) {
+  Left left = Left::kNone;
+  Range& range = *entry.range;
+  visit(entry, [&](std::size_t i) {
+    if (most-- == 0) {
+      left = Left::kSome;
+      return false;
+    }
+    if (cached_.may_keep(range, i)) {
+      space_.keep(range.held, i, false);
+      ++freed;
+    } else if (space_.vacate(range.held, i)) {
+      ++freed;
+    } else {
+      left = Left::kRefused;
+    }
+    return true;
+  });
+  if (left == Left::kNone) cached_.keep_closed(range);
+  return left;
+}
+
+void Retirement::check() const {
+  std::size_t queued = 0, retiring = 0;
+  for (const Entry& entry : queue_) {
+    visit(entry, [&](std::size_t) {
+      ++queued;
+      return true;
+    });
+  }
+  for (const Range* range : space_.ranges) retiring += range->held.count(Backing::kRetiring);
+  if (queued != retiring)
+    throw InvariantBroken(format("%zu pieces are retiring, %zu wait in the queue for it", retiring, queued));
+}
+
+}  // namespace ballonet

@@ -1,0 +1,198 @@
+#include "mapping/takes.h"
+
+#include <algorithm>
+
+namespace ballonet {
+
+bool Takes::admit(Takeable& takeable) {
+  const Examination examined(space_, copies_, takeable);
+  const std::lock_guard lock(space_.mutex);
+  if (!examined.admissible()) return false;
+  takeable.as_of = space_.table.changes();
+  return examined.outcome().fate != Taken::Fate::kVoid;
+}
+
+Taken Takes::outlook(const Takeable& takeable) {
+  const Examination examined(space_, copies_, takeable);
+  const std::lock_guard lease(takeable.group->mutex);
+  const std::lock_guard lock(space_.mutex);
+  Taken found = examined.outcome();
+  if (found.fate != Taken::Fate::kVoid && takeable.group->leased_by_others()) found.fate = Taken::Fate::kLeased;
+  return found;
+}
+
+Takeable Takes::first_of(const Takeable& takeable, std::size_t most, Room room) {
+  const Examination examined(space_, copies_, takeable);
+  const std::lock_guard lock(space_.mutex);
+  return examined.first_of(most, room);
+}
+
+Room Takes::room() {
+  const std::lock_guard lock(space_.mutex);
+  return room_for_twins(space_);
+}
+
+void Takes::check(const Takeable& takeable) {
+  const Examination examined(space_, copies_, takeable);
+  const std::lock_guard lock(space_.mutex);
+  if (examined.broken())
+    throw InvariantBroken("pages that may be taken are not what they were, and nobody has changed them");
+}
+
+Taken Takes::take(Takeable& takeable, bool near) {
+  const Examination examined(space_, copies_, takeable);
+  const std::lock_guard lease(takeable.group->mutex);
+  if (takeable.group->leased_by_others()) return {Taken::Fate::kLeased, 0};
+  Section in(space_);
+  Taken found = examined.outcome();
+  if (found.fate != Taken::Fate::kTaken) return found;
+  const std::size_t on_host = found.lacking - (near && found.kv ? std::min(found.lacking, space_.peer.available()) : 0);
+  if (on_host > 0) space_.prepare(in, Place::kHost, on_host);
+  if (!fences_.quiesce(in)) return {Taken::Fate::kLater, 0};
+  retirement_.reap(in);
+  found = examined.outcome();
+  if (found.fate != Taken::Fate::kTaken) return found;
+
+  Fillings fillings;
+  const std::size_t on_peer = near && found.kv && found.lacking > 0 ? space_.peer.prepare(found.lacking) : 0;
+  if (!plan(takeable, examined, on_peer, fillings)) return {Taken::Fate::kLater, 0};
+  std::uint64_t filled_as_of = space_.table.changes();  // whatever changed later, somebody else did
+  bool intact = true;
+  try {
+    back(fillings);
+    filled_as_of = space_.table.changes();
+    try {
+      copy_in(in, fillings);
+    } catch (...) {
+      intact = examined.unchanged(filled_as_of);
+      throw;
+    }
+    intact = examined.unchanged(filled_as_of);
+    if (!intact) {
+      drop(fillings, filled_as_of);
+      return {Taken::Fate::kVoid, 0};
+    }
+    lead_to_twins(takeable, examined);
+  } catch (...) {
+    drop(fillings, intact ? space_.table.changes() : filled_as_of);
+    if (intact) takeable.as_of = space_.table.changes();  // all that changed has been undone
+    retirement_.reap(in);
+    throw;
+  }
+  return found;
+}
+
+// What backing ranges lack: the peer's pages as far as they go, then the host's. False where a piece is on its way out.
+bool Takes::plan(const Takeable& takeable, const Examination& examined, std::size_t on_peer, Fillings& fillings) {
+  for (std::size_t i = 0; i < takeable.parts.size(); ++i) {
+    const Examination::Ends& ends = examined.ends()[i];
+    if (ends.buffer) continue;
+    std::size_t next = 0;
+    for (const Place place : {Place::kPeer, Place::kHost}) {
+      const std::size_t most = place == Place::kPeer ? on_peer : ~std::size_t{0};
+      Filling filling = filling_of(takeable.parts[i], ends, place, next, most);
+      for (std::size_t piece : filling.pieces) {
+        if (filling.twin.held[piece].backing == Backing::kKept) space_.vacate(filling.twin.held, piece);
+        if (filling.twin.held[piece].backing != Backing::kNone) return false;
+      }
+      if (place == Place::kPeer) on_peer -= filling.pieces.size();
+      if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
+    }
+  }
+  return true;
+}
+
+// What fills at most `most` pages of `to_place` for the pieces from `next` on; `next` ends behind the last one seen.
+Takes::Filling Takes::filling_of(const Takeable::Part& part, const Examination::Ends& ends, Place to_place,
+                                 std::size_t& next, std::size_t most) const {
+  Filling filling{*ends.range, *ends.twin, to_place, {}, {}};
+  const std::size_t page_size = space_.page_size;
+  const CUdeviceptr from = space_.address(ends.range->held, part.first);
+  const CUdeviceptr to = space_.address(ends.twin->held, part.twin_first);
+  const auto lacks = [&](std::size_t i) {
+    return i < part.count && filling.pieces.size() < most &&
+           !leads_somewhere(ends.twin->held[part.twin_first + i].backing);
+  };
+  const auto place = [&](std::size_t i) { return ends.range->held[part.first + i].place; };
+  std::size_t& i = next;
+  while (i < part.count && filling.pieces.size() < most) {
+    const std::size_t first_piece = i, begin = i * page_size;
+    // A copy reads pages of one place: a driver tells from its address what it is a copy of.
+    for (; lacks(i) && place(i) == place(first_piece); ++i) filling.pieces.push_back(part.twin_first + i);
+    const std::size_t end = i * page_size;
+    if (begin == end) {
+      ++i;
+      continue;
+    }
+    if (part.sources.empty()) filling.copies.push_back({to + begin, from + begin, end - begin});
+    for (const Takeable::Source& source : part.sources) {
+      const std::size_t first = std::max(begin, source.offset), last = std::min(end, source.offset + source.size);
+      if (first < last) filling.copies.push_back({to + first, source.address + first - source.offset, last - first});
+    }
+  }
+  return filling;
+}
+
+// Gives the pieces pages. After a failure some have one.
+void Takes::back(const Fillings& fillings) {
+  for (const auto& [range, twin, place, pieces, copies] : fillings) {
+    const PageId hint = mapping_.hint_for(twin, pieces.front(), place);
+    mapping_.back(twin, pieces, place, space_.pool(place).take(pieces.size(), twin.owner, hint));
+  }
+}
+
+// Copies into the pieces and waits for that without the lock. After a failure no copy runs.
+void Takes::copy_in(Section& in, const Fillings& fillings) {
+  if (fillings.empty()) return;
+  const CUstream stream = space_.context.copy_stream;
+  try {
+    for (const Filling& filling : fillings) {
+      for (const Copy& copy : filling.copies) {
+        space_.driver.cuMemcpyAsync(copy.to, copy.from, copy.size, stream).or_throw("filling a twin");
+      }
+    }
+    Unlocked unlocked(in.lock);
+    space_.driver.cuStreamSynchronize(stream).or_throw("waiting for a twin");
+  } catch (...) {
+    // A driver that refuses again and again has lost its context, and all memory.
+    Unlocked unlocked(in.lock);
+    for (int attempt = 0; attempt < 4 && !space_.driver.cuStreamSynchronize(stream).ok();) ++attempt;
+    throw;
+  }
+  for (const Filling& filling : fillings) {
+    const Range& range = filling.range;
+    const CUdeviceptr end = range.base + range.pieces * space_.page_size;
+    for (const Copy& copy : filling.copies) {
+      if (copy.from < range.base || copy.from >= end) continue;
+      const Place from = range.held[(copy.from - range.base) / space_.page_size].place;
+      copies_.count(range.owner, from, filling.place, copy.size);
+    }
+  }
+}
+
+void Takes::lead_to_twins(const Takeable& takeable, const Examination& examined) {
+  std::vector<Change> changes;
+  for (std::size_t i = 0; i < takeable.parts.size(); ++i) {
+    const Takeable::Part& part = takeable.parts[i];
+    const Examination::Ends& ends = examined.ends()[i];
+    changes.push_back({*ends.range, part.first, std::vector<Target>(part.count)});
+    for (std::size_t n = 0; !ends.buffer && n < part.count; ++n) {
+      const Piece& shown = ends.twin->held[part.twin_first + n];
+      changes.back().targets[n] = {shown.page, Backing::kAlias, shown.place};
+    }
+  }
+  exchange_pages(space_, changes);
+}
+
+// Retires what backing ranges were given, but for pieces that somebody else has changed since.
+void Takes::drop(const Fillings& fillings, std::uint64_t as_of) {
+  for (const Filling& filling : fillings) {
+    Spans given;
+    for (std::size_t piece : filling.pieces) {
+      if (filling.twin.held[piece].changed <= as_of) given.push_back({piece, 1});
+    }
+    retirement_.retire(filling.twin, given);
+  }
+}
+
+}  // namespace ballonet

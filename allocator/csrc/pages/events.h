@@ -1,0 +1,68 @@
+// What the core decided when pages ran short: the newest events, for whoever asks. Nothing of it is on the hit path.
+//
+// Guarantees: the newest events are kept, each once, in the order in which they ended.
+//
+// Lock: one of its own, under which nothing else is taken.
+#pragma once
+
+#include <pthread.h>
+
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/fork.h"
+#include "base/tuning.h"
+
+namespace ballonet {
+
+class Events {
+ public:
+  enum class Kind : std::uint8_t {
+    kInflate,        // idle pages of the heap went to a range
+    kDeflate,        // free pages went to the heap
+    kTake,           // an entry gave its pages to whoever needed some
+    kYield,          // an entry gave its pages on request
+    kRequest,        // pages are missing that only entries leased by other threads can give
+    kSpill,          // blocks got host pages
+    kUnspill,        // host pages that blocks lay on are given back
+    kRefuse,         // pages were asked for, and nothing could give them
+    kBudget,         // the budget is another
+    kBudgetRefused,  // it could not be made this small
+  };
+  static constexpr const char* kNames[] = {"inflate", "deflate", "take",   "yield",  "request",
+                                           "spill",   "unspill", "refuse", "budget", "budget refused"};
+  static constexpr std::int64_t kNoKey = -1;
+
+  struct Event {
+    std::int64_t time_ns;  // CLOCK_MONOTONIC, when it began
+    Kind kind;
+    std::size_t pages;
+    std::int64_t key;      // of the entry; of a budget: the pages of the one before
+    std::uint64_t thread;  // pthread_self()
+    std::int64_t ns;       // how long it took
+  };
+
+  // Something that began at `since` and has just ended.
+  void add(Kind kind, std::size_t pages, std::int64_t since = now_ns(), std::int64_t key = kNoKey) {
+    const std::int64_t now = now_ns();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (events_.size() == tuning::kEventsKept) events_.pop_front();
+    events_.push_back({since, kind, pages, key, static_cast<std::uint64_t>(pthread_self()), now - since});
+  }
+
+  // Takes the events, in the order in which they ended.
+  std::deque<Event> drain() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(events_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  const HeldOverFork held_{ForkRank::kLast, mutex_};
+  std::deque<Event> events_;
+};
+
+}  // namespace ballonet

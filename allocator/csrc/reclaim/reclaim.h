@@ -1,0 +1,128 @@
+// The reclaim list: what may be taken when pages run out, in order, published ahead of time by whoever decides that.
+//
+// Note [One trigger]
+// An allocation can fail inside any operator, on any thread, with or without the interpreter's lock. So what decides is
+// not asked then: it has published what may be taken. Who finds no page, once free blocks are trimmed and retirements
+// reaped, takes entries in their order until there are enough. It learns nothing of what an entry is; who published it
+// learns of it afterwards, from `taken`.
+//
+// Note [Demand]
+// An entry whose group another thread leases is in use, even where nothing of it runs at the moment. What is missing
+// for want of such entries is posted as a request, and the asker goes without. The thread with the lease sees it at its
+// next layer boundary and takes the entries itself. A request that all entries together could not meet takes none.
+//
+// Note [Divisible]
+// Pages of KV go one by one, the oldest of all layers first, and a cache has thousands. So an entry may be divisible:
+// its parts are runs of pieces, one or two per layer, and who needs pages takes as many as are needed, from the parts
+// in turns. Then what became of one piece says nothing of the others: pieces that are not what they were are passed
+// over one by one, and the entry stays.
+//
+// Guarantees: what another thread leases is not taken, nor an entry that has changed since it was published.
+//
+// Lock: `mutex`. Order: the heap's, this, a group's, the mapper's. What is public takes it; what is private wants it
+// held.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "base/fork.h"
+#include "mapping/mapper.h"
+#include "reclaim/shortage.h"
+
+namespace ballonet {
+
+class Reclaim {
+ public:
+  struct Entry {
+    std::int64_t key;
+    Takeable takeable;
+    std::optional<std::size_t> limit;  // of a divisible entry: device pages that it gives yet
+  };
+  struct Event {
+    std::int64_t time_ns;  // CLOCK_MONOTONIC
+    std::int64_t key;
+    std::size_t pages;
+  };
+
+  explicit Reclaim(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)) {}
+
+  // Replaces the list; entries that are void already are left out. Throws UsageError with the old one in place.
+  void publish(std::vector<Entry> entries);
+  // These will not be taken any more. Waits for one that is being taken.
+  void withdraw(const std::vector<std::int64_t>& keys);
+  // What is on the list, in order. What became void leaves it when it is looked at.
+  std::vector<std::int64_t> keys();
+  // Takes the events, oldest first.
+  std::deque<Event> taken();
+  // Device pages that entries have given so far.
+  std::size_t pages() const { return pages_.load(std::memory_order_relaxed); }
+
+  // Calls `attempt` again for as long as it throws PoolExhausted and the budget was raised since, or entries give what
+  // it misses. Throws what it throws, and DriverError where entries could have helped but for that. Pre: the caller
+  // holds no lock of the core.
+  template <class Attempt>
+  auto supply(Attempt attempt) -> decltype(attempt()) {
+    for (;;) {
+      const std::size_t before = pages(), raises = mapper_->raises();
+      try {
+        return attempt();
+      } catch (const PoolExhausted& reason) {
+        if (is_raised(reason, false) || meet(reason, before) || is_raised(reason, true)) continue;
+        if (mapper_->raises() == raises) throw;
+      }
+    }
+  }
+  struct Outlook {
+    std::size_t ready = 0;   // device pages that entries can give now
+    std::size_t leased = 0;  // those of entries that other threads lease
+  };
+  Outlook outlook();
+  // Has as few pages exist as the budget allows now, as far as entries can help. Throws DriverError.
+  void shrink();
+  // Pages that are wanted and that only entries leased by other threads can give; 0 once they are had otherwise.
+  std::size_t page_request();
+  // Is anything requested, as far as can be told without waiting?
+  bool is_requested() const { return requested_.load(std::memory_order_relaxed); }
+  // Takes for the request what the calling thread may take; returns the pages. What other threads still hold stays
+  // requested. Throws DriverError.
+  std::size_t yield_pages();
+  // Takes those of these entries that the calling thread may take now, of divisible ones until there are so many pages;
+  // returns the pages. Throws DriverError.
+  std::size_t take(const std::vector<std::int64_t>& keys, std::size_t pages = ~std::size_t{0});
+  // Throws InvariantBroken.
+  void check();
+
+  std::mutex mutex;
+  Shortage shortage;
+
+ private:
+  // Was the budget raised for what is missing? `last`: nothing else helps.
+  bool is_raised(const PoolExhausted& reason, bool last);
+  // Is it worth another attempt? `before`: what entries had given when the last one began.
+  bool meet(const PoolExhausted& reason, std::size_t before);
+  // In their order, until so many pages are ready; as many as the host has room for.
+  Outlook look(std::size_t enough);
+  void request_pages(std::size_t wanted, std::size_t missing);
+  std::size_t take(std::size_t wanted, std::size_t missing, bool all_or_none, Events::Kind kind);
+  std::size_t take_some(std::size_t missing, Events::Kind kind, const std::function<bool(const Entry&)>& chosen);
+  Taken take_one(Entry& entry, std::size_t missing, std::exception_ptr& failed);
+  Taken outlook_of(const Entry& entry, std::size_t enough, const Room& room);
+
+  const HeldOverFork held_{ForkRank::kReclaim, mutex};
+  const std::shared_ptr<Mapper> mapper_;
+  std::vector<Entry> entries_;
+  std::deque<Event> events_;
+  std::atomic<std::size_t> pages_{0};
+  std::size_t wanted_ = 0;  // what the request is for: this many pages that can be had
+  std::atomic<bool> requested_{false};
+};
+
+}  // namespace ballonet
