@@ -30,8 +30,8 @@ from .device import governors
 from .device.marks import marks_of
 from .forward.forwards import Forwards
 from .forward.gate import Gate
-from .forward.here import here_of
 from .forward.lease import ForwardLease
+from .forward.local_layers import local_layers_of
 from .forward.out_of_memory import explain
 from .forward.turns import Turns
 from .measure.pace import Pace
@@ -170,7 +170,7 @@ class Managed:
                 streaming,
                 levers(governor, device, spill=governor.spill),
                 partial(_in_graphs, self._model),
-                here_of(model),
+                local_layers_of(model),
                 self._explain,
             )
             undo.callback(self._forwards.unhook)

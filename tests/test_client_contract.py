@@ -26,7 +26,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.state_pages import StatePages
 from ballonet.hooks.sectors.pages import RESERVED, SectorPages
-from ballonet.offload.governor import clients, governor, overview, published, reclaim_list
+from ballonet.offload.governor import client_table, governor, overview, published, reclaim_list
 from ballonet.offload.governor.client import LAYERS
 
 from .core import arm, disarm
@@ -263,7 +263,7 @@ def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case], cal
 
 
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
-    parts, nth = (governor, overview, clients, published, reclaim_list, *STEPS), 0
+    parts, nth = (governor, overview, client_table, published, reclaim_list, *STEPS), 0
     while interrupted(lambda: offered(device, case[0]), nth := nth + 7, *parts):
         assert not governors.of(device)._known.lock.locked()
     assert nth > 14

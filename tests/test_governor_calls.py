@@ -14,8 +14,8 @@ from ballonet.offload.governor import overview
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.governor.pages import DevicePages
 from ballonet.offload.governor.traffic import Traffic, sent
-from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.policy.plan import Plan, streaming
+from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 

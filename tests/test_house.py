@@ -405,7 +405,7 @@ PROCESS = {
     },
     "hooks/device/graphs.py": {"GRAPHS": "torch's class of graphs is one for all devices"},
     "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
-    "hooks/forward/here.py": {"_known": "by model: what splices it and what streams it know only the model"},
+    "hooks/forward/local_layers.py": {"_known": "by model: what splices it and what streams it know only the model"},
     "hooks/forward/lease.py": {
         "here": "of one thread: the leases that it has open",
         "_numbers": "no two leases have the same",
@@ -439,7 +439,7 @@ PROCESS = {
     "offload/governor/situation.py": {"_kept": _NUMBERS, "_meeting": _NUMBERS},
     "offload/policy/ledger.py": {"_valid_anywhere": _NUMBERS},
     "offload/policy/plan.py": {"_fewest": _NUMBERS},
-    "offload/policy/reclaim.py": {"_least": _NUMBERS, "nested": _NUMBERS},
+    "offload/policy/layer_order.py": {"_least": _NUMBERS, "nested": _NUMBERS},
     "offload/policy/remap.py": {"cap": _NUMBERS},
     "offload/policy/replicas/spans.py": {"_cut": _NUMBERS},
     "offload/record/link.py": {"_gpu": "NVML is opened once, and stays open; by the name of the GPU"},

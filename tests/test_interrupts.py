@@ -21,7 +21,7 @@ from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import arrangement, elastic, streamed
 from ballonet.hooks.weights import moving
-from ballonet.offload.governor import clients, exchange, governor, kv_client, kv_tier, overview, reclaim_list
+from ballonet.offload.governor import client_table, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
 from .core import PAGE, UNMAPS, Gate, Other, program
 from .lines import interrupted
@@ -41,7 +41,7 @@ FAREWELLS = (
     overview,
     reclaim_list,
     exchange,
-    clients,
+    client_table,
     kv_client,
     kv_tier,
     elastic,

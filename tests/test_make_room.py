@@ -12,7 +12,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, BudgetInUse
 from ballonet.hooks.device import governors
-from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .models import build, logits

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
-from ballonet.offload.policy.ladder import weights_order
 from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
+from ballonet.offload.policy.reclaim_order import weights_order
 from ballonet.offload.policy.remap import (
     CalmClock,
     Model,

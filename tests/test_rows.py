@@ -60,11 +60,11 @@ KV on the host: full pages are copied behind, taken in order, read in place, and
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:context figure:recover
 # The ladder, which is of the design, not of a paper
 the ladder: one order, above every floor, and back without flapping
-  cpu test_ladder.py::test_candidates_are_in_order test_ladder.py::test_no_floor_is_ever_crossed
-  cpu test_ladder.py::test_what_costs_most_is_restored_first
-  cpu test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing streaming/test_levers.py::test_a_square_wave
-  cpu streaming/test_levers.py::test_four_verbs
-  gpu gpu/test_balloon_tokens.py::test_several_models_and_threads figure:recover
+  cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
+  cpu test_reclaim_order.py::test_what_costs_most_is_restored_first
+  cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
+  streaming/test_levers.py::test_a_square_wave cpu streaming/test_levers.py::test_four_verbs gpu
+  gpu/test_balloon_tokens.py::test_several_models_and_threads figure:recover
 spill: pages of the host in the place of pages of the device, rather than a refusal
   cpu test_core_spill.py::test_what_fits_nowhere_lies_on_the_host
   cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
@@ -132,7 +132,7 @@ one direction: weights are never copied back
   gpu gpu/test_weights_order.py::test_graphs_of_resident_layers figure:streaming
 reversion: pages that the cache leaves return to the weights
   cpu test_remap.py::test_what_is_given_back_fits_and_costs_no_time
-  cpu test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
+  cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
   gpu figure:reactivate
 # SwiftCache

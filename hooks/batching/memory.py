@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, Memory, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
-from ...offload.policy.ladder import Rung
+from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, Serving
 from .cache import ElasticPagedCache
 

@@ -33,9 +33,9 @@ from ...offload.governor.chaos import Chaos
 from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
 from .gate import Gate
-from .here import Here
-from .hook import CALL, Hook, opaquely, remove_all
+from .hook_base import CALL, Hook, opaquely, remove_all
 from .lease import ForwardLease, current
+from .local_layers import LocalLayers
 from .turns import Turn, Turns
 
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
@@ -56,7 +56,7 @@ class Forwards:
         layers: Layers,
         levers: Sequence[Lever],
         in_graphs: Callable[[], bool],
-        here: Here,
+        here: LocalLayers,
         exhausted: Callable[[torch.OutOfMemoryError], None],
     ) -> None:
         """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
@@ -322,7 +322,7 @@ class _Leave(Hook):
 class _EnterLayer(Hook):
     """Before a decoder layer: what may change under a running forward changes here. It is called for each token: so
     what it does is here, in one call, and calls what there is to do. `opaque`: the compiler breaks its graph at it, see
-    hook.py, Note [Streaming and torch.compile]."""
+    hook_base.py, Note [Streaming and torch.compile]."""
 
     opaque = False
 

@@ -22,7 +22,7 @@ from ...allocator._native import Device, Range
 from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
 from ...offload.governor.kv_tier import KVTier
-from ...offload.policy.ladder import Rung
+from ...offload.policy.reclaim_order import Rung
 from ..device import graphs
 from ..device.pressure import give_up
 

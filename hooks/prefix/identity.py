@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..compat import StorageWeakRef, attention_of
-from ..forward.hook import Hook
+from ..forward.hook_base import Hook
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.interrupts import Finalizer
 from ..compat import cache_name
-from ..forward.hook import Hook, remove_all
+from ..forward.hook_base import Hook, remove_all
 from .snapshot import StateSnapshot
 
 _BY_TOKEN: Final = ("input_ids", "attention_mask")  # arguments with a column for each token

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...allocator._native import Range
 from ...allocator.errors import ManageError
-from ...offload.policy.ladder import Rung
+from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.replicas.groups import Span
 from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of

@@ -21,8 +21,8 @@ from ...allocator.interrupts import Finalizer
 from ...offload.governor.client import Offer
 from ...offload.governor.governor import Governor
 from ...offload.governor.kv_read_plan import Streamed
-from ...offload.policy.ladder import Rung
 from ...offload.policy.layer_stream import Way
+from ...offload.policy.reclaim_order import Rung
 from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover
 from ...offload.residency.pieces import Pieces, runs_of

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
-from ..forward.here import Here, here_of
-from ..forward.hook import remove_all
+from ..forward.hook_base import remove_all
+from ..forward.local_layers import LocalLayers, local_layers_of
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
@@ -47,7 +47,7 @@ class Splice:
         name = type(model).__name__
         if not self.layers:
             raise SpliceError(f"{name} has no decoder layers that could run in parts")
-        self._here: Here = here_of(model)
+        self._here: LocalLayers = local_layers_of(model)
         if self._here.spliced_by() is not None:
             raise SpliceError(f"this {name} is spliced already: close() the first Splice before, or change its span")
         self.model = model

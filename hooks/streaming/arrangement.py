@@ -10,9 +10,9 @@ Note [Copies that are kept]
 Note [Dropped layers]
     A layer that another replica runs for this one is dropped: to the governor it is one with no pages, so that it is in
     no plan, and whatever is free nobody brings it home but `restore`. In fact it streams, through one slot that all
-    dropped layers share, behind those of the plan. While it does not run here (hooks/forward/here.py) it has no turn in
-    that slot and nothing is copied; where it runs after all, as the replica has lost its partner, it is as any layer
-    that streams: slow, and right.
+    dropped layers share, behind those of the plan. While it does not run here (hooks/forward/local_layers.py) it has no
+    turn in that slot and nothing is copied; where it runs after all, as the replica has lost its partner, it is as any
+    layer that streams: slow, and right.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
-from ..forward.hook import opaquely
+from ..forward.hook_base import opaquely
 from ..weights.storages import like_over
 
 _KINDS: Final = ("_parameters", "_buffers")

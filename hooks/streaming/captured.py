@@ -21,7 +21,7 @@ from ...allocator.errors import ManageError
 from ...allocator.interrupts import if_free
 from ...offload.governor.governor import Governor
 from ..device import governors, graphs
-from ..forward.hook import Hook
+from ..forward.hook_base import Hook
 from ..measure.pace import Pace
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights

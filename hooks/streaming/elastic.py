@@ -31,7 +31,7 @@ from ...offload.record.record import Point, Record
 from ..device import governors, graphs
 from ..device.pressure import Giver
 from ..device.references import label
-from ..forward.here import here_of
+from ..forward.local_layers import local_layers_of
 from ..forward.turns import Turns
 from ..measure.pace import Pace
 from ..measure.report import Report
@@ -73,7 +73,7 @@ class Elastic:
             pace.capturing,
             governor.tuning.waiting,
             governors.composed_with(weights.device).interpreter,
-            here_of(model),
+            local_layers_of(model),
             governor.waits,
         )
         self.arrangement = Arrangement(model, weights, self.streaming)

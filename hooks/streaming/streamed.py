@@ -33,8 +33,8 @@ from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.layer_parts import LayerPart
 from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
-from ..forward.here import Here
-from ..forward.hook import CALL
+from ..forward.hook_base import CALL
+from ..forward.local_layers import LocalLayers
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
@@ -66,7 +66,7 @@ class Streaming:
         capturing: Callable[[], bool],
         waiting: Waiting = DEFAULT.waiting,
         interpreter: Interpreter = THIS,
-        here: Here | None = None,
+        here: LocalLayers | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
@@ -81,7 +81,7 @@ class Streaming:
         self._waiting = waiting
         self._clock = clock
         self._interpreter = interpreter
-        self._here = Here() if here is None else here
+        self._here = LocalLayers() if here is None else here
         self._span: Span | None = None  # for which layers have their turns
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
         self._parts: dict[int, tuple[LayerPart, ...]] = {}

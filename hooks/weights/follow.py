@@ -39,8 +39,8 @@ from . import room
 from .backings import Files
 from .layers import decoder_layers, layer_lists
 from .moving import tenants_of
+from .other_movers import refuse_what_moves_weights
 from .ranges import Weights
-from .refusals import refuse_what_moves_weights
 from .storages import TensorMember, TensorSpan, members, spans, survey
 
 _REPLACED = "it has been replaced more than {} times"

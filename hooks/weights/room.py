@@ -19,9 +19,9 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import BudgetError, ManageError
 from ...allocator.units import format_size
-from ...offload.policy.ladder import Rung
 from ...offload.policy.layout import Layout
 from ...offload.policy.plan import Plan, Rule
+from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ..device import governors
 from ..device.pressure import give_up

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..policy.ladder import Candidate, Rung, above_floors, claimed
-from ..policy.reclaim import by_rung, of_layer
+from ..policy.layer_order import by_rung, of_layer
+from ..policy.reclaim_order import Candidate, Rung, above_floors, claimed
 from .client import SPLIT, Offer
 from .client_state import PageState
 from .situation import Situation
@@ -36,7 +36,7 @@ def listed(
 
 
 def of_models(now: Situation) -> Iterator[Candidate]:
-    """Layers, in the order of reclaim.py."""
+    """Layers, in the order of layer_order.py."""
     states = {state.name: state for state in now.states if state.auto and not state.held}
     gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
     for rung, model, layer in by_rung([now.model(state) for state in states.values()], gone):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..policy.ladder import Rung
 from ..policy.plan import Plan
+from ..policy.reclaim_order import Rung
 from ..policy.remap import cap
 from .client import ModelClient
 from .client_state import ModelState

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
-from ..policy.ladder import Rung
+from ..policy.reclaim_order import Rung
 from ..policy.tuning import DEFAULT, ChaosMoves
 from .levers import Lever
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..policy.ladder import Rung
+from ..policy.reclaim_order import Rung
 from .client import LAYERS, ModelClient
 from .lend import Lent
 from .overview import Overview

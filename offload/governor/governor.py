@@ -1,6 +1,6 @@
 """The governor of a device: asked before each iteration what a model streams in it, it knows all models and KV caches
 of the device and the link (overview.py), and tells the native core what may be taken until somebody asks again
-(Select-N §4.5, Oneiros §5.5). In which order is the ladder's (ladder.py).
+(Select-N §4.5, Oneiros §5.5). In which order is the ladder's (reclaim_order.py).
 
 Note [Who asks when]
     A model asks `before` each outermost forward, on the thread that runs it, and arranges what it is told within
@@ -223,8 +223,8 @@ class Governor:
     # -- KV caches
 
     def add_client(self, cache: PageClient) -> int:
-        """Adds a cache and returns its number. Called on the thread that uses it first; see clients.py, Note [Whose
-        pages]."""
+        """Adds a cache and returns its number. Called on the thread that uses it first; see client_table.py, Note
+        [Whose pages]."""
         with self._known.lock:
             return self._known.clients.add_paged(cache)
 

@@ -18,7 +18,7 @@ from .client import PageClient
 from .client_state import ClientState, PageState
 
 if TYPE_CHECKING:
-    from .clients import Clients
+    from .client_table import Clients
 
 
 class Idleness:

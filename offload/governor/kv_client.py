@@ -12,7 +12,7 @@ from ...allocator.errors import BallonetError
 from ..residency.kv_extents import KVExtents
 from ..residency.kv_places import coldest
 from .client import Offer
-from .host import Host
+from .governor_api import GovernorApi
 from .kv_offers import KVOffers
 from .kv_read_plan import KVReadPlan, Streamed
 from .kv_saving import KVSaving
@@ -26,7 +26,7 @@ class KVClient:
         self,
         device: Device,
         group: Group,
-        governor: Host,
+        governor: GovernorApi,
         extents: KVExtents,
         turns: KVTurns,
         transfer: Transfer,

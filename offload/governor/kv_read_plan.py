@@ -34,7 +34,7 @@ from ..policy.tuning import KVReads
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_slots import KVSlots, Slice
 from .activity import StreamMarks
-from .intervals import Intervals
+from .iteration_clock import Intervals
 
 if TYPE_CHECKING:
     from ...allocator._native import Part

@@ -22,7 +22,7 @@ from ..policy.peer import mean_seconds
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_extents import KVExtents
 from ..residency.kv_places import coldest
-from .host import Host
+from .governor_api import GovernorApi
 from .kv_offers import KVOffers
 from .kv_turns import KVTurns
 
@@ -36,7 +36,7 @@ class KVSaving:
         offers: KVOffers,
         turns: KVTurns,
         transfer: Transfer,
-        governor: Host,
+        governor: GovernorApi,
         lock: Lock,
         name: str,
     ) -> None:

@@ -15,12 +15,12 @@ from threading import Lock
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.interrupts import Finalizer
 from ..policy.ahead import ahead, window
-from ..policy.ladder import Rung
 from ..policy.peer import mean_seconds
+from ..policy.reclaim_order import Rung
 from ..policy.shortage import scarce, worth_telling
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_extents import KVExtents
-from .host import Host
+from .governor_api import GovernorApi
 from .kv_client import KVClient
 from .kv_turns import KVTurns
 
@@ -28,7 +28,7 @@ from .kv_turns import KVTurns
 class KVTier:
     """The pages of one cache. Refers to its ranges weakly."""
 
-    def __init__(self, device: Device, group: Group, governor: Host, whose: str = "") -> None:
+    def __init__(self, device: Device, group: Group, governor: GovernorApi, whose: str = "") -> None:
         """`group`: of all its ranges; `whose`: the name of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
         self.patient = True  # did others give what they lease when they were waited for last?

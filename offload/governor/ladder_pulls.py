@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ...allocator.interrupts import Guarded, guarded
-from ..policy.ladder import Rung
+from ..policy.reclaim_order import Rung
 from .client import LAYERS
 from .overview import Overview
 from .reclaim_list import ReclaimList

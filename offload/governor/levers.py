@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..policy.ladder import LISTED, Candidate, Rung
+from ..policy.reclaim_order import LISTED, Candidate, Rung
 from .governor import Governor
 from .published import Pool
 

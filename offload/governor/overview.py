@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ...allocator.events import Events
-from ..policy.ladder import Candidate, Rung
 from ..policy.ledger import RunningShares
+from ..policy.reclaim_order import Candidate, Rung
 from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Progress, StreamMarks
 from .candidates import Held, listed, of_models
 from .client import LAYERS, ModelClient
 from .client_state import ModelState
-from .clients import Clients
+from .client_table import Clients
 from .decision import StreamDecision
 from .duplicates import Duplicates
 from .lend import Lending

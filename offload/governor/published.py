@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ...allocator.events import Named, unnamed
-from ..policy.ladder import Candidate, Rung
+from ..policy.reclaim_order import Candidate, Rung
 from ..residency.backing import FAR
 from .client import LAYERS
 from .client_state import ClientState

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..policy.ladder import Candidate
 from ..policy.peer import Near, lacking, leaving
+from ..policy.reclaim_order import Candidate
 from .candidates import Held, to_clean
 from .client import PageClient
 from .overview import Overview

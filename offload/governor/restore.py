@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..policy.ladder import Absent, restore_order
 from ..policy.plan import Plan
+from ..policy.reclaim_order import Absent, restore_order
 from ..policy.remap import Model, revert
 from .candidates import Held
 from .situation import Situation
@@ -20,8 +20,8 @@ class Back(NamedTuple):
 
 
 def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
-    """Returns who gets so many pages, in the order of ladder.py, Note [What is restored first]. A model with an SLO has
-    what that leaves it. `models`: do they have a part in it?"""
+    """Returns who gets so many pages, in the order of reclaim_order.py, Note [What is restored first]. A model with an
+    SLO has what that leaves it. `models`: do they have a part in it?"""
     states = {each.number: now.model(each) for each in now.states if models and each.auto and not each.has_slo}
     priorities = {state.number: state.model.priority for state in now.states}
     absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]

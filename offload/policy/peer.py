@@ -5,7 +5,7 @@ Note [Room]
     ever so hot. So where fewer than an eighth of the peer's pages are free, the coldest of them go to the host, in the
     background, until a quarter is. What is on the peer and not used costs nothing there, so that idle caches go before
     those that run, and of each kind those first that were used longest ago: the reverse of the order in which they
-    leave the device (ladder.py), where what was used last is taken first as its owner has just had its turn.
+    leave the device (reclaim_order.py), where what was used last is taken first as its owner has just had its turn.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Note [Algorithm 1]
     leaves one layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
 
 Note [Given back]
-    In the reverse of the order of giving (ladder.py, Note [Who gives layers]): to those that run, first where the most
-    time is lost; then to the idle ones.
+    In the reverse of the order of giving (reclaim_order.py, Note [Who gives layers]): to those that run, first where
+    the most time is lost; then to the idle ones.
 
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
@@ -27,8 +27,8 @@ from functools import lru_cache
 from itertools import takewhile
 
 from .interval import Costs
-from .ladder import weights_order
 from .plan import Plan, fewest, smallest, spread
+from .reclaim_order import weights_order
 from .tuning import DEFAULT
 
 

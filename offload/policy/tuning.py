@@ -30,7 +30,7 @@ class FreePages:
     # the link. Chosen; docs/measuring.md, bench_recover.py shows what it delays.
     forget: float = 60.0
     # Seconds that pages are empty before they go back to who gave them: longer than a load takes to come back. Chosen;
-    # tests/test_ladder.py holds that nothing moves on a square wave that is shorter.
+    # tests/test_reclaim_order.py holds that nothing moves on a square wave that is shorter.
     dwell: float = 10.0
     # Seconds after its last iteration, on the device, after which a model or a cache is idle: longer than a decode step
     # of any model here, shorter than a user reads. Chosen.

@@ -21,7 +21,7 @@ from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import governors
 from ballonet.hooks.kv import shown
-from ballonet.offload.policy.ladder import LISTED, Rung
+from ballonet.offload.policy.reclaim_order import LISTED, Rung
 
 from ..kv.pressure import around_appends, poison, press
 from ..models import VOCABULARY

@@ -8,7 +8,7 @@ import pytest
 
 from ballonet.offload.governor.duplicates import Duplicates
 from ballonet.offload.governor.levers import levers
-from ballonet.offload.policy.ladder import LISTED, Rung
+from ballonet.offload.policy.reclaim_order import LISTED, Rung
 
 from ..governed import EQUAL, FakeCache, FakeModel, governed
 

@@ -16,7 +16,7 @@ from ballonet import testing
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
 from ballonet.offload.governor.levers import Lever, levers
-from ballonet.offload.policy.ladder import LISTED, Rung
+from ballonet.offload.policy.reclaim_order import LISTED, Rung
 from ballonet.testing import chaos_of
 
 from ..models import Output

@@ -5,10 +5,10 @@ Note [A run, foreseen]
     (hooks/weights/room.py); where there is none, models that came before give layers, as they are idle. Then all run.
     The prompt is followed stage by stage, from one layer's append of its tokens to the next one's, as what may be taken
     differs: KV of layers that have not run is not there yet. Of what is lacking the ladder takes in its order
-    (ladder.py, reclaim.py), whole layers and single pages of KV, all of it or nothing. Between two forwards the plan of
-    what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is not back
-    before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to rest.
-    With an SLO as many layers stream as that allows (ledger.py).
+    (reclaim_order.py, layer_order.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
+    the plan of what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is
+    not back before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to
+    rest. With an SLO as many layers stream as that allows (ledger.py).
 
 Note [What cannot be foreseen]
     Kernels allocate inside of themselves, on a CPU for each thread, and blocks lie on pages as they happen to: so pages
@@ -26,10 +26,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..interval import Costs
-from ..ladder import Candidate, Rung, ordered
+from ..layer_order import by_rung, of_layer
 from ..ledger import LinkClient, possible
 from ..plan import Fewest, Plan
-from ..reclaim import by_rung, of_layer
+from ..reclaim_order import Candidate, Rung, ordered
 from ..remap import Model, remap, standing
 from ..shortage import scarce, worth_telling
 from ..tuning import DEFAULT, Tuning, WeightPlans

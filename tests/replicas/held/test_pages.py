@@ -12,7 +12,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.held_layers import HeldLayers, Prepared
-from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of, manage

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from ..policy.ladder import Candidate
+from ..policy.reclaim_order import Candidate
 from ..policy.tuning import WeightPlans
 from .activity import Activity, Progress
 from .candidates import Held

@@ -18,7 +18,7 @@ from torch import nn
 from ...offload.policy.replicas.groups import Span
 
 
-class Here:
+class LocalLayers:
     """Which layers of one model run here: those of `span`; None: all."""
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Here:
         return span is None or layer in span
 
 
-_known: Final[weakref.WeakKeyDictionary[nn.Module, Here]] = weakref.WeakKeyDictionary()
+_known: Final[weakref.WeakKeyDictionary[nn.Module, LocalLayers]] = weakref.WeakKeyDictionary()
 
 
-def here_of(model: nn.Module) -> Here:
+def local_layers_of(model: nn.Module) -> LocalLayers:
     """The one of this model, the same for whoever asks."""
-    return _known.setdefault(model, Here())
+    return _known.setdefault(model, LocalLayers())

@@ -14,8 +14,8 @@ Note [Who gives layers]
     Idle models first, of them the one with the lowest priority; of equals the one used last, which in a round of models
     is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
     in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing). So the place
-    of a layer depends on what was given before it. It is found by giving one after the other in thought (reclaim.py),
-    and layers keep that order among candidates of one rung and priority that cost the same.
+    of a layer depends on what was given before it. It is found by giving one after the other in thought
+    (layer_order.py), and layers keep that order among candidates of one rung and priority that cost the same.
 
 Note [Floors]
     A model keeps `floor` device pages for its weights and its caches together. So each candidate is passed over that

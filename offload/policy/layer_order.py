@@ -23,8 +23,8 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
-from .ladder import Candidate, Rung, weights_order
 from .plan import smallest
+from .reclaim_order import Candidate, Rung, weights_order
 from .remap import Model
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
 from ballonet.offload.governor.client import LAYERS
-from ballonet.offload.policy.ladder import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
 from ballonet.offload.policy.plan import Plan, streaming
+from ballonet.offload.policy.reclaim_order import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .client import PageClient
 
 
-class Host(Protocol):
+class GovernorApi(Protocol):
     """The governor, see governor.py."""
 
     @property
