@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from . import runtime
+from . import device_choice, devices
 from ._native import Device
 from .config import format_size, parse_size, parse_time
 from .defaults import BUDGET_LOOK
+from .devices import Preparing, Runtime
 from .errors import BudgetInUse, ConfigError
-from .runtime import Preparing, Runtime
 
 
 def set_budget(size: int | str, timeout: float | str = "60s") -> None:
@@ -27,9 +27,9 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
 
 def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> None:
     """As `set_budget`, of the runtime of that number; None: of the first."""
-    found = runtime.of(number)
+    found = devices.of(number)
     device = found.device
-    nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
+    nbytes = device_choice.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
     _, there = device.free_memory()
     if nbytes > there:
         raise ConfigError(f"the budget is {format_size(nbytes)} but the device has {format_size(there)}: ask for less")

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from . import runtime
+from . import devices
 from .config import control_dirs
 from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
 from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
@@ -48,7 +48,7 @@ SetBudget = Callable[[int, float, int | None], None]  # bytes, timeout in second
 def describe(number: int | None = None) -> dict[str, Any]:
     """Who owns what now: pid, budget and page_size in bytes, pages by owner, host_pages, peer (where), its budget
     in bytes and its pages, spilled ones. `number`: of the runtime, None for the first. NotInstalled."""
-    snapshot = runtime.of(number).device.snapshot()
+    snapshot = devices.of(number).device.snapshot()
     return {"pid": os.getpid(), **{key: snapshot[key] for key in SHOWN}}
 
 
@@ -229,7 +229,7 @@ def ask_to_give(
 
 
 def _give(nbytes: int, timeout: float, number: int | None) -> dict[str, Any]:
-    shared = runtime.of(number).shared
+    shared = devices.of(number).shared
     if shared is not None:
         shared.give(nbytes, timeout)
     return describe(number)

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from . import _native, cuda_headers, findings, ram, runtime
+from . import _native, cuda_headers, device_choice, findings, ram
 from .config import Config, cache_dir
 from .errors import BallonetError, CoreMissing, DriverUnavailable
 from .units import format_size
@@ -79,14 +79,14 @@ def show(facts: Facts) -> None:
     console.print(checks)
 
 
-def _target(config: Config) -> tuple[runtime.Target | None, str]:
+def _target(config: Config) -> tuple[device_choice.Target | None, str]:
     try:
-        return runtime.choose(config, _torch_has_cuda()), ""
+        return device_choice.choose(config, _torch_has_cuda()), ""
     except BallonetError as error:
         return None, str(error)
 
 
-def _device(target: runtime.Target | None) -> Facts | None:
+def _device(target: device_choice.Target | None) -> Facts | None:
     if target is None:
         return None
     number = target.facts["driver_version"]
@@ -100,24 +100,24 @@ def _device(target: runtime.Target | None) -> Facts | None:
     }
 
 
-def _defaults(config: Config, target: runtime.Target | None) -> Facts:
+def _defaults(config: Config, target: device_choice.Target | None) -> Facts:
     if target is None:
         asked = {"peer": config.peer, "peer_budget": config.peer_budget}
         return {"page_size": None, "budget": config.budget, "host_budget": config.host_budget, **asked}
     config = findings.applied(config, target.facts)
-    page = runtime.page_size(config, target.kind)
-    host = runtime.host_budget(config, target.kind, page)
-    peer = runtime.peer_ordinal(config, target)
+    page = device_choice.page_size(config, target.kind)
+    host = device_choice.host_budget(config, target.kind, page)
+    peer = device_choice.peer_ordinal(config, target)
     return {
         "page_size": page,
         "budget": config.budget,
         "host_budget": host,
         "peer": None if peer is None else "second pool" if peer == target.ordinal else f"device {peer}",
-        "peer_budget": 0 if peer is None else runtime.peer_budget(config, target, peer, page),
+        "peer_budget": 0 if peer is None else device_choice.peer_budget(config, target, peer, page),
     }
 
 
-def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iterator[tuple[str, bool, str]]:
+def _checks(config: Config, target: device_choice.Target | None, problem: str) -> Iterator[tuple[str, bool, str]]:
     """(what, does it work, what that means or why not)"""
     if target is None:
         yield "pages on a device", False, problem
@@ -143,7 +143,7 @@ def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iter
     yield "torch", *_at_least("torch", (2, 11))
 
 
-def _host_pages(config: Config, target: runtime.Target) -> tuple[bool, str]:
+def _host_pages(config: Config, target: device_choice.Target) -> tuple[bool, str]:
     if not target.facts["host_pages"]:
         return False, "the driver offers none: nothing streams or spills, and KV stays on the device"
     found = findings.load(cache_dir(config), findings.key_of(target.facts))
@@ -156,7 +156,7 @@ def _host_pages(config: Config, target: runtime.Target) -> tuple[bool, str]:
     return True, "install() tries one, which a container may refuse" if target.kind == "cuda" else ""
 
 
-def _preflight(config: Config, target: runtime.Target) -> tuple[bool, str]:
+def _preflight(config: Config, target: device_choice.Target) -> tuple[bool, str]:
     found = findings.load(cache_dir(config), findings.key_of(target.facts))
     if found is None:
         return False, "not done on this device and driver: python -m ballonet preflight"
@@ -165,7 +165,7 @@ def _preflight(config: Config, target: runtime.Target) -> tuple[bool, str]:
 
 
 def _cuda(config: Config) -> tuple[bool, str]:
-    library = config.libcuda or runtime.LIBCUDA
+    library = config.libcuda or device_choice.LIBCUDA
     try:
         facts = _native.probe(library, 0)
     except CoreMissing:

@@ -16,11 +16,12 @@ from typing import Any, Final
 
 import torch
 
-from . import _native, control, runtime
+from . import _native, control, device_choice, devices
 from .budget import set_budget_of
 from .companion import Companion, TorchAllocator, load, load_allocator
 from .config import Config, cache_dir
 from .cuda_headers import WITHOUT
+from .devices import Runtime
 from .errors import (
     BallonetError,
     CompanionUnavailable,
@@ -31,7 +32,6 @@ from .errors import (
 from .interrupts import Guarded
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
-from .runtime import Runtime
 from .torch_stats import TorchStatistics
 
 OLDEST_TORCH: Final = (2, 11)
@@ -109,7 +109,7 @@ def allocator() -> CudaAllocator:
     """
     with _lock:
         settings = Config.from_env()
-        if runtime.choose(settings, _torch_has_cuda()).kind != "cuda":
+        if device_choice.choose(settings, _torch_has_cuda()).kind != "cuda":
             raise InstallError(
                 "there is no CUDA device here, so there is no CUDA allocator to change: call ballonet.install(), "
                 "which puts what torch allocates on the CPU into the pool"
@@ -217,14 +217,14 @@ def _started(asked: Config, settings: Config) -> _Installed:
         _check_same(asked, _installed)
         return _installed
     _check_torch()
-    late = runtime.choose(settings, _torch_has_cuda()).kind == "cuda" and cuda_used()
+    late = device_choice.choose(settings, _torch_has_cuda()).kind == "cuda" and cuda_used()
     if late:
         torch.cuda.empty_cache()  # what torch caches is none of the free memory that a default budget is made of
     with ExitStack() as undo:
         # torch's own caching allocator would keep a segment that was spilled.
-        started = runtime.start(settings, _torch_has_cuda(), spill=not late)
+        started = devices.start(settings, _torch_has_cuda(), spill=not late)
         device = started.device
-        undo.callback(runtime.stop, started.number)
+        undo.callback(devices.stop, started.number)
         device.on_spill(spilled)
         if device.kind == "standin" and settings.device == "auto" and torch.version.cuda is not None:
             warnings.warn(
@@ -307,7 +307,7 @@ def _close() -> bool:
     global _installed
     assert _installed is not None
     try:
-        runtime.stop(_installed.runtime.number)
+        devices.stop(_installed.runtime.number)
     except DriverError:
         raise
     except BallonetError:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from . import runtime
+from . import devices
 from .defaults import LOOK_EVENTS
-from .runtime import Runtime
+from .devices import Runtime
 
 Source = Callable[[Runtime], Any]  # plain values of what is on that device, ready for JSON
 
@@ -47,7 +47,7 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
     {events, pages, seconds}; `events`: the decisions after the cursor `since`, the last ones at most, oldest first;
     `cursor`: the next one; and one for each source that was published.
     """
-    found = runtime.of(number)
+    found = devices.of(number)
     found.events.hear()
     snapshot: Mapping[str, Any] = found.device.snapshot()
     heard = found.events.since(since or 0)
@@ -57,7 +57,7 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
         "pid": os.getpid(),
         "when": time.monotonic_ns(),
         "device": {"kind": found.device.kind, "ordinal": found.device.ordinal, "number": found.number},
-        "devices": [each.number for each in runtime.every()],
+        "devices": [each.number for each in devices.every()],
         **{key: snapshot[key] for key in READ},
         "counts": {lever: {verb: each._asdict() for verb, each in verbs.items()} for lever, verbs in counts.items()},
         "events": [event.to_dict() for event in heard.events[-LOOK_EVENTS:]],

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from . import _native, runtime
+from . import _native, devices
 from .companion import Companion, TorchAllocator
 from .errors import InstallError
 from .mempool import MemPoolRoute
@@ -53,7 +53,7 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
     def allocator(self) -> Any:
         """torch asks for this when it changes to the allocator. InstallError where it could not."""
         check_cuda_unused()
-        if not any(each.device is self._statistics.device for each in runtime.every()):
+        if not any(each.device is self._statistics.device for each in devices.every()):
             raise InstallError(
                 "the pool behind this allocator was closed by ballonet.restore(): call ballonet.allocator() again"
             )

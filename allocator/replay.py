@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from . import _native, runtime
+from . import _native, device_choice
 from .config import Config
 from .errors import TraceError
 
@@ -34,7 +34,7 @@ def replay(path: str | Path, config: Config) -> dict[str, int | float]:
     PoolExhausted.
     """
     ops = pack(path)
-    device = runtime.open_device(config, spill=False)
+    device = device_choice.open_device(config, spill=False)
     result = _native.replay(device, ops)
     device.close()
     return result

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, TypeVar
 
-from . import runtime
+from . import devices
 from .display import table
 from .events import Count
 from .units import format_size
@@ -187,6 +187,6 @@ class Stats:
 def stats() -> Stats:
     """Who owns which page now, what was copied, what the driver was asked for and what was decided since `install()`.
     NotInstalled."""
-    found = runtime.of()
+    found = devices.of()
     found.events.hear()
     return Stats.of(found.device.snapshot(), found.events.counts())

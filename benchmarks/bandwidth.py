@@ -9,7 +9,7 @@ from common import MIB, Options
 from peer import seconds
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Transfer
 
 COPIES = 4
@@ -30,9 +30,9 @@ def pinned(nbytes: int) -> Callable[[], object]:
 
 
 def paged(nbytes: int) -> Callable[[], object]:
-    if runtime.current() is None:
+    if devices.current() is None:
         ballonet.install(2 * nbytes, host_budget=2 * nbytes)
-    device = runtime.require()
+    device = devices.require()
     source, target = (device.reserve(nbytes, "weights", device.group()) for _ in range(2))
     source.map_host(0, source.pieces)
     target.map(0, target.pieces)

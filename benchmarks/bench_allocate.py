@@ -46,13 +46,13 @@ def main() -> None:
 
 def functions(name: str, chosen: Options) -> Functions:
     import ballonet
-    from ballonet.allocator import _native, runtime
+    from ballonet.allocator import _native, devices
 
     rounds = 200 if chosen.tiny else 5_000
     found: dict[str, Any] = {"torch": lambda size: time_empty(size, chosen.device, rounds)}
     if name == "ballonet":
         ballonet.install(BUDGET)
-        found["core"] = lambda size: _native.bench_hit_path(runtime.require(), size, 40 * rounds)
+        found["core"] = lambda size: _native.bench_hit_path(devices.require(), size, 40 * rounds)
     elif name == "empty pluggable":
         install_empty()
     return found

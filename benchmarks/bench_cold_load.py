@@ -110,7 +110,7 @@ def load(name: str, folder: str, nbytes: int, chosen: Options) -> dict[str, Any]
     from transformers import AutoModelForCausalLM
 
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
 
     stock = name == "stock"
     from_pretrained = AutoModelForCausalLM.from_pretrained if stock else ballonet.from_pretrained
@@ -132,7 +132,7 @@ def load(name: str, folder: str, nbytes: int, chosen: Options) -> dict[str, Any]
         models[0].generate(prompt, max_new_tokens=TOKENS, do_sample=False)
     if stock:
         return {"ms": ms, "host": peaks.host, "device": 0, "budget": 1, "streamed": 0}
-    device = runtime.require()
+    device = devices.require()
     host_pages = 0 if device.kind == "standin" else device.snapshot()["host_pages"] * device.page_size
     return {
         "ms": ms,

@@ -124,9 +124,9 @@ def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
     import torch
     from generating import Clock, answer
 
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
 
-    device = runtime.require()
+    device = devices.require()
     seen: list[dict[str, Any]] = []
     ahead = 0
 

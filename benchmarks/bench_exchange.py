@@ -14,7 +14,7 @@ from typing import Any
 
 from common import MIB, Figure, Options, options, report
 
-from ballonet.allocator import runtime
+from ballonet.allocator import device_choice
 from ballonet.allocator._native import Device, Range
 from ballonet.allocator.config import Config
 
@@ -30,11 +30,11 @@ Timed = tuple[float, int, int]  # ms per GiB, driver calls, waits
 def main() -> None:
     chosen = options("exchange", __doc__)
     gib = 64 * MIB if chosen.tiny else 1024 * MIB
-    default = runtime.page_size(Config.from_env(), "cuda" if chosen.cuda else "standin")
+    default = device_choice.page_size(Config.from_env(), "cuda" if chosen.cuda else "standin")
     rows = []
     for mib in PAGES[chosen.cuda]:
         page = mib * MIB
-        device = runtime.open_device(Config.from_env().merge(budget=gib, page_size=page, host_budget=4 * page))
+        device = device_choice.open_device(Config.from_env().merge(budget=gib, page_size=page, host_budget=4 * page))
         try:
             for what, taken in measure(device, gib, chosen).items():
                 ms = Figure.of([each[0] for each in taken])

@@ -60,13 +60,13 @@ def functions(name: str, chosen: Options) -> Functions:
     import torch
 
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
 
     kind = chosen.kind
     if name == "ballonet":
         page = None if chosen.cuda else PAGE[kind]
         ballonet.install(BUDGET[kind], page_size=page, spill=False)
-        device = runtime.require()
+        device = devices.require()
         return {"page": lambda: device.page_size, "drop": lambda **size: dropped(of_the_pool(chosen.device), **size)}
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(BUDGET[kind] / total)
@@ -106,10 +106,10 @@ def of_the_pool(place: str) -> tuple[int, Callable[[str, int], object], Callable
     """The budget; what makes a block of a class; how many bytes of a class there is room for."""
     import torch
 
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
     from ballonet.allocator.errors import PoolExhausted
 
-    device = runtime.require()
+    device = devices.require()
 
     def make(owner: str, nbytes: int) -> object:
         if owner == "activations":

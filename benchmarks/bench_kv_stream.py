@@ -126,10 +126,10 @@ def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str
 def lower(nbytes: int) -> None:
     """The budget, until so many bytes that are used have to go."""
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
     from ballonet.hooks.device import governors
 
-    device = runtime.require()
+    device = devices.require()
     device.trim()
     governors.of(device).reclaim.publish_now()
     used = sum(pages for owner, pages in device.snapshot()["pages"].items() if owner != "free")

@@ -1,7 +1,7 @@
 """What a page size costs: the time to map and unmap a GiB, and what the last page of every range wastes.
 
-The default of each kind of device (allocator/runtime.py, Note [Page size]) is chosen from this table. Waste is that of
-the weights of two model shapes, and of a KV cache of 1,000 tokens with a range per layer.
+The default of each kind of device (allocator/device_choice.py, Note [Page size]) is chosen from this table. Waste is
+that of the weights of two model shapes, and of a KV cache of 1,000 tokens with a range per layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from common import MIB, Figure, Options, options, report
 
-from ballonet.allocator import runtime
+from ballonet.allocator import device_choice
 from ballonet.allocator.config import Config
 from ballonet.offload.policy.geometry import Geometry
 from ballonet.offload.policy.layout import Block, place
@@ -22,7 +22,7 @@ ROUNDS = 3  # nobody is compared
 
 def main() -> None:
     chosen = options("page-size", __doc__)
-    smallest = runtime.GRANULARITY["cuda" if chosen.cuda else "standin"]
+    smallest = device_choice.GRANULARITY["cuda" if chosen.cuda else "standin"]
     rows = [costs(page, chosen) | waste(page) for page in PAGE_SIZES if page % smallest == 0]
     report(chosen, "page-size", "the cost of a page size", rows)
 
@@ -30,7 +30,7 @@ def main() -> None:
 def costs(page: int, chosen: Options) -> dict[str, Any]:
     """ms to map and unmap a GiB: with pages that have to be created, and with pages that are there."""
     nbytes = 4 * page if chosen.tiny else 1 << 30
-    device = runtime.open_device(Config.from_env().merge(budget=nbytes, page_size=page))
+    device = device_choice.open_device(Config.from_env().merge(budget=nbytes, page_size=page))
     fresh: list[float] = []
     again: list[float] = []
     for _ in range(min(ROUNDS, chosen.repetitions)):

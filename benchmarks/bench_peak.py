@@ -53,7 +53,7 @@ def peak(name: str, chosen: Options) -> tuple[int, int, int]:
     import torch
     from llama import TINY, build, sized
 
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
 
     config: Any = TINY if chosen.tiny else sized(*SHAPES[chosen.device])
     model = build(config, chosen.device)
@@ -64,7 +64,7 @@ def peak(name: str, chosen: Options) -> tuple[int, int, int]:
             model(prompt, use_cache=True, logits_to_keep=1)
     synchronize(chosen.device)
     if name == "ballonet":
-        snapshot = runtime.require().snapshot()
+        snapshot = devices.require().snapshot()
         return snapshot["heap"]["live_peak"], snapshot["physical_peak"], snapshot["page_size"]
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), 0
 

@@ -182,7 +182,7 @@ class Resident:
     def measure(self, sizes: list[Size]) -> dict[str, Any]:
         """A record of these sizes, as plain values."""
         import ballonet
-        from ballonet.allocator import runtime
+        from ballonet.allocator import devices
         from ballonet.hooks.managed import pace_of
         from ballonet.hooks.profile import Grid, measured, measured_link
         from ballonet.offload.record.record import Record
@@ -191,7 +191,7 @@ class Resident:
             def sizes(self, longest: int = 0) -> list[Size]:
                 return [(batch, length) for batch, length in sizes]
 
-        bandwidth, copying = measured_link(runtime.require())
+        bandwidth, copying = measured_link(devices.require())
         assert bandwidth is not None
         pace = pace_of(ballonet.manage(self._model))
         found, _ = measured(self._model, pace, Record({}, bandwidth), Given(seconds=SECONDS, rounds=1))
@@ -212,10 +212,10 @@ class Planned:
 
     def load(self, batch: int, prompt: int, part: float, record: dict[str, Any]) -> None:
         """The budget of the setting holds, and the model is loaded under it, and has answered once."""
-        from ballonet.allocator import runtime
+        from ballonet.allocator import devices
 
         gc.collect()
-        device, self._asked = runtime.require(), (batch, prompt)
+        device, self._asked = devices.require(), (batch, prompt)
         device.set_budget(BUDGET[self._chosen.device])
         self._remember(record)
         wide = self._planner(device.budget)
@@ -240,10 +240,10 @@ class Planned:
     def compare(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         """What is planned, the times by each of these records, and what ran."""
         import ballonet
-        from ballonet.allocator import runtime
+        from ballonet.allocator import devices
 
         ran = len(ballonet.manage(self._model).report().streamed)
-        weights = runtime.require().snapshot()["pages"]["weights"]
+        weights = devices.require().snapshot()["pages"]["weights"]
         self._model = None
         plans = []
         for each in records:
@@ -260,23 +260,23 @@ class Planned:
         }
 
     def _planner(self, budget: int) -> Any:
-        from ballonet.allocator import runtime
+        from ballonet.allocator import devices
         from ballonet.hooks.plan.planner import Planner
 
         batch, prompt = self._asked
-        page = runtime.require().page_size
+        page = devices.require().page_size
         return Planner(self._folder, prompt + self._tokens - 1, batch, prompt, budget, page)
 
     def _remember(self, found: dict[str, Any]) -> None:
         """Keeps the record where plans and runs look for it."""
-        from ballonet.allocator import runtime
+        from ballonet.allocator import devices
         from ballonet.allocator.config import cache_dir
         from ballonet.hooks.device.key import key_for
         from ballonet.hooks.plan.shape import shape_of
         from ballonet.offload.record import record
         from ballonet.offload.record.record import Point, Record
 
-        device, settings = runtime.require(), runtime.of().settings
+        device, settings = devices.require(), devices.of().settings
         key = key_for(shape_of(self._folder).model, device.kind, device.ordinal, settings)
         points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in found["points"]}
         kept = Record(key, found["bandwidth"], points, beside=found["beside"], copying=found["copying"])

@@ -69,10 +69,10 @@ def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     from llama import build, few
 
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
 
     ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
-    device = runtime.require()
+    device = devices.require()
     models = [build(few(chosen, LAYERS), chosen.device) for _ in range(3)]
     managed = [ballonet.manage(each, priority=n) for each, n in zip(models, (priority, 0, 0), strict=True)]
     following, last, running = models

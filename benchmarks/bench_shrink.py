@@ -86,10 +86,10 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
     from llama import filled
 
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
     from ballonet.allocator.errors import BudgetInUse
 
-    device = runtime.require()
+    device = devices.require()
     held.hold(None)
     held.settle()
     held.reset()

@@ -54,7 +54,7 @@ class Measuring:
         from llama import build, few
 
         import ballonet
-        from ballonet.allocator import runtime
+        from ballonet.allocator import devices
         from ballonet.hooks.managed import pace_of
         from ballonet.hooks.profile import Grid, load_or_measure
 
@@ -67,7 +67,7 @@ class Measuring:
         self._prompt = torch.ones(1, PROMPT, dtype=torch.long, device=chosen.device)
         model = self._models[0]
         with ballonet.manage(model, interval=None) as managed:
-            load_or_measure(model, pace_of(managed), runtime.require(), Grid(batch=1, length=GRID[kind]))
+            load_or_measure(model, pace_of(managed), devices.require(), Grid(batch=1, length=GRID[kind]))
             self._pages = managed.report().pages
             self._token, self._first = self._times(model)
         with ballonet.manage(model, interval=1) as managed:

@@ -19,7 +19,7 @@ from llama import build, few
 from transformers import DynamicCache, PreTrainedModel
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
 
 
@@ -58,7 +58,7 @@ class Held:
     def memory(self) -> tuple[int, int]:
         """Bytes of the device: now, and at most since `reset`."""
         if self._pool:
-            found = runtime.require().snapshot()
+            found = devices.require().snapshot()
             return found["page_size"] * sum(found["pages"].values()), found["physical_peak"]
         return torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
 
@@ -66,7 +66,7 @@ class Held:
         """What is not in use goes back to the driver, and the peak is what is left."""
         gc.collect()
         if self._pool:
-            device = runtime.require()
+            device = devices.require()
             device.trim()
             device.reset_peaks()
         else:
@@ -88,12 +88,12 @@ class Held:
         while True:
             try:
                 ballonet.set_budget(budget)
-                return runtime.require().budget
+                return devices.require().budget
             except BudgetInUse as error:
                 with suppress(BudgetInUse):
                     ballonet.set_budget(error.smallest)
                 if time.monotonic() > end:
-                    return runtime.require().budget
+                    return devices.require().budget
             work()
 
 

@@ -92,11 +92,11 @@ def _has_gpu() -> bool:
         return False
     import torch
 
-    from ballonet.allocator import runtime
+    from ballonet.allocator import device_choice
     from ballonet.allocator.config import Config
 
     usable = torch.version.cuda is not None and torch.cuda.is_available()
-    return runtime.choose(Config.from_env(), usable).kind == "cuda"
+    return device_choice.choose(Config.from_env(), usable).kind == "cuda"
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ PARTS: Mapping[str, Part] = {
         benchmarks=("serve", "serve_plain", "tenants", "replicas", "links"), gpu=False, seconds=3600, step_seconds=3000
     ),
     "core": Part(
-        alone=("tests/contract/test_driver_contract.py", "tests/test_runtime.py"),  # they look at what is free
+        alone=("tests/contract/test_driver_contract.py", "tests/test_device_choice.py"),  # they look at what is free
         tests=(
             "tests/gpu/test_core_*.py",
             "tests/gpu/test_compiled.py",

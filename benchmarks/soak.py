@@ -44,7 +44,7 @@ from speaking import PROMPTS, Speaker
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
 
 LAYERS = (4, 6, 8)  # of each model; the last one speaks on two threads
@@ -84,7 +84,7 @@ class Soak:
         unit = 8 if chosen.cuda else 1
         self._budget = unit * 2**30
         ballonet.install(self._budget, page_size=page_size(chosen))
-        self._device = runtime.require()
+        self._device = devices.require()
         models = [build(few(chosen, layers), chosen.device) for layers in LAYERS[: 1 if chosen.tiny else None]]
         sizes = PROMPTS[:2] if chosen.tiny else PROMPTS
         self._speakers = [Speaker(f"model {number}", model, sizes, number) for number, model in enumerate(models)]

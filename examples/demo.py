@@ -137,11 +137,11 @@ def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def begun(budget: int | str) -> Any:
     """Installs ballonet with the budget, and records from now on who owns which page."""
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
     from ballonet.offload.timeline.recorder import Recorder, recorders_of
 
     ballonet.install(budget)
-    return Recorder(recorders_of(runtime.of()))
+    return Recorder(recorders_of(devices.of()))
 
 
 def recorded(recording: Any, marks: list[tuple[str, int]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ..allocator import install, runtime
+from ..allocator import devices, install
 from ..allocator.display import progress
 from ..allocator.errors import ManageError
 from ..offload.timeline.recorder import mark
@@ -72,9 +72,9 @@ def from_pretrained(
     and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
     """
     chosen = ManageOptions.of(given(locals()))  # the table of options says which names of these count
-    if runtime.current() is None:
+    if devices.current() is None:
         install.install()
-    device = torch_device(runtime.require())
+    device = torch_device(devices.require())
     if _is_device(options.get("device_map"), device):
         options.pop("device_map")
     for option in _PLACING:

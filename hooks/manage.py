@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch import nn
 
-from ..allocator import install, looks, runtime
+from ..allocator import devices, install, looks
+from ..allocator.devices import Runtime
 from ..allocator.errors import AlreadyManaged, ManageError, OptionError
-from ..allocator.runtime import Runtime
 from ..allocator.units import format_size
 from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.policy.tuning import Tuning
@@ -107,7 +107,7 @@ def managed(
     `record`: what its iterations take, where that is known."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
-    started = on or runtime.current()
+    started = on or devices.current()
     composed = governors.composed_with(None if started is None else started.device)
     rule = _rule(model, options, composed.tuning)
 
@@ -129,9 +129,9 @@ def managed(
         with lock:
             if (found := known()) is not None:
                 return found
-            if on is None and runtime.current() is None:
+            if on is None and devices.current() is None:
                 install.install()
-            found_on = on or runtime.of()
+            found_on = on or devices.of()
             device = found_on.device
             looks.publish(found_on, "models", _published)
             if options.shared_budget is not None:

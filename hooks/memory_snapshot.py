@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ..allocator import install, runtime
+from ..allocator import devices, install
 from ..allocator._native import Device
 from ..allocator.errors import ConfigError
 from ..allocator.memory_snapshot import SnapshotContents, pages_by_owner, viewed
@@ -29,7 +29,7 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     (allocator/memory_snapshot.py, Note [Owners in the viewer]). `ballonet` holds page_size, budget and pages by owner.
     NotInstalled; ConfigError where the file cannot be written.
     """
-    device = runtime.of().device
+    device = devices.of().device
     contents = [*_weights(device), *_caches(device)]
     found = viewed(device.segments(), contents, ordinal=device.ordinal, history=install.history())
     found["ballonet"] = {

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..allocator import runtime
+from ..allocator import devices
 from ..allocator._native import Device
 from ..allocator.config import cache_dir
 from ..allocator.display import steps
@@ -81,7 +81,7 @@ def load_or_measure(
     `BALLONET_CACHE_DIR`. ManageError where the model, or the link, cannot be measured.
     """
     key = key_of(model, device)
-    path = record.path_of(cache_dir(runtime.holding(device).settings), key)
+    path = record.path_of(cache_dir(devices.holding(device).settings), key)
     known = None if force else _known(path, key, model)
     if known is not None and not (grid and _missing(model, grid, known)):
         return Profile(known, path, True, {})
@@ -114,7 +114,7 @@ def measured_link(device: Device) -> tuple[float | None, float]:
 def kept(model: nn.Module, device: Device) -> Record | None:
     """The record of a model in its file; None where there is none for it. A warning where the file is damaged."""
     key = key_of(model, device)
-    path = record.path_of(cache_dir(runtime.holding(device).settings), key)
+    path = record.path_of(cache_dir(devices.holding(device).settings), key)
     try:
         return record.load(path, key)
     except record.RecordDamaged as why:

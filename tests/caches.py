@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.hooks.kv.layer import ElasticLayer
 
@@ -29,7 +29,7 @@ def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     yield page_size
     torch._dynamo.reset()  # a compiled function keeps tensors
     gc.collect()
-    device = runtime.require()
+    device = devices.require()
     assert kv_pages(device) == 0
     device.check()
     assert bytes_that_exist() <= budget

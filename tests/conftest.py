@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 
 from .core import a_core, a_gate, another_thread  # noqa: F401 (fixtures)
 from .pool import take_out, take_out_leftovers
@@ -128,7 +128,7 @@ def nothing_is_left() -> Iterator[None]:
     """Takes the pool out at the end of a test, when no page of KV may be left and the device is whole."""
     yield
     gc.collect()
-    if (found := runtime.current()) is not None:
+    if (found := devices.current()) is not None:
         found.device.reap(wait=True)
         found.device.check()
         assert found.device.snapshot()["pages"]["kv"] == 0
@@ -141,7 +141,7 @@ def restored() -> Iterator[None]:
     yield
     gc.collect()
     ballonet.restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 @pytest.fixture

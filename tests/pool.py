@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
 
@@ -73,7 +73,7 @@ def bytes_that_exist(place: str = "device") -> int:
 
 def take_out_leftovers() -> None:
     """Takes out what a test that failed has left installed, so that those after it do not fail too."""
-    if runtime.current() is not None:
+    if devices.current() is not None:
         with suppress(pytest.fail.Exception):  # it was said already
             take_out(patience=1.0)
 
@@ -83,21 +83,21 @@ def take_out(patience: float = 30.0) -> None:
     test, and is told with those who refer to it."""
     gc.collect()
     ballonet.restore()
-    if runtime.current() is None:
+    if devices.current() is None:
         return
     gc.unfreeze()  # see conftest.py: what was frozen may have become garbage since
     deadline = time.monotonic() + patience
-    while runtime.current() is not None and time.monotonic() < deadline:
+    while devices.current() is not None and time.monotonic() < deadline:
         gc.collect()
         ballonet.restore()
-    if runtime.current() is not None:
+    if devices.current() is not None:
         pytest.fail("memory of the pool is still in use\n" + in_use())
 
 
 def in_use() -> str:
     """Why the device cannot be closed: who owns pages, which tensors lie in the pool and what has ranges of it, who
     refers to those, and what every thread does."""
-    device, by = runtime.require(), mapped()
+    device, by = devices.require(), mapped()
     lines = [str(device.snapshot())]
     try:
         device.close()
@@ -177,12 +177,12 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
 
     def install() -> Device:
         ballonet.install(budget=budget, page_size=page_size, device="cpu")
-        return runtime.require()
+        return devices.require()
 
     take_out_leftovers()
     yield install
     gc.collect()
-    if (found := runtime.current()) is not None:
+    if (found := devices.current()) is not None:
         found.device.check()
         assert bytes_that_exist() <= budget
     del found

@@ -128,7 +128,7 @@ def main(share: str, kind: str) -> None:
     import torch
 
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
     from ballonet.hooks.device import governors, shared
     from ballonet.offload.policy.tuning import DEFAULT
 
@@ -145,7 +145,7 @@ def main(share: str, kind: str) -> None:
         ballonet.manage(model, shared_budget=json.loads(share))
     else:
         ballonet.install(budget="1GiB", page_size=PAGE, host_budget=0, device="cpu")
-        shared.join(runtime.of(), json.loads(share), 0, 0, sharing)
+        shared.join(devices.of(), json.loads(share), 0, 0, sharing)
     for line in chain(("ready",), sys.stdin):
         what, _, count = line.strip().partition(" ")
         said: Any = what

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.forward.out_of_memory import Message, explain
 from ballonet.hooks.plan import advice
 from ballonet.offload.record.record import Point
@@ -39,7 +39,7 @@ def model() -> Iterator[Any]:
     managed = ballonet.manage(made, interval=None)
     yield made
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     managed.release()
     take_out()
 
@@ -62,9 +62,9 @@ def test_it_names_the_changes_of_a_plan(model: Any, tmp_path: Path) -> None:
     assert " out of memory." in error.args[0]
     assert SAYS not in "".join(error.args)
     unread = pickle.dumps(error)  # which reads it
-    again, allocations = failed(model, 64), runtime.require().snapshot()["heap"]["allocations"]
+    again, allocations = failed(model, 64), devices.require().snapshot()["heap"]["allocations"]
     said = str(again)
-    assert runtime.require().snapshot()["heap"]["allocations"] == allocations, "it takes memory of the pool"
+    assert devices.require().snapshot()["heap"]["allocations"] == allocations, "it takes memory of the pool"
     assert str(pickle.loads(unread)) == str(error)
     assert SAYS in str(error)
     assert "set_budget" in said

@@ -17,7 +17,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
@@ -235,7 +235,7 @@ def test_autocast() -> None:
 def test_a_cache_outlives_its_model_and_serves_an_equal_one() -> None:
     model = build("llama")
     more = torch.arange(2, 9).expand(1, 7)
-    device = runtime.require()
+    device = devices.require()
     ballonet.manage(model)
     cache = filled(model)
     before = tensors(cache)
@@ -277,5 +277,5 @@ def test_a_cache_is_usable_after_the_release_and_after_restore(large_pages: int)
     use()
     gc.collect()
     ballonet.restore()
-    assert runtime.current() is None
+    assert devices.current() is None
     ballonet.install(BUDGET, page_size=large_pages, device="cpu")

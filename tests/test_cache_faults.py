@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.kv import layer as kv
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.cache import KVCache
@@ -89,7 +89,7 @@ def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(small_pages: i
     with install.stock():
         model = build("llama")
         expected = decode(model, DynamicCache(config=model.config), INPUTS["input_ids"], 150)
-    device = runtime.require()
+    device = devices.require()
     with full_host(device), ballonet.manage(model):
         cache = KVCache(model.config)
         ids = decode(model, cache, INPUTS["input_ids"], 3)
@@ -131,7 +131,7 @@ INTERRUPTED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("act", INTERRUPTED)
 def test_ctrl_c_between_any_two_lines(act: str) -> None:
     """Two layers of a range: one is interrupted, and is then as before or as after; the other is as it was."""
-    device = runtime.require()
+    device = devices.require()
     for nth in itertools.count(1, 3 if act == "update in a larger place" else 1):
         ranges = CacheRanges(layers=2, expected=2)
         layers, stock = [ElasticLayer(ranges) for _ in range(2)], [DynamicLayer() for _ in range(2)]
@@ -214,7 +214,7 @@ def test_the_thread_of_an_unmanaged_model_keeps_a_lease_on_its_cache() -> None:
     """Attention reads what an append has shown, and no hook says when it is done."""
     model = build("llama")
     cache = KVCache(model.config)
-    group = cache._ranges.group(runtime.require())
+    group = cache._ranges.group(devices.require())
     seen: list[int] = []
     update = kv_range.KVRange._note
 

@@ -326,8 +326,8 @@ config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_h
 model = LlamaForCausalLM(config).eval()
 tokens = model.generate(torch.arange(1, 9)[None], max_new_tokens=24, do_sample=False)
 print(tokens[0].tolist())
-runtime = sys.modules.get("ballonet.allocator.runtime")  # a fork of a process that has imported it knows it in any case
-if runtime is not None and runtime.current() is not None:
+devices = sys.modules.get("ballonet.allocator.devices")  # a fork of a process that has imported it knows it in any case
+if devices is not None and devices.current() is not None:
     print(sys.modules["ballonet"].stats().pages["weights"], file=sys.stderr)
 """
 
@@ -344,14 +344,14 @@ def test_a_model_of_a_program_that_knows_nothing_is_managed_at_its_first_use(tmp
 TIMELINE = """
 import atexit, os, signal, sys
 import ballonet, torch
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.offload.timeline.recorder import recorders_of
 
 def more():
     global late
     late = torch.ones(1 << 20)
 
-with recorders_of(runtime.of()).lock:  # as its thread may do it at any moment
+with recorders_of(devices.of()).lock:  # as its thread may do it at any moment
     if os.fork() == 0:
         signal.alarm(600)
         with ballonet.timeline("child.json"):

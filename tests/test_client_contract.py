@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.hooks.device import governors
@@ -68,7 +68,7 @@ class LayersOfAModel:
 
     @property
     def number(self) -> int:
-        known = governors.of(runtime.require())._known.clients
+        known = governors.of(devices.require())._known.clients
         return known.of_model(self.managed._elastic).number
 
     def check(self) -> None:
@@ -155,9 +155,9 @@ CASES: dict[str, Callable[[Device], Case]] = {
 def device(tuned: Tuned) -> Iterator[Device]:
     tuned(weights={"large": 2**11})  # so that tiny layers have ranges
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
-    yield runtime.require()
+    yield devices.require()
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     take_out()
 
 

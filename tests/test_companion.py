@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ballonet.allocator import _native, companion, cuda_headers, runtime
+from ballonet.allocator import _native, companion, cuda_headers, devices
 from ballonet.allocator.companion import Companion
 from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
@@ -122,7 +122,7 @@ def loaded(cache: Path) -> Iterator[Companion]:
     install(budget="4MiB", page_size="64KiB", device="cpu")
     yield companion.load(cache, _native.core_table(), 0)
     restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def _pointer(loaded: Companion, function: str) -> ctypes.c_void_p:
@@ -297,7 +297,7 @@ def test_cuda_entry_points_allocate_and_free(loaded: Companion, probe: ctypes.CD
     alloc, free = _pointer(loaded, "ballonet_cuda_alloc"), _plain("free")
     block = ctypes.c_void_p()
     assert probe.allocate(alloc, ctypes.c_size_t(1000), 0, None, ctypes.byref(block)) == 0
-    device = runtime.require()
+    device = devices.require()
     assert block.value is not None
     assert device.block_size(block.value) >= 1000
     ctypes.memset(block, 7, 1000)
@@ -328,7 +328,7 @@ def test_cuda_errors_that_last_are_no_want_of_memory(loaded: Companion, probe: c
         assert b"not for want of memory" in probe.message()
         assert b"out of memory" not in probe.message()
         assert b"new process" in probe.message()
-    device = runtime.require()
+    device = devices.require()
     assert device.snapshot()["heap"]["live"] == 0
     device.check()
     assert probe.allocate(alloc, ctypes.c_size_t(2**20), 0, None, ctypes.byref(block)) == 0
@@ -344,7 +344,7 @@ def test_the_stream_filter_decides_and_is_dropped_at_the_end(
     time: else a replay would write into tensors that came later."""
     begin, end, release = _plain("begin_pool"), _plain("end_pool"), _plain("release_pool")
     alloc = _pointer(loaded, "ballonet_cuda_alloc") if compiled else _plain("alloc")
-    number, device = ctypes.c_ulonglong(5), runtime.require()
+    number, device = ctypes.c_ulonglong(5), devices.require()
 
     def allocate() -> int:
         block = ctypes.c_void_p()
@@ -372,15 +372,15 @@ def test_the_stream_filter_decides_and_is_dropped_at_the_end(
 def test_an_error_of_the_stream_filter_reaches_torch(loaded: Companion, probe: ctypes.CDLL) -> None:
     alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
     number = ctypes.c_ulonglong(6)
-    live = runtime.require().snapshot()["heap"]["live"]
+    live = devices.require().snapshot()["heap"]["live"]
     assert probe.begin(_plain("begin_pool"), number, None, ctypes.c_bool(True)) == 0
     assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 2
     assert probe.message() == b"the filter failed"
     probe.end(_plain("end_pool"), number)
-    assert runtime.require().snapshot()["heap"]["live"] == live
+    assert devices.require().snapshot()["heap"]["live"] == live
     assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 0
     assert block.value is not None
-    runtime.require().deallocate(block.value)
+    devices.require().deallocate(block.value)
     probe.end(_plain("release_pool"), number)
 
 

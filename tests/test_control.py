@@ -22,7 +22,7 @@ import pytest
 
 import ballonet
 from ballonet.__main__ import main
-from ballonet.allocator import control, runtime
+from ballonet.allocator import control, devices
 from ballonet.allocator.config import Config, control_dirs
 from ballonet.allocator.control import Control, ask
 from ballonet.allocator.errors import (
@@ -51,9 +51,9 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21))
+    devices.start(Config(device="cpu", page_size=PAGE, budget=2**21))
     yield
-    runtime.stop()
+    devices.stop()
 
 
 Listening = Callable[..., Control]

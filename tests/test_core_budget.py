@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
 from .core import (
@@ -416,7 +416,7 @@ def test_a_fault_at_every_driver_call_of_it() -> None:
 def test_the_facade_waits_as_long_as_it_is_told(other: Other) -> None:
     ballonet.install(budget="8MiB", host_budget="8MiB", page_size="64KiB", device="cpu")
     try:
-        device = runtime.require()
+        device = devices.require()
         group = device.group()
         range_, twin = (device.reserve(4 * 2**20, "weights", group) for _ in range(2))
         range_.map(0, range_.pieces)

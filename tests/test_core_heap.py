@@ -352,7 +352,7 @@ def test_thousands_of_graphs_do_not_use_up_the_addresses(core: Core) -> None:
 
 ENTRY = """
 import ctypes, os, sys
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, device_choice
 
 class Core(ctypes.Structure):
     P, I, C = ctypes.c_void_p, ctypes.c_int, ctypes.CFUNCTYPE
@@ -368,7 +368,7 @@ class Core(ctypes.Structure):
     ]
 
 core = Core.from_address(_native.core_table())
-library = sys.argv[1] if sys.argv[1:] else runtime.standin_library()
+library = sys.argv[1] if sys.argv[1:] else device_choice.standin_library()
 device = _native.Device(library=library, ordinal=0, page_size=4096, {options})
 assert not core.serving()
 device.bind()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import runtime
+from ballonet.allocator import device_choice
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
 from ballonet.hooks.weights import room
@@ -97,7 +97,7 @@ def test_a_program_is_told_once_that_there_are_no_host_pages(tmp_path: Path) -> 
     settings = Config(device="cpu", page_size=PAGE, budget=16 * PAGE, host_budget=4 * PAGE)
     named = dataclasses.replace(settings, device="cuda", libcuda=shim(tmp_path, HEAD + NO_CREATE))
     with pytest.warns(RuntimeWarning, match=r"without host pages: cuMemCreate .*get_mempolicy"):
-        device = runtime.open_device(named)
+        device = device_choice.open_device(named)
     device.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import _native, install, runtime
+from ballonet.allocator import _native, devices, install
 from ballonet.allocator.errors import ConfigError, InstallError, PoolExhausted
 
 from .core import PAGE, Core, Gate, all_calls, behind, faults_at_every_call, holds, opened, physical, refused, write
@@ -225,11 +225,11 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[_native.Device]:
     monkeypatch.delenv("BALLONET_SPILL", raising=False)
     monkeypatch.setattr(install, "_warned", False)
     ballonet.install(budget="4MiB", host_budget="16MiB", page_size="64KiB", device="cpu")
-    yield runtime.require()
-    runtime.require().check()
+    yield devices.require()
+    devices.require().check()
     gc.collect()
     ballonet.restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_torch_goes_on_beyond_the_budget_and_one_is_told_once(pool: _native.Device) -> None:

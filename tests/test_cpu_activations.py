@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, devices
 from ballonet.allocator.install import install, restore, stock
 
 from . import programs
@@ -28,12 +28,12 @@ BUDGET = 64 * 2**20
 @pytest.fixture
 def device() -> Iterator[_native.Device]:
     install(budget=BUDGET, page_size="64KiB", device="cpu")
-    yield runtime.require()
+    yield devices.require()
     assert bytes_that_exist() <= BUDGET
-    runtime.require().check()
+    devices.require().check()
     gc.collect()
     restore()
-    assert runtime.current() is None, "a tensor of the pool is still alive"
+    assert devices.current() is None, "a tensor of the pool is still alive"
 
 
 def test_tensors_lie_in_the_memfd(device: _native.Device) -> None:
@@ -104,11 +104,11 @@ def test_onednn_frees_where_it_allocated() -> None:
     assert torch.equal(before.to_dense(), values)
     del before, aside
     restore()  # `during` lives: the pool must stay until it is gone
-    assert runtime.current() is not None
+    assert devices.current() is not None
     assert during.to_dense().isfinite().all()
     del during
     restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_stock_memory_that_is_freed_raw_is_freed(device: _native.Device) -> None:
@@ -240,19 +240,19 @@ def test_what_lives_after_restore_stays_valid() -> None:
     assert not in_pool(tensor)
     assert torch.equal(tensor[:10_000], torch.arange(10_000))
     restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_installing_again_takes_up_the_pool_that_is_still_in_use() -> None:
     install(budget=BUDGET, page_size="64KiB", device="cpu")
-    tensor, first = torch.arange(10_000), runtime.require()
+    tensor, first = torch.arange(10_000), devices.require()
     restore()
     install(budget=BUDGET, page_size="64KiB", device="cpu")
-    assert runtime.require() is first
+    assert devices.require() is first
     assert in_pool(torch.ones(1000))
     del tensor
     restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_the_process_ends_well_with_tensors_alive() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.weights.follow import _registered
 
 from .counting import each_call
@@ -37,7 +37,7 @@ def installed(tuned: Tuned) -> Iterator[None]:
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
     yield
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     take_out()
 
 

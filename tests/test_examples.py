@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 
 from . import programs
 
@@ -121,7 +121,7 @@ def test_a_chat_computes_only_what_is_new(
         finally:
             gc.collect()
             ballonet.restore()
-        assert runtime.current() is None
+        assert devices.current() is None
         said = capsys.readouterr().out
         told.append(re.findall(r"prompt of (\d+) tokens · reused (\d+)", said))
         if more[-2] == "--plot":

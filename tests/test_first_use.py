@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.manage import manage
 from ballonet.hooks.options import ManageOptions
@@ -59,7 +59,7 @@ def llama(intermediate_size: int = 64) -> LlamaForCausalLM:
 
 
 def weight_pages() -> int:
-    return runtime.require().snapshot()["pages"]["weights"]
+    return devices.require().snapshot()["pages"]["weights"]
 
 
 @pytest.mark.parametrize("use", ["forward", "generate"])
@@ -106,7 +106,7 @@ def test_each_model_is_managed_and_gives_its_pages_back_when_collected(watching:
     del models, model
     gc.collect()
     assert watching.managed == []
-    runtime.require().reap(wait=True)
+    devices.require().reap(wait=True)
     assert weight_pages() == 0
 
 
@@ -237,7 +237,7 @@ def test_the_extension_loads_twice_and_unloads(
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert weight_pages() == 0
     assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
-    assert runtime.current() is not None, "what the notebook installed itself stays"
+    assert devices.current() is not None, "what the notebook installed itself stays"
     ballonet.unload_ipython_extension(shell)
     assert capsys.readouterr().out == ""
 

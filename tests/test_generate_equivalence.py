@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.kv.kinds import CachePlan, plan
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.weights.layers import decoder_layers
@@ -39,7 +39,7 @@ def installed(name: str) -> Iterator[None]:
     yield
     model_of.cache_clear()  # some keep a tensor of their last forward
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     assert bytes_that_exist() <= BUDGET
     take_out()
     gc.freeze()  # the modules of this architecture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ballonet
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, device_choice
 from ballonet.offload.policy.tuning import DEFAULT
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,8 @@ SOURCES = [
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 # modules that need no torch
 LIGHT = (
-    *("config", "control", "errors", "events", "findings", "info", "looks", "ram", "replay", "runtime", "stats"),
+    *("config", "control", "errors", "events", "findings", "info", "looks", "ram", "replay", "stats"),
+    *("device_choice", "devices"),
     "shared_ledger",
     "units",
 )
@@ -392,7 +393,7 @@ PROCESS = {
         "_warned": "a warning is given once per process",
     },
     "allocator/interrupts.py": {"_watched": "Python calls back only as long as somebody keeps the reference"},
-    "allocator/runtime.py": {"_runtimes": "the registry of runtimes by number, where what users call looks"},
+    "allocator/devices.py": {"_runtimes": "the registry of runtimes by number, where what users call looks"},
     "allocator/shared_ledger.py": {"_here": "locks of files are of a process, this one is between its threads"},
     "hooks/batching/seams.py": {
         "_attached": "names of transformers are replaced once",
@@ -620,7 +621,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert ballonet.__version__ == version("ballonet")
 
 
-@pytest.mark.parametrize("library", [_native.__file__, runtime.standin_library()], ids=["core", "stand-in"])
+@pytest.mark.parametrize("library", [_native.__file__, device_choice.standin_library()], ids=["core", "stand-in"])
 def test_the_native_parts_link_neither_torch_nor_cuda_nor_python(library: str) -> None:
     listing = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     needed = set(re.findall(r"NEEDED.*\[(.+?)\]", listing))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import _native, companion, runtime
+from ballonet.allocator import _native, companion, devices
 from ballonet.allocator import install as module
 from ballonet.allocator.budget import set_budget
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, UnsupportedVersion
@@ -31,7 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     gc.collect()
     restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def activations_in_pool() -> bool:
@@ -52,15 +52,15 @@ def test_the_facade_offers_it() -> None:
 
 def test_twice_is_once() -> None:
     install(**SMALL)
-    device = runtime.require()
+    device = devices.require()
     install()
     install(**SMALL)
     install("8MiB")
-    assert runtime.require() is device
+    assert devices.require() is device
     set_budget("16MiB")
     install("16MiB")  # the budget in force
     install(**SMALL)  # the settings of the first time
-    assert runtime.require() is device
+    assert devices.require() is device
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_twice_is_once() -> None:
 )
 def test_other_settings_are_refused(other: dict[str, str], remedy: str) -> None:
     install(**SMALL)
-    device, budget = runtime.require(), ballonet.stats().budget
+    device, budget = devices.require(), ballonet.stats().budget
     with pytest.raises(InstallError, match=remedy):
         install(**other)
-    assert runtime.require() is device
+    assert devices.require() is device
     assert (ballonet.stats().budget, ballonet.stats().page_size) == (budget, 64 * 2**10)
     assert activations_in_pool()
 
@@ -90,7 +90,7 @@ def test_other_settings_once_the_old_pool_is_out_of_use(used: bool) -> None:
     restore()
     del tensor
     install(**{**SMALL, "page_size": "128KiB"})
-    assert runtime.require().page_size == 128 * 2**10
+    assert devices.require().page_size == 128 * 2**10
     assert activations_in_pool()
 
 
@@ -109,7 +109,7 @@ def test_the_environment_fills_what_is_not_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("BALLONET_PAGE_SIZE", "64KiB")
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
     install(page_size="128KiB")
-    assert (runtime.require().budget, runtime.require().page_size) == (12 * 2**20, 128 * 2**10)
+    assert (devices.require().budget, devices.require().page_size) == (12 * 2**20, 128 * 2**10)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     with pytest.raises(UnsupportedVersion, match=r"2\.11"):
         install(**SMALL)
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.0a0+git1234", "3.0.1"])
@@ -148,7 +148,7 @@ def test_a_newer_torch_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str
 def test_threads_install_it_once() -> None:
     def work(_: int) -> _native.Device:
         install(**SMALL)
-        return runtime.require()
+        return devices.require()
 
     with ThreadPoolExecutor(8) as pool:
         assert len({id(device) for device in pool.map(work, range(8))}) == 1
@@ -165,7 +165,7 @@ def test_a_model_loaded_before_keeps_its_memory() -> None:
 
 FAULTS = """
 import os, torch, ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from tests.core import faulted
 from tests.pool import in_pool
 
@@ -179,7 +179,7 @@ def cycle():
         assert where()
     except torch.OutOfMemoryError:
         assert where()  # a fault fires once
-    runtime.require().check()
+    devices.require().check()
     ballonet.restore()
     return dict(calls)
 
@@ -188,7 +188,7 @@ stopped = attempts = 0
 for function in second:
     for call in faulted(function, second[function] - first[function]):
         os.environ["BALLONET_FAULT"] = ""
-        while runtime.current() is not None:
+        while devices.current() is not None:
             ballonet.restore()
         while True:
             try:
@@ -201,7 +201,7 @@ for function in second:
         try:
             cycle()
         except ballonet.BallonetError as error:
-            if runtime.current() is None:  # install() failed
+            if devices.current() is None:  # install() failed
                 stopped += 1
                 assert not where(), (function, call)
                 try:
@@ -228,7 +228,7 @@ def test_a_failure_after_the_device_was_started_unwinds(monkeypatch: pytest.Monk
         patch.setattr(module, step, fail)
         with pytest.raises(MemoryError):
             install(**SMALL)
-    assert runtime.current() is None
+    assert devices.current() is None
     assert not activations_in_pool()
     install(**SMALL)
     assert activations_in_pool()
@@ -239,7 +239,7 @@ def test_another_cpu_allocator_in_the_way_is_reported(monkeypatch: pytest.Monkey
         patch.setattr(companion.Companion, "install_cpu", lambda self: False)
         with pytest.raises(InstallError, match="another library"):
             install(**SMALL)
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_without_a_compiler_the_rest_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_without_a_compiler_the_rest_works(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.warns(RuntimeWarning, match="activations"):
         install(**SMALL)
     assert not activations_in_pool()
-    device = runtime.require()
+    device = devices.require()
     device.reserve(2**20, "kv", device.group()).map(0, 16)
     with stock():
         assert torch.ones(10).sum() == 10
@@ -260,7 +260,7 @@ def test_there_is_no_cuda_allocator_without_cuda() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(InstallError, match="install"):
         ballonet.allocator()
-    assert runtime.current() is None
+    assert devices.current() is None
     install(**SMALL)
     with pytest.raises(InstallError, match="install"):
         allocator()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, interrupts, runtime
+from ballonet.allocator import devices, install, interrupts
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Finalizer, guarded, if_free
 from ballonet.hooks import manage, managed
@@ -188,12 +188,12 @@ def test_ctrl_c_at_any_line_leaves_torch_s_memory_in_the_pool(installed: None) -
     lines = 0
     while interrupted(section, lines := lines + 1, install):
         gc.collect()
-        assert runtime.require().block_size(torch.empty(2**12).data_ptr()), f"line {lines}"
+        assert devices.require().block_size(torch.empty(2**12).data_ptr()), f"line {lines}"
     assert lines > 10
 
 
 def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None, other: Other) -> None:
-    group, second = runtime.require().group(), runtime.require().group()
+    group, second = devices.require().group(), devices.require().group()
     held = [Lease()]
     for _ in range(2):
         held[0].enter(group)
@@ -213,7 +213,7 @@ def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None, other: 
 
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ignored: Ignored) -> None:
     model = build("llama", num_hidden_layers=2)
-    device = runtime.require()
+    device = devices.require()
     known = governors.of(device)._known.clients
     at, seen = 0, True
     while seen:
@@ -234,7 +234,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ign
 
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ignored: Ignored) -> None:
     """The model's pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
-    device = runtime.require()
+    device = devices.require()
     known = governors.of(device)._known.clients
     at, seen = 0, True
     while seen:
@@ -267,7 +267,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
     """As they come when a traceback is kept: it keeps frames, and what is in them."""
     model = build("llama", num_hidden_layers=3)
     it = ballonet.manage(model, interval=1)
-    seat = governors.of(runtime.require())._known.clients.of_model(it._elastic)
+    seat = governors.of(devices.require())._known.clients.of_model(it._elastic)
     kept: list[BaseException] = []
 
     def change() -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError, NotInstalled, UnsupportedVersion
 from ballonet.hooks import compat
@@ -231,8 +231,8 @@ class Twins(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.pairs = []
         self.held = []
-        assert kv_pages(runtime.require()) == 0
-        runtime.require().check()
+        assert kv_pages(devices.require()) == 0
+        devices.require().check()
 
 
 def test_any_sequence_of_calls_equals_stock() -> None:
@@ -503,7 +503,7 @@ def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytes
     meta.update(*(part.to("meta") for part in tokens(20)))
     assert not meta.elastic
     assert meta.get_seq_length() == 20
-    monkeypatch.setattr(runtime, "current", lambda number: None)
+    monkeypatch.setattr(devices, "current", lambda number: None)
     layer, stock = ElasticLayer(), DynamicLayer()
     for each in (layer, stock):
         each.update(*tokens(20))
@@ -539,7 +539,7 @@ def test_kv_cache_needs_no_model_and_is_a_dynamic_cache() -> None:
 
 
 def test_kv_cache_without_install_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "current", lambda number: None)
+    monkeypatch.setattr(devices, "current", lambda number: None)
     with pytest.raises(NotInstalled, match="install"):
         KVCache()
 
@@ -558,7 +558,7 @@ def test_sliding_layers_are_transformers_own() -> None:
 def test_an_append_is_inside_a_lease() -> None:
     ranges = CacheRanges(layers=2, expected=1)
     layers = [ElasticLayer(ranges) for _ in range(2)]
-    group = ranges.group(runtime.require())
+    group = ranges.group(devices.require())
     assert current() is None
     layers[0].update(*tokens(1))
     assert group.leases == 1  # this thread's, between its calls
@@ -580,7 +580,7 @@ def test_an_append_is_inside_a_lease() -> None:
 
 def test_leases_that_are_closed_out_of_order() -> None:
     """An interrupted forward's may be closed while another runs."""
-    group = CacheRanges().group(runtime.require())
+    group = CacheRanges().group(devices.require())
     outer, inner = ForwardLease().open(), ForwardLease().open()
     for lease in (outer, inner):
         lease.enter_group(group)

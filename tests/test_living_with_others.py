@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import AlreadyManaged, ManageError
 from ballonet.offload.policy import plan
 
@@ -55,7 +55,7 @@ def tiny(tuned: Tuned) -> Iterator[None]:
     tuned(weights={"large": 2**11})  # so that tiny layers have ranges
     yield
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     assert ballonet.stats().pages.weights == 0
 
 
@@ -626,7 +626,7 @@ def test_peft_through_its_life(peft: Any, when: str, tmp_path: Path) -> None:
                 act(each)
         alike(one, other, managed, name)
         assert not managed.report().unmanaged_tensors
-        assert conserved(runtime.require(), managed), name
+        assert conserved(devices.require(), managed), name
     fly(one, managed)
     one.save_pretrained(tmp_path / "ours")
     other.save_pretrained(tmp_path / "stock")

@@ -25,7 +25,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BudgetError, ManageError, WrongDevice
 from ballonet.hooks import loading
@@ -269,7 +269,7 @@ MEMORY = """
     from pathlib import Path
     import torch
     import ballonet
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
     from ballonet.hooks.weights import moving
     from ballonet.offload.residency.weights_file import WeightsFile
 
@@ -480,7 +480,7 @@ def test_memory_of_threads_is_stock_while_a_model_is_loaded() -> None:
         thread = threading.Thread(target=lambda: found.append(torch.empty(2**16)))
         thread.start()
         thread.join()
-        return bool(runtime.require().block_size(found[0].data_ptr()))
+        return bool(devices.require().block_size(found[0].data_ptr()))
 
     with installing(BUDGET, PAGE) as put:
         put()
@@ -500,7 +500,7 @@ def test_memory_of_threads_is_stock_while_a_model_is_loaded() -> None:
         put()
         assert in_pool()
     with install.stock_everywhere():
-        assert runtime.current() is None
+        assert devices.current() is None
 
 
 class Screen(io.StringIO):

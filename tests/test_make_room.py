@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError, BudgetInUse
 from ballonet.hooks.device import governors
 from ballonet.offload.policy.reclaim_order import Rung
@@ -36,7 +36,7 @@ def llama() -> Any:
 
 
 def used() -> int:
-    pages = runtime.require().snapshot()["pages"]
+    pages = devices.require().snapshot()["pages"]
     return int(sum(pages.values()) - pages["free"])
 
 
@@ -61,7 +61,7 @@ def test_a_lower_budget_that_cannot_be_is_refused_with_one_that_can() -> None:
         before = used()
         with pytest.raises(BudgetInUse) as refused:
             ballonet.set_budget(4 * PAGE, timeout="60s")
-        assert runtime.require().budget == BUDGET
+        assert devices.require().budget == BUDGET
         assert refused.value.smallest < before * PAGE
         ballonet.set_budget(refused.value.smallest, timeout="60s")
         ballonet.set_budget(BUDGET)
@@ -126,7 +126,7 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream(tuned: Tuned) -
         logits(first)
         ballonet.set_budget(used() * PAGE + alone - 4 * PAGE)  # the first one gives a layer
         clock.now += 2 * DEFAULT.pages.idle
-        candidates = governors.of(runtime.require()).reclaim.candidates()
+        candidates = governors.of(devices.require()).reclaim.candidates()
         assert any(candidate.rung is Rung.IDLE_WEIGHTS for candidate in candidates)
         with ballonet.manage(second) as other:
             assert other.report().streamed == ()
@@ -146,7 +146,7 @@ def test_the_smallest_budget_of_a_refusal_works(monkeypatch: pytest.MonkeyPatch)
     error = refused.value
     assert weights <= error.required < weights + 2 * LAYERS * PAGE
     assert error.others >= others.nbytes
-    assert error.smallest > runtime.require().budget
+    assert error.smallest > devices.require().budget
     ballonet.set_budget(error.smallest)
     with ballonet.manage(model):
         assert torch.allclose(logits(model), expected, atol=1e-4)

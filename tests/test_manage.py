@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError
 from ballonet.testing import chaos_of
@@ -327,9 +327,9 @@ def test_manage_installs_where_that_was_not_done(
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
     monkeypatch.setenv("BALLONET_CHAOS", "17")
     model = nn.Linear(4, 4)
-    assert runtime.current() is None
+    assert devices.current() is None
     managed = ballonet.manage(model)
-    assert runtime.require().budget == BUDGET
+    assert devices.require().budget == BUDGET
     assert chaos_of(managed) is not None
     assert chaos_of(managed).seed == 17
     assert in_pool(model.weight)

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.hooks import managed
 from ballonet.hooks.kv import generation
@@ -211,7 +211,7 @@ def test_models_by_the_dozen(device: Device, life: Callable[[int], None]) -> Non
     grown.pop("maps", None)  # of the interpreter's own heap, too
     assert not grown
     assert after["maps"] <= before["maps"] + 12
-    assert runtime.require().snapshot()["physical_peak"] <= 2**24
+    assert devices.require().snapshot()["physical_peak"] <= 2**24
 
 
 def test_many_modules_at_once(device: Device) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 
 from . import models
@@ -37,7 +37,7 @@ def live(phase: str) -> None:
     """In a process of its own: lives of a model, one for each fault."""
     expected = generate(models.build("llama"))
     ballonet.install(budget=2**25, page_size=PAGE, device="cpu")
-    device = runtime.require()
+    device = devices.require()
     model = models.build("llama")
     portrait = Portrait(model)
     for _ in range(2):  # what is called the first time only is no part of the pattern

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 
 from .models import build, generate, prompts
 from .pool import bytes_that_exist, take_out
@@ -48,7 +48,7 @@ def test_layers_that_stream_make_room_for_all_else(part: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a spill
         model = copy.deepcopy(original)
-    device = runtime.require()
+    device = devices.require()
     assert (device.snapshot()["spilled"] > 0) == (part < 1)
     with ballonet.manage(model) as managed:
         assert managed.report().streamed
@@ -68,6 +68,6 @@ def test_what_does_not_fit_is_a_typed_error_and_changes_nothing() -> None:
     with pytest.raises((ballonet.BallonetError, torch.OutOfMemoryError)):
         ballonet.manage(model)
     assert all(torch.equal(value, original.state_dict()[name]) for name, value in model.state_dict().items())
-    runtime.require().check()
+    devices.require().check()
     del model
     gc.collect()

@@ -27,7 +27,7 @@ from torch.cuda import _memory_viz as viewer
 from typing_extensions import TypedDict
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.memory_snapshot import SnapshotContents, pages_by_owner, viewed
 
@@ -98,16 +98,16 @@ def names(found: dict[str, Any], owner: str) -> set[str]:
 def pool() -> Iterator[None]:
     ballonet.install(budget=1024 * PAGE, page_size=PAGE, host_budget=1024 * PAGE, device="cpu")
     yield
-    runtime.require().check()
+    devices.require().check()
     take_out()
 
 
 def settled() -> tuple[dict[str, Any], dict[str, int]]:
     """A snapshot, and the pages by owner as the core counts them, while nothing changes."""
-    runtime.require().stop_background()
-    runtime.require().reap(wait=True)
+    devices.require().stop_background()
+    devices.require().reap(wait=True)
     found = ballonet.snapshot()
-    return found, {owner: pages for owner, pages in runtime.require().snapshot()["pages"].items() if pages}
+    return found, {owner: pages for owner, pages in devices.require().snapshot()["pages"].items() if pages}
 
 
 @pytest.mark.usefixtures("pool")
@@ -232,7 +232,7 @@ def test_what_is_spilled_is_said_and_no_page_of_the_device(monkeypatch: pytest.M
         tensors = [torch.ones(4 * PAGE // 4) for _ in range(8)]
     found, pages = settled()
     spilled = found["ballonet"]["pages"].pop("spilled")
-    assert spilled == runtime.require().snapshot()["spilled"] > 0
+    assert spilled == devices.require().snapshot()["spilled"] > 0
     assert found["ballonet"]["pages"] == pages
     check_format(found)
     del tensors
@@ -242,7 +242,7 @@ def test_what_is_spilled_is_said_and_no_page_of_the_device(monkeypatch: pytest.M
 @pytest.mark.usefixtures("pool")
 def test_pages_add_up_while_others_change_them() -> None:
     """A snapshot is of one moment: what exists is the sum of it, whatever two threads do."""
-    device = runtime.require()
+    device = devices.require()
     device.set_budget(64 * PAGE)
     ended = threading.Event()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, devices
 from ballonet.allocator import install as module
 from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, reclaim, restore
@@ -195,10 +195,10 @@ def test_a_pool_of_the_users_own_comes_first(route: MemPoolRoute, fake: FakePool
 @pytest.fixture
 def installed(fake: FakePools) -> Iterator[_native.Device]:
     install(BUDGET, page_size=65536, device="cpu")
-    yield runtime.require()
+    yield devices.require()
     gc.collect()
     restore()
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -254,7 +254,7 @@ def test_a_route_that_cannot_be_opened_leaves_nothing(
             install()
     assert patched() == before
     assert not fake.begun
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_what_decides_between_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,13 +276,13 @@ def test_what_decides_between_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> N
 LATE = """
 import torch, ballonet, threading, gc, warnings
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 before = torch.ones(2**20, device="cuda")
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     ballonet.install("1GiB")
 assert any("used CUDA before" in str(each.message) for each in said)
-device = runtime.require()
+device = devices.require()
 
 def in_pool(tensor):
     return any(low <= tensor.data_ptr() < low + size for low, size in blocks())

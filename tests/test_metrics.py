@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import ballonet
 from ballonet.__main__ import main
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
 from ballonet.hooks.replicas.figures import ReplicaFigures
 from ballonet.hooks.replicas.supervisor import State
@@ -62,8 +62,8 @@ def test_any_process_has_figures_at_a_port() -> None:
         with ballonet.manage(model, prefix_cache=True):
             for _ in range(2):
                 model.generate(**prompts(batch=1, longest=9), max_new_tokens=6, min_new_tokens=6, do_sample=False)
-            runtime.of().events.decided("kv", "pull", 3, measured=0.5)
-            runtime.require().reap(wait=True)  # so that both looks find the same
+            devices.of().events.decided("kv", "pull", 3, measured=0.5)
+            devices.require().reap(wait=True)  # so that both looks find the same
             now, stats = samples(page(endpoint.url)), ballonet.stats()
     finally:
         endpoint.close()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.display import table
 from ballonet.allocator.stats import Stats
 
@@ -79,7 +79,7 @@ def notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 def kept() -> tuple[int, int, int]:
     gc.collect()
-    device = runtime.require()
+    device = devices.require()
     device.reap(wait=True)
     device.check()
     pages = device.snapshot()["pages"]

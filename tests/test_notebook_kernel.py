@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 
 from .pool import take_out
 from .test_notebook import cells
@@ -122,7 +122,7 @@ def test_a_kernel_publishes_a_live_widget_and_a_table_where_there_are_none(kerne
     assert "budget 8MiB" in first
 
     ballonet.set_budget("4MiB")
-    runtime.of().events.decided("kv", "pull", 3, what="<KV>")
+    devices.of().events.decided("kv", "pull", 3, what="<KV>")
     kernel.until(lambda message: "&lt;KV&gt;" in _value(message, widget))
     last = kernel.value_of(widget)[-1]
     assert "budget 4MiB" in last

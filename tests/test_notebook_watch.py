@@ -15,7 +15,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import ballonet
-from ballonet.allocator import control, runtime
+from ballonet.allocator import control, devices
 from ballonet.allocator.errors import NoSuchProcess, NotReachable
 from ballonet.hooks.watch.notebook import Watched
 
@@ -95,7 +95,7 @@ def test_a_cell_shows_a_table_of_its_moment(shell: InteractiveShell) -> None:
     assert f"process {ME} · " in str(data["text/plain"])
     assert not done.result.live
     ballonet.set_budget("4MiB")
-    runtime.of().events.decided("kv", "pull", 3, what="<KV>")
+    devices.of().events.decided("kv", "pull", 3, what="<KV>")
     again = str(shell.display_formatter.format(done.result)[0]["text/html"])
     assert "budget 4MiB" in again, "each time that it is shown it looks anew"
     assert "kv, pull: 3 pages (192KiB) of &lt;KV&gt;" in again

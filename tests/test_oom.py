@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, device_choice, devices
 from ballonet.allocator.budget import set_budget
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, BudgetInUse, ConfigError, NotInstalled
@@ -26,11 +26,11 @@ PAGE = 64 * 2**10
 @pytest.fixture
 def device() -> Iterator[_native.Device]:
     install(budget=BUDGET, page_size=PAGE, device="cpu")
-    yield runtime.require()
-    runtime.require().check()
+    yield devices.require()
+    devices.require().check()
     gc.collect()
     restore()
-    assert runtime.current() is None, "a tensor of the pool is still alive"
+    assert devices.current() is None, "a tensor of the pool is still alive"
 
 
 def test_the_error_is_torchs_and_says_what_to_do(device: _native.Device) -> None:
@@ -63,7 +63,7 @@ def test_a_budget_beyond_the_machine_is_refused(device: _native.Device) -> None:
         set_budget("999TiB")
     assert device.budget == BUDGET
     with pytest.raises(ConfigError, match="ask for less"):
-        runtime.open_device(Config(device="cpu", budget=999 * 2**40))
+        device_choice.open_device(Config(device="cpu", budget=999 * 2**40))
 
 
 def test_that_no_gpu_was_found_is_said_where_torch_could_use_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import ballonet
 from ballonet.__main__ import main
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.config import Config, parse_size
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks.device.key import key_of
@@ -346,5 +346,5 @@ def test_a_curve_falls_from_the_least_budget_on(
 
 def test_no_device_is_opened_and_none_is_installed(folder: str) -> None:
     ballonet.plan(folder, context=128)
-    assert runtime.current() is None
+    assert devices.current() is None
     assert set(DEVICES) >= {"h100", "h200", "a100"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.config import Config
 from ballonet.hooks.device.key import key_for
 from ballonet.hooks.plan.planner import Planner
@@ -92,7 +92,7 @@ class Seen:
 
 def run(model: Any, setting: Setting) -> Seen:
     """Generates, and looks after the last forward."""
-    device, found = runtime.require(), list[Seen]()
+    device, found = devices.require(), list[Seen]()
 
     def look(_: Any, __: Any, given: dict[str, Any], ___: Any) -> None:
         if given["past_key_values"].get_seq_length() == setting.context:
@@ -187,8 +187,8 @@ def test_each_change_that_is_named_really_fits(seed: int, tmp_path: Path) -> Non
             with installing(given, setting.page) as now:
                 now()
                 run(model, changed)
-                runtime.of().events.hear()
-                assert not {"spill", "refuse"} & runtime.of().events.counts().keys(), change["text"]
+                devices.of().events.hear()
+                assert not {"spill", "refuse"} & devices.of().events.counts().keys(), change["text"]
 
 
 def test_without_the_least_budget_nothing_runs_and_with_it_it_does(tmp_path: Path) -> None:

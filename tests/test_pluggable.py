@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ballonet.allocator import devices, torch_stats
 from ballonet.allocator import install as module
-from ballonet.allocator import runtime, torch_stats
 from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS, CudaAllocator
@@ -66,7 +66,7 @@ def originals() -> list[object]:
 def test_the_cuda_allocator_is_wired_and_put_in_place(fake_torch: FakeTorch, compiled: bool) -> None:
     install(**SMALL)
     before = originals()
-    statistics = torch_stats.TorchStatistics(runtime.require())
+    statistics = torch_stats.TorchStatistics(devices.require())
     installed = module._installed
     assert installed is not None
     cuda = CudaAllocator(installed.companion if compiled else None, statistics)
@@ -87,7 +87,7 @@ def test_cuda_that_was_used_is_reported_before_anything_changes(fake_torch: Fake
     install(**SMALL)
     before = originals()
     fake_torch.used = True
-    cuda = CudaAllocator(None, torch_stats.TorchStatistics(runtime.require()))
+    cuda = CudaAllocator(None, torch_stats.TorchStatistics(devices.require()))
     with pytest.raises(InstallError, match="before anything is moved to the GPU"):
         torch.cuda.memory.change_current_allocator(cuda)
     assert originals() == before
@@ -95,7 +95,7 @@ def test_cuda_that_was_used_is_reported_before_anything_changes(fake_torch: Fake
 
 def test_a_cuda_allocator_whose_pool_is_gone_is_refused(fake_torch: FakeTorch) -> None:
     install(**SMALL)
-    cuda = CudaAllocator(None, torch_stats.TorchStatistics(runtime.require()))
+    cuda = CudaAllocator(None, torch_stats.TorchStatistics(devices.require()))
     restore()
     with pytest.raises(InstallError, match="again"):
         torch.cuda.memory.change_current_allocator(cuda)
@@ -113,7 +113,7 @@ def test_a_cuda_allocator_in_place_is_not_restored(fake_torch: FakeTorch, monkey
     install()  # again is nothing
     with pytest.raises(InstallError, match="new process"):
         restore()
-    assert runtime.current() is not None
+    assert devices.current() is not None
     fake_torch.current = None
 
 
@@ -129,7 +129,7 @@ def on_gpu(script: str) -> str:
 
 GPU = """
 import torch, ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 """
 
 
@@ -141,7 +141,7 @@ def test_gpu_tensors_lie_in_the_pool(how: str) -> None:
     on_gpu(f"""{GPU}
 {how}
 tensor = torch.ones(2**20, device="cuda")
-device = runtime.require()
+device = devices.require()
 assert device.kind == "cuda"
 assert device.block_size(tensor.data_ptr()) == 2**22, device.block_size(tensor.data_ptr())
 assert tensor.sum().item() == 2**20
@@ -169,6 +169,6 @@ except ballonet.BallonetError as error:
     assert "before anything is moved" in str(error), error
 else:
     raise AssertionError("changed after CUDA was used")
-assert runtime.current() is None
+assert devices.current() is None
 assert torch.ones(10, device="cuda").sum().item() == 10
 """)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ballonet import __main__
-from ballonet.allocator import findings, info, runtime
+from ballonet.allocator import device_choice, findings, info
 from ballonet.allocator.config import Config
 from ballonet.allocator.preflight import run
 from ballonet.allocator.preflight.judge import ProbeVerdict, judge
@@ -59,13 +59,13 @@ FIRST = ("device", "granularity", "handles", "host_pages")
 
 
 def preflight(library: str, *names: str) -> dict[str, Any]:
-    return run.preflight(runtime.choose(Config(libcuda=library, device="cuda:0")), names)
+    return run.preflight(device_choice.choose(Config(libcuda=library, device="cuda:0")), names)
 
 
 def test_nothing_differs_on_the_stand_in() -> None:
     names = ("device", "granularity", "handles", "host_pages", "numa", "aliases", "page_tables", "beside_work",
              "pinning", "several_handles", "pieces", "graphs")  # fmt: skip
-    found = preflight(runtime.standin_library(), *names)
+    found = preflight(device_choice.standin_library(), *names)
     assert {name: each["status"] for name, each in found["probes"].items()} == dict.fromkeys(names, "answered")
     timed = ("mapping while", "the driver's call to")  # depends on what else runs here
     others = [each for each in found["differences"] if not each["what"].startswith(timed)]
@@ -80,7 +80,7 @@ def test_nothing_differs_on_the_stand_in() -> None:
 
 
 def test_copies_of_every_kind_of_memory_are_tried() -> None:
-    found = preflight(runtime.standin_library(), "copies", "file_copies")
+    found = preflight(device_choice.standin_library(), "copies", "file_copies")
     facts = {name: fact for probe in found["probes"].values() for name, fact in probe["facts"].items()}
     for kind in ("pages", "one_handle", "registered", "pageable"):
         for way in ("to_device", "from_device"):
@@ -98,7 +98,7 @@ def within(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_torch_is_asked_over_pages_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     within(monkeypatch, 900)  # also on a machine that has much else to do
-    found = preflight(runtime.standin_library(), "torch_copies", "kernels", "torch_graphs")
+    found = preflight(device_choice.standin_library(), "torch_copies", "kernels", "torch_graphs")
     assert set(found["probes"]["torch_copies"]["facts"].values()) == {True}
     facts = found["probes"]["kernels"]["facts"]
     assert [facts[name]["equal"] for name in ("matmul_1", "matmul_512", "attention")] == [True] * 3
@@ -253,14 +253,14 @@ def config(tmp_path: Path) -> Config:
 
 
 def kept(config: Config, **settings: Any) -> Path:
-    key = findings.key_of(runtime.choose(config).facts)
+    key = findings.key_of(device_choice.choose(config).facts)
     assert config.cache_dir is not None
     found = {"settings": settings, "reasons": dict.fromkeys(settings, "because"), "when": "2026-01-01T00:00:00"}
     return findings.save(config.cache_dir, key, found)
 
 
 def host_pages(config: Config) -> bool:
-    device = runtime.open_device(config)
+    device = device_choice.open_device(config)
     try:
         return device.host_pages
     finally:
@@ -272,7 +272,7 @@ def test_what_was_chosen_is_kept_to_unless_somebody_says_otherwise(config: Confi
     kept(config, host_pages=False, page_size=PAGE // 2)
     assert not host_pages(config)
     assert host_pages(dataclasses.replace(config, host_pages=True))
-    device = runtime.open_device(config)
+    device = device_choice.open_device(config)
     assert device.page_size == PAGE // 2
     range_ = device.reserve(PAGE, "weights", device.group())
     with pytest.raises(Exception, match="host"):

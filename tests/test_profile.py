@@ -18,7 +18,7 @@ from torch import nn
 
 import ballonet
 from ballonet.__main__ import main
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks import profile
@@ -150,7 +150,7 @@ def installed() -> Iterator[None]:
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
     yield
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     assert bytes_that_exist() <= BUDGET
     take_out()
 
@@ -174,7 +174,7 @@ def records(folder: Path) -> list[Path]:
 
 
 def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(model) as managed:
         first = load_or_measure(model, pace_of(managed), device, SMALL)
         assert (first.reused, first.left) == (False, {})
@@ -204,7 +204,7 @@ def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest
 def test_a_file_that_cannot_be_used_is_measured_anew_with_a_notice(
     model: Any, folder: Path, damage: Any, says: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(model) as managed:
         found = load_or_measure(model, pace_of(managed), device, SMALL)
         assert not list(recwarn), "the first one is nothing to warn of"
@@ -225,21 +225,21 @@ def test_a_folder_that_cannot_be_written_to(model: Any, folder: Path) -> None:
     folder.write_text("a file")
     with ballonet.manage(model) as managed:
         with pytest.warns(RuntimeWarning, match="cannot be kept in"):
-            found = load_or_measure(model, pace_of(managed), runtime.require(), SMALL)
+            found = load_or_measure(model, pace_of(managed), devices.require(), SMALL)
         assert found.record.seconds
 
 
 def test_a_link_that_cannot_be_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "measure", lambda device: None)
     with ballonet.manage(model) as managed, pytest.raises(ManageError, match="cannot be measured"):
-        load_or_measure(model, pace_of(managed), runtime.require(), SMALL)
+        load_or_measure(model, pace_of(managed), devices.require(), SMALL)
 
 
 # -- what it is for
 
 
 def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = runtime.require()
+    device = devices.require()
     key = key_of(model, device)
     assert set(key) == {"model", "size", "device", "driver", "link", "torch", "transformers", "ballonet"}
     assert all(isinstance(each, str) and each for each in key.values())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import _native, runtime
+from ballonet.allocator import _native, devices
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count, Events, LoggedEvent
@@ -54,9 +54,9 @@ class Fake:
 
 @pytest.fixture
 def device() -> Iterator[_native.Device]:
-    started = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20)).device
+    started = devices.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20)).device
     yield started
-    runtime.stop()
+    devices.stop()
 
 
 def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last() -> None:
@@ -109,8 +109,8 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
 
 @pytest.mark.usefixtures("device")
 def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
-    second = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20), number=1)
-    two = (runtime.of(0), second)
+    second = devices.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20), number=1)
+    two = (devices.of(0), second)
     one, other = (Recorder(recorders_of(each), Timelines(interval=60)) for each in two)
     mark("begins", second.device)
     kv = second.device.reserve(4 * PAGE, "kv", second.device.group())
@@ -121,7 +121,7 @@ def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
     kv.close()
     for recorder in (one, other):
         recorder.stop()
-    runtime.stop(1)
+    devices.stop(1)
 
 
 def test_a_budget_that_changes_is_a_level_from_when_it_was_decided() -> None:
@@ -197,12 +197,12 @@ def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
 
 
 def test_a_device_is_recorded_beyond_its_end(device: _native.Device) -> None:
-    recorder = Recorder(recorders_of(runtime.of()), Timelines(interval=60))
+    recorder = Recorder(recorders_of(devices.of()), Timelines(interval=60))
     group = device.group()
     kv = device.reserve(4 * PAGE, "kv", group)
     kv.map(0, 4)
     kv.close()
-    runtime.stop()
+    devices.stop()
     done = recorder.stop()
     assert max(row[4] + row[5] for row in done.rows) == 4, "the cache, or what was left of it"
     assert sum(done.rows[-1][1:]) == 0
@@ -221,7 +221,7 @@ def test_a_timeline_is_written_however_it_ends(
     with nullcontext() if error is None else pytest.raises(error), ballonet.timeline("run.json") as recorder:
         os.chdir("/")
         kv.map(0, 3)
-        runtime.of().events.decided("inflate", "pull", 3)
+        devices.of().events.decided("inflate", "pull", 3)
         assert recorder.recording().events[-1].pages == 3
         assert not path.exists()
         if error is not None:
@@ -242,7 +242,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path:
     ):
         with pytest.raises(ConfigError, match=says), ballonet.timeline(tmp_path / name):
             raise AssertionError("it was opened")
-    runtime.stop()
+    devices.stop()
     with pytest.raises(NotInstalled), ballonet.timeline(tmp_path / "run.json"):
         raise AssertionError("it was opened")
     assert not any(thread.name == "ballonet-timeline" for thread in threading.enumerate())
@@ -251,7 +251,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path:
 @pytest.mark.usefixtures("device")
 def test_what_begins_is_marked_while_somebody_records() -> None:
     mark("nobody hears this")
-    recorder = Recorder(recorders_of(runtime.of()), Timelines(interval=60))
+    recorder = Recorder(recorders_of(devices.of()), Timelines(interval=60))
     mark("generate()")
     recording = recorder.stop()
     mark("too late")

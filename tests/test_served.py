@@ -75,7 +75,7 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
     model.config._name_or_path = "somebody/Tiny-1B"
     asked = prompts(3, 20)
     with ballonet.manage(model) as managed:
-        recorders = recorders_of(ballonet.allocator.runtime.of())
+        recorders = recorders_of(ballonet.allocator.devices.of())
         with Recorder(recorders) as recorder, looping(model, 8) as manager:
             for name, prompt in zip("012", asked, strict=True):
                 manager.add_request(prompt, request_id=name)

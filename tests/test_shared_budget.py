@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ballonet.__main__ import main
-from ballonet.allocator import control, runtime
+from ballonet.allocator import control, devices
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ControlRefused, LedgerDamaged, SharedBudgetError
 from ballonet.allocator.shared_ledger import SharedLedger
@@ -162,14 +162,14 @@ def until(holds: Callable[[], bool]) -> None:
 @contextmanager
 def here(wanted: int | bool, sharing: Sharing = DEFAULT.sharing, **settings: Any) -> Iterator[shared_part.Share]:
     """Has this process share it, too."""
-    runtime.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
+    devices.start(Config(device="cpu", page_size=PAGE, budget=64 * MIB, host_budget=0, **settings))
     try:
-        shared.join(runtime.of(), wanted, 0, 0, sharing)
-        found = runtime.of().shared
+        shared.join(devices.of(), wanted, 0, 0, sharing)
+        found = devices.of().shared
         assert isinstance(found, shared_part.Share)
         yield found
     finally:
-        runtime.stop()
+        devices.stop()
         control.stop()
 
 

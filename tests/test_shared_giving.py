@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.device import shared
 from ballonet.hooks.device.shared_part import Share
@@ -31,8 +31,8 @@ def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     tuned(weights={"large": 2**11}, sharing={"patience": 30.0})
     ballonet.install(64 * 2**20, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
-    shared.join(runtime.of(), TOTAL, 0, 0, DEFAULT.sharing)
-    found = runtime.of().shared
+    shared.join(devices.of(), TOTAL, 0, 0, DEFAULT.sharing)
+    found = devices.of().shared
     assert isinstance(found, Share)
     yield found
     take_out()
@@ -50,7 +50,7 @@ def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: Share) ->
             refused.append(error)
 
     def in_the_middle(*_: Any) -> None:
-        device = runtime.require()
+        device = devices.require()
         while device.available:
             given.append(torch.empty(PAGE, dtype=torch.uint8))
         giving = threading.Thread(target=give)

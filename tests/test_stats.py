@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count
@@ -98,26 +98,26 @@ def test_it_prints_as_a_few_lines() -> None:
 
 
 def test_before_install_and_after_a_failed_one_there_are_none() -> None:
-    assert runtime.current() is None, "this test needs a process without ballonet"
+    assert devices.current() is None, "this test needs a process without ballonet"
     with pytest.raises(NotInstalled, match=r"ballonet\.install\(\)"):
         ballonet.stats()
     with pytest.raises(ConfigError):
-        runtime.start(Config(device="cpu", page_size=4097))
+        devices.start(Config(device="cpu", page_size=4097))
     with pytest.raises(ballonet.BallonetError):
         ballonet.stats()
 
 
 def test_a_running_device_is_described() -> None:
-    runtime.start(Config(device="cpu", page_size=65536, budget=2**20 + 5))
+    devices.start(Config(device="cpu", page_size=65536, budget=2**20 + 5))
     try:
         stats = ballonet.stats()
         assert (stats.page_size, stats.budget) == (65536, 2**20)
         assert all(isinstance(value, int) for value in [*stats.pages.values(), *stats.driver_calls.values()])
         assert (stats.spilled, dict(stats.events)) == (0, {})
-        runtime.of().events.decided("inflate", "pull", 2)
-        runtime.require().set_budget(2**19)
+        devices.of().events.decided("inflate", "pull", 2)
+        devices.require().set_budget(2**19)
         events = ballonet.stats().events
         assert events["inflate"]["pull"] == Count(1, 2, 0.0)
         assert (events["budget"]["set"].events, events["budget"]["set"].pages) == (1, 8), "what the core did by itself"
     finally:
-        runtime.stop()
+        devices.stop()

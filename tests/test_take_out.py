@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 
 from . import pool
 from .models import build
@@ -30,9 +30,9 @@ def test_a_cycle_that_was_frozen() -> None:
     del model
     gc.collect()
     ballonet.restore()
-    assert runtime.current() is not None
+    assert devices.current() is not None
     pool.take_out(patience=0.1)
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_who_holds_what_is_left() -> None:

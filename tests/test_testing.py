@@ -13,7 +13,7 @@ import pytest
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import AlreadyManaged, ConfigError, OptionError
@@ -76,7 +76,7 @@ def test_chaos_of_one_model(device: Device) -> None:
         for wrong in (-2, True, "five"):
             with pytest.raises(OptionError, match="seed"):
                 testing.manage(other, chaos=wrong)
-    assert runtime.require() is device
+    assert devices.require() is device
 
 
 def test_importing_it_imports_no_torch() -> None:

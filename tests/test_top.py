@@ -28,7 +28,7 @@ import torch
 
 import ballonet
 from ballonet.__main__ import main
-from ballonet.allocator import control, looks, runtime
+from ballonet.allocator import control, devices, looks
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .counting import each_call
@@ -43,10 +43,10 @@ SECONDS = 120  # that a screen may take to come: only one that never comes takes
 CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 WATCHED = """
 import sys
-from ballonet.allocator import control, runtime
+from ballonet.allocator import control, devices
 from ballonet.allocator.config import Config
-runtime.start(Config(device="cpu", page_size=65536, budget=2**23))
-control.start(lambda nbytes, timeout, number: runtime.of(number).device.set_budget(nbytes))
+devices.start(Config(device="cpu", page_size=65536, budget=2**23))
+control.start(lambda nbytes, timeout, number: devices.of(number).device.set_budget(nbytes))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -156,7 +156,7 @@ def test_a_budget_is_changed_from_the_screen(terminal: Callable[..., Terminal]) 
     screen = top.shows("disk")
     for text in ("[b] budget", f"process {ME}", "CPU (host stand-in)", "budget 8MiB", "weights", "not made", "░"):
         assert text in screen, text
-    runtime.of().events.decided("kv", "pull", 3, what="KV cache of llama")
+    devices.of().events.decided("kv", "pull", 3, what="KV cache of llama")
     top.shows("kv, pull: 3 pages (192KiB) of KV cache of llama, for MainThread")
 
     top.press("b")
@@ -255,7 +255,7 @@ def test_a_process_that_hangs_is_said_to_and_it_ends_with_the_process(
 @pytest.fixture
 def two_devices() -> Iterator[subprocess.Popen[str]]:
     """As `watched`, with a second device of the stand-in."""
-    also = 'runtime.start(Config(device="cpu", page_size=65536, budget=2**24), number=1)\ncontrol.start'
+    also = 'devices.start(Config(device="cpu", page_size=65536, budget=2**24), number=1)\ncontrol.start'
     with listening(WATCHED.replace("control.start", also)) as process:
         yield process
 
@@ -356,7 +356,7 @@ def test_a_process_that_cannot_be_watched_is_an_error(
 
 def asked() -> dict[str, int]:
     """Calls of the driver so far, without those of the core's own thread."""
-    now = runtime.require().snapshot()
+    now = devices.require().snapshot()
     return {name: count - now["background_calls"][name] for name, count in now["driver_calls"].items()}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import _native, runtime, torch_stats
+from ballonet.allocator import _native, devices, torch_stats
 from ballonet.allocator.budget import set_budget
 from ballonet.allocator.install import install
 
@@ -22,10 +22,10 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_native.Device]:
     install(**SMALL)
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
-    statistics = torch_stats.TorchStatistics(runtime.require())
+    statistics = torch_stats.TorchStatistics(devices.require())
     statistics.patch()
     statistics.patch()
-    yield runtime.require()
+    yield devices.require()
     statistics.restore()
 
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
@@ -175,7 +175,7 @@ def test_other_derivatives_go_through_the_stock_path(derive: Callable[[Any], tor
 
 
 def test_gradients_lie_in_the_pool_and_are_given_back() -> None:
-    device = runtime.require()
+    device = devices.require()
     with install.stock():
         model = build("llama")
     with ballonet.manage(model):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator._native import Group
 from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.forward.lease import GroupLease, current
@@ -132,7 +132,7 @@ def test_a_turn_ends_with_whoever_has_it() -> None:
 
 
 def test_a_section_is_leased_and_ends(installed: None) -> None:
-    group = runtime.require().group()
+    group = devices.require().group()
     it = Turns(group)
     with it.section():
         assert it.leases == group.leases == 1
@@ -222,7 +222,7 @@ def test_a_layer_that_computes_on_threads(installed: None, wait: Callable[..., N
     with ballonet.manage(model, interval=2), torch.no_grad():
         for _ in range(3):
             assert torch.allclose(started(lambda: model(**INPUTS)).result(LONG).logits, expected, atol=1e-5)
-        runtime.require().check()
+        devices.require().check()
 
 
 @pytest.mark.parametrize("wait", [joins, asks])
@@ -246,7 +246,7 @@ def test_a_layer_that_runs_the_whole_model_on_a_thread(
         outer = started(lambda: model(**INPUTS)).result(LONG).logits
         assert torch.allclose(outer, expected, atol=1e-5)
         assert torch.allclose(inner[0], expected, atol=1e-5)
-        runtime.require().check()
+        devices.require().check()
 
 
 @pytest.mark.parametrize("interval", [None, 2])
@@ -300,7 +300,7 @@ class Caching(nn.Module):
 
 
 def test_ctrl_c_between_any_two_instructions_leaves_no_lease(installed: None) -> None:
-    cache = runtime.require().group()
+    cache = devices.require().group()
     model = Caching(cache)
     managed = ballonet.manage(model)
     inputs = torch.ones(4)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ballonet.allocator import control, looks, runtime
+from ballonet.allocator import control, devices, looks
 from ballonet.allocator.config import Config
 from ballonet.allocator.control import Control
 from ballonet.allocator.errors import ControlRefused, NoSuchProcess, NotInstalled, NotPermitted, NotReachable
@@ -253,20 +253,20 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def installed() -> Iterator[runtime.Runtime]:
-    yield runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21))
-    runtime.stop()
+def installed() -> Iterator[devices.Runtime]:
+    yield devices.start(Config(device="cpu", page_size=PAGE, budget=2**21))
+    devices.stop()
 
 
 @pytest.fixture
-def listening(folder: Path, installed: runtime.Runtime) -> Iterator[Control]:
+def listening(folder: Path, installed: devices.Runtime) -> Iterator[Control]:
     opened = Control(lambda nbytes, timeout, number: None, [folder])
     yield opened
     opened.close()
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: runtime.Runtime, folder: Path) -> None:
+def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: devices.Runtime, folder: Path) -> None:
     installed.events.decided("kv", "pull", 3, what="llama")
     first = control.look(ME, None, [folder])
     assert (first["pid"], first["budget"], first["page_size"]) == (ME, 2**21, PAGE)
@@ -281,7 +281,7 @@ def test_a_look_has_numbers_and_the_decisions_since_the_last(installed: runtime.
 
 
 @pytest.mark.usefixtures("listening")
-def test_others_publish_what_they_know(installed: runtime.Runtime, folder: Path) -> None:
+def test_others_publish_what_they_know(installed: devices.Runtime, folder: Path) -> None:
     looks.publish(installed, "weather", lambda on: {"rain": on.number})
     assert control.look(ME, None, [folder])["weather"] == {"rain": 0}
     looks.publish(installed, "weather", lambda on: 1 / 0)
@@ -372,8 +372,8 @@ def test_one_process_that_ends_has_ended(answers: dict[int, Any]) -> None:
     assert one.seen == ()
 
 
-def test_all_devices_of_a_process_are_looked_at(installed: runtime.Runtime, folder: Path) -> None:
-    second = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**22), number=1)
+def test_all_devices_of_a_process_are_looked_at(installed: devices.Runtime, folder: Path) -> None:
+    second = devices.start(Config(device="cpu", page_size=PAGE, budget=2**22), number=1)
     second.events.decided("kv", "pull", 3)
     here = WatchedProcesses(ME, folders=[folder])
     here.look()
@@ -384,7 +384,7 @@ def test_all_devices_of_a_process_are_looked_at(installed: runtime.Runtime, fold
     assert [title_of(each).split(" · ")[-2] for each in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
     _, decision, _ = [line for each in here.seen for line in lines_of(each)]
     assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, pull: 5 pages", decision)
-    runtime.stop(1)
+    devices.stop(1)
     here.look()
     assert [each.number for each in here.seen] == [0]
     assert not here.seen[0].one_of_several
@@ -406,7 +406,7 @@ def test_a_device_that_ends_between_two_answers_is_left_out(answers: dict[int, A
     assert (asked, [each.key for each in one.seen]) == ([None, 1, 2], [(7, 0), (7, 1)])
 
 
-def test_this_process_needs_no_socket(installed: runtime.Runtime, folder: Path) -> None:
+def test_this_process_needs_no_socket(installed: devices.Runtime, folder: Path) -> None:
     here = WatchedProcesses(folders=[folder])
     here.look()
     assert [each.pid for each in here.seen] == [ME]

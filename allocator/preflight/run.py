@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
-from .. import findings, runtime
+from .. import device_choice, findings
 from ..config import Config
 from ..defaults import PREFLIGHT
 from .judge import judge
@@ -115,7 +115,9 @@ def _signal(number: int) -> str:
 
 
 def preflight(
-    target: runtime.Target, names: tuple[str, ...] = tuple(PROBES), begun: Callable[[str], object] = lambda name: None
+    target: device_choice.Target,
+    names: tuple[str, ...] = tuple(PROBES),
+    begun: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Any]:
     """Asks all, and judges; plain values, ready for JSON. `begun` is told the name of each probe before it runs.
 
@@ -130,7 +132,7 @@ def preflight(
         begun(name)
         outcomes[name] = run_probe(name, target.library, target.ordinal, deadline - time.monotonic())
     plain = {name: asdict(outcome) for name, outcome in outcomes.items()}
-    judged = judge(plain, runtime.page_size(Config(), target.kind))
+    judged = judge(plain, device_choice.page_size(Config(), target.kind))
     return {
         "when": datetime.now().isoformat(timespec="seconds"),
         "key": findings.key_of(target.facts),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .. import runtime
+from .. import device_choice
 from .._native import Device, Range
 from ..config import Config
 from ..defaults import PROBE_BUSY
@@ -43,7 +43,7 @@ def opened(library: str, ordinal: int) -> Iterator[Device]:
     given = Config.from_env().merge(budget=64 * 8 * MIB, host_budget=64 * 8 * MIB)
     named = replace(given, device=f"cuda:{ordinal}", libcuda=library)
     settings = replace(named, host_pages=True, peer="none", peer_budget=None, faults=())
-    device = runtime.open_device(settings, torch.version.cuda is not None and torch.cuda.is_available())
+    device = device_choice.open_device(settings, torch.version.cuda is not None and torch.cuda.is_available())
     if device.kind == "cuda":
         torch.cuda.init()
         torch.cuda.set_device(device.ordinal)

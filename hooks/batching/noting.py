@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ...allocator.runtime import Runtime
+from ...allocator.devices import Runtime
 from ...offload.timeline.recorder import recorders_of
 from ...offload.timeline.series import End
 from ..measure.histogram import Latencies, RequestTimes

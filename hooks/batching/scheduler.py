@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator.errors import DriverError, ManageError
 from ...offload.policy.idle_heap import IdleHeap
 from ...offload.policy.request_slo import NOTHING
@@ -58,7 +58,7 @@ class ElasticScheduler(Scheduler):
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._waited = cache.pages.client.governor.clock()  # when others waited last for the end of a batch
-        self._noting = Noting(cache.model.name, cache.model.latencies, runtime.holding(cache.model.device))
+        self._noting = Noting(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)

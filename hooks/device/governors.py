@@ -15,11 +15,11 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from ...allocator import looks, runtime
+from ...allocator import devices, looks
 from ...allocator._native import Device
+from ...allocator.devices import Runtime
 from ...allocator.errors import DriverError
 from ...allocator.interrupts import if_free
-from ...allocator.runtime import Runtime
 from ...offload.governor.governor import Governor
 from ...offload.policy.tuning import DEFAULT, Tuning
 from ...offload.record import link
@@ -49,8 +49,8 @@ def compose_with(composition: Composition, device: Device | None = None) -> Comp
     if device is None:
         _unless_said = composition
     else:
-        runtime.holding(device).parts.put(composition)
-    for each in runtime.every():
+        devices.holding(device).parts.put(composition)
+    for each in devices.every():
         if device in (None, each.device):
             each.parts.drop(Governor)
     return before
@@ -58,12 +58,12 @@ def compose_with(composition: Composition, device: Device | None = None) -> Comp
 
 def composed_with(device: Device | None = None) -> Composition:
     """Returns what the governor of the device is made with; for None what one is that is not composed itself."""
-    return (None if device is None else runtime.holding(device).parts.get(Composition)) or _unless_said
+    return (None if device is None else devices.holding(device).parts.get(Composition)) or _unless_said
 
 
 def of(device: Device) -> Governor:
     """Returns the governor of the device, made where there is none yet."""
-    found = runtime.holding(device)
+    found = devices.holding(device)
     return found.parts.of(Governor, partial(_made, found))
 
 

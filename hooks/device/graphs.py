@@ -37,7 +37,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...allocator import captures, runtime
+from ...allocator import captures, devices
 from ...allocator._native import Device, Group, Lease
 from ...allocator.errors import ManageError
 from ...allocator.interrupts import Finalizer, Guarded, guarded
@@ -174,7 +174,7 @@ class CaptureRecord:
             model.yield_pages()
         for _, group in self._groups:
             lease.enter(group)
-        for each in runtime.every():  # of memory that is no model's, too
+        for each in devices.every():  # of memory that is no model's, too
             each.device.note_stream(stream_of(each.device)())
 
     def close(self) -> None:

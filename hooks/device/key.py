@@ -12,7 +12,7 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator._native import Device
 from ...allocator.config import Config
 from ...allocator.units import format_size, format_time
@@ -26,7 +26,7 @@ _CPU: Final = Path("/proc/cpuinfo")
 def key_of(model: nn.Module, device: Device) -> dict[str, str]:
     """Keys: model (a hash of its class, configuration and weights' shapes), size (of its weights), device, driver,
     link, torch, transformers, ballonet (versions)."""
-    settings = runtime.holding(device).settings if device.kind == "standin" else Config()
+    settings = devices.holding(device).settings if device.kind == "standin" else Config()
     return key_for(model, device.kind, device.ordinal, settings)
 
 

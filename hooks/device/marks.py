@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator._native import Device
 
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -126,7 +126,7 @@ def relaxed(device: Device) -> AbstractContextManager[None]:
 
 
 def _library(device: Device) -> str:
-    return runtime.holding(device).library
+    return devices.holding(device).library
 
 
 def _exchange(library: str) -> Callable[[object], object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator._native import Device
 
 
@@ -38,4 +38,4 @@ def give_up(device: Device, pages: int) -> int:
 
 
 def _of(device: Device) -> _Givers:
-    return runtime.holding(device).parts.of(_Givers, _Givers)
+    return devices.holding(device).parts.of(_Givers, _Givers)

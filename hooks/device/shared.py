@@ -8,10 +8,10 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from ...allocator import install, looks, runtime
+from ...allocator import devices, install, looks
 from ...allocator._native import Device
+from ...allocator.devices import Runtime
 from ...allocator.errors import BallonetError, SharedBudgetError
-from ...allocator.runtime import Runtime
 from ...allocator.shared_ledger import SharedLedger
 from ...offload.policy.tuning import Sharing
 from .shared_part import Share
@@ -74,7 +74,7 @@ def lacks(device: Device, nbytes: int) -> None:
 
 
 def _of(device: Device) -> Share | None:
-    found = next((each.shared for each in runtime.every() if each.device is device), None)
+    found = next((each.shared for each in devices.every() if each.device is device), None)
     return found if isinstance(found, Share) else None
 
 
@@ -87,13 +87,13 @@ def _name(device: Device) -> str:
 
 
 def _end() -> None:
-    for each in runtime.every():
+    for each in devices.every():
         if isinstance(each.shared, Share):
             each.shared.end()
 
 
 def _forget() -> None:
-    for each in runtime.every():
+    for each in devices.every():
         if isinstance(each.shared, Share):
             each.shared.forget()
             each.shared = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, cast
 
-from ...allocator import runtime
+from ...allocator import devices
 from ..compat import DynamicCache
 from .grouping import CacheRanges
 from .kinds import elastic_counterpart, elastic_layers
@@ -21,7 +21,7 @@ class KVCache(DynamicCache):
     def __init__(self, config: Any = None, *, max_length: int = 0) -> None:
         """`config`: the model's, which says what its layers are (without it all are full attention). `max_length`:
         tokens that one sequence is expected to reach; a hint, not a limit."""
-        runtime.require()
+        devices.require()
         super().__init__(config=config)
         self._ranges = CacheRanges.of(config, elastic_layers(config) if config else 1, max_length)
         self.layers = [elastic_counterpart(each, self._ranges, number) for number, each in enumerate(self.layers)]

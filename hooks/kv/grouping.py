@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator._native import Device, Group
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry, choose, longest
@@ -88,8 +88,8 @@ class CacheRanges:
 
     def device_at(self, place: torch.device) -> Device | None:
         """The device whose pages tokens get that torch has at `place`; None where there is none."""
-        ours = next((each for each in runtime.every() if each.device is self._wanted), None)  # else it is closed by now
-        found = ours or runtime.current(place.index)
+        ours = next((each for each in devices.every() if each.device is self._wanted), None)  # else it is closed by now
+        found = ours or devices.current(place.index)
         return found.device if found is not None and torch_device(found.device) == place else None
 
     def group(self, device: Device) -> Group:

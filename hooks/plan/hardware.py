@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ...allocator import defaults, ram, runtime
+from ...allocator import defaults, device_choice, ram
 from ...allocator.config import Config, cache_dir, parse_bandwidth, parse_size
 from ...allocator.errors import BallonetError, ConfigError
 from ...offload.policy.planner.changes import Question
@@ -112,7 +112,7 @@ def device_of(gpu: str | None, settings: Config) -> Device:
         if here is not None and here.hardware == found:
             return here
         return Device("cuda", found, _without_outside(found.memory))
-    target = runtime.choose(settings, torch.cuda.is_available())
+    target = device_choice.choose(settings, torch.cuda.is_available())
     if target.kind == "standin":
         return Device("standin", None, ram.available() // defaults.STANDIN_BUDGET, True, target.ordinal)
     memory = int(target.facts["total_memory"])
@@ -124,7 +124,7 @@ def host_pages(device: Device, settings: Config, page: int) -> int | None:
     of which nobody knows."""
     if settings.host_budget is None and not device.here:
         return None
-    return runtime.host_budget(settings, device.kind, page) // page
+    return device_choice.host_budget(settings, device.kind, page) // page
 
 
 def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:

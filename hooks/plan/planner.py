@@ -14,7 +14,7 @@ from functools import cache
 from os import PathLike, fspath
 from typing import Any, Final, SupportsIndex
 
-from ...allocator import runtime
+from ...allocator import device_choice
 from ...allocator.config import Config, parse_size, parse_time
 from ...allocator.errors import ConfigError
 from ...allocator.units import format_size, format_time
@@ -100,7 +100,7 @@ class Planner:
         if host_budget is not None:
             settings = replace(settings, host_budget=parse_size(host_budget, "host_budget"))
         self.device: Device = device_of(None if gpu is None else fspath(gpu), settings)
-        self.page = runtime.page_size(settings, self.device.kind)
+        self.page = device_choice.page_size(settings, self.device.kind)
         seconds = None if slo is None else parse_time(slo, "slo")
         if seconds == 0:
             raise ConfigError("slo is 0, and no token takes no time: give seconds, or a text such as '80ms'")

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ...allocator import install, runtime
+from ...allocator import devices, install
 from ...allocator.errors import ConfigError, ManageError
 from ...offload.policy.interval import Costs, meeting
 from ...offload.policy.tuning import DEFAULT
@@ -43,10 +43,10 @@ def gather(
     slos: a list of {phase, slo, listed (the multiple of 2 ms below it), intervals: [[batch, length, the smallest that
     meets it, or None]]}.
     """
-    if runtime.current() is None:
+    if devices.current() is None:
         install.install(budget)
     model = _loaded(name)
-    managed, device = manage(model), runtime.require()
+    managed, device = manage(model), devices.require()
     streamed = managed.report().streamed
     found = load_or_measure(model, pace_of(managed), device, grid, force=force)
     record, page = found.record, device.page_size

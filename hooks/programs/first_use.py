@@ -35,7 +35,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator.errors import AlreadyManaged, BallonetError, PoolExhausted
 from ...allocator.interrupts import guarded
 from ...allocator.patches import Patches
@@ -163,7 +163,7 @@ class _Left:
     def may_fit(self, model: nn.Module) -> bool:
         """Is there more room than there was, or the model on another device? Costs next to nothing until it is time to
         look."""
-        found = runtime.current()
+        found = devices.current()
         if _place(model) != self._place:
             return True
         if found is None or (found.device.budget == self._budget and self._clock() < self._next):
@@ -180,7 +180,7 @@ def _place(model: nn.Module) -> torch.device | None:
 
 def _room() -> tuple[int, int]:
     """The budget in bytes, and pages of it that nobody uses."""
-    found = runtime.current()
+    found = devices.current()
     if found is None:
         return 0, 0
     device = found.device

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...allocator import runtime
+from ...allocator import device_choice
 from ...allocator.config import Config
 from ...allocator.errors import BallonetError, ConfigError
 from ...allocator.units import format_size
@@ -233,10 +233,10 @@ def dtype_of(config: Any) -> torch.dtype:
 def page_size_of(settings: Config) -> int:
     """Returns the bytes of a page on this machine; on a GPU where there is no device."""
     try:
-        kind = runtime.choose(settings, torch.cuda.is_available()).kind
+        kind = device_choice.choose(settings, torch.cuda.is_available()).kind
     except BallonetError:  # no device is needed to say what would be on one
         kind = "cuda"
-    return runtime.page_size(settings, kind)
+    return device_choice.page_size(settings, kind)
 
 
 def _first_line(error: Exception) -> str:

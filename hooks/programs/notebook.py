@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator.budget import set_budget
 from ...allocator.config import Config
 from ...allocator.errors import InstallError
@@ -25,10 +25,10 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     if _watching is not None:
         print("ballonet: loaded already")
         return
-    before, _installed = runtime.current(), _installed or runtime.current() is None
+    before, _installed = devices.current(), _installed or devices.current() is None
     install()
     _watching = FirstUse()
-    found = runtime.of()
+    found = devices.of()
     device = found.device
     if _installed and found is before and (asked := Config.from_env().budget) is not None:
         set_budget(asked)  # the pool was kept open, under the budget of the time before
@@ -55,7 +55,7 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
         except InstallError as error:
             print(f"ballonet: unloaded; models are as they were. The pool stays: {error}")
             return
-        _installed = runtime.current() is not None  # memory of the pool is still in use, so it closes later
+        _installed = devices.current() is not None  # memory of the pool is still in use, so it closes later
     if _installed:
         print(
             "ballonet: unloaded; models are as they were. Tensors that lie in the pool keep it open: drop them, and "

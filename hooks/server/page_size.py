@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...allocator.config import Config
-from ...allocator.runtime import GRANULARITY, page_size
+from ...allocator.device_choice import GRANULARITY, page_size
 from ...offload.policy.page_size import Rounding, fitting
 from ...offload.policy.tuning import DEFAULT
 from ..weights.layers import decoder_layers

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import from_dlpack
 
-from ...allocator import control, install, runtime
+from ...allocator import control, devices, install
 from ...allocator._native import Lease
 from ...allocator.config import Config
 from ...allocator.errors import DriverError, InstallError
@@ -39,13 +39,13 @@ class EngineCache:
         """`blocks`: in all; `nbytes`: of one; `parts`: where they lie, see SectorPages; `model`: its name; `share`: the
         budget that it shares with other processes, as `manage(shared_budget=)`. Starts a device, unless there is one.
         BallonetError, torch.OutOfMemoryError."""
-        found = runtime.current()
-        self._started = None if found is not None else runtime.start(settings, torch.cuda.is_available())
+        found = devices.current()
+        self._started = None if found is not None else devices.start(settings, torch.cuda.is_available())
         self._device = (found or self._started).device  # type: ignore[union-attr]
         if self._started is not None and settings.control:
             install.listen()
         if share is not None:
-            shared.join(runtime.holding(self._device), share, 0, 0, governors.composed_with().tuning.sharing)
+            shared.join(devices.holding(self._device), share, 0, 0, governors.composed_with().tuning.sharing)
         self._blocks = blocks
         self._nbytes = nbytes
         self._group = self._device.group()

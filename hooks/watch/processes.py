@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...allocator import control, runtime
+from ...allocator import control, devices
 from ...allocator.errors import (
     BallonetError,
     ControlError,
@@ -115,12 +115,12 @@ class WatchedProcesses:
     def _pids(self) -> list[int]:
         if self.pid is not None:
             return [self.pid]
-        here = [os.getpid()] if runtime.current() is not None else []
+        here = [os.getpid()] if devices.current() is not None else []
         return sorted({*control.listening(self._folders), *here})
 
     def _ask(self, pid: int, since: int | None, number: int | None = None) -> dict[str, Any]:
         if pid == os.getpid():
-            if runtime.current() is None:
+            if devices.current() is None:
                 raise NotReachable(pid, "is this one, and ballonet is not installed in it: call ballonet.install()")
             return look(since, number)
         return control.look(pid, since, self._folders, self._tuning.patience, number)

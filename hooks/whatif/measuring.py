@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from ...allocator import install, runtime
+from ...allocator import devices, install
 from ...allocator.errors import ManageError
 from ...offload.policy.step_costs import Parts
 from ...offload.policy.tuning import DEFAULT
@@ -35,7 +35,7 @@ def measured(
     tuning = DEFAULT.serving
     install.install(budget, page_size=page_size, host_budget=host_budget)
     try:
-        ordinal, kind = runtime.require().ordinal, runtime.require().kind
+        ordinal, kind = devices.require().ordinal, devices.require().kind
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
         model = model.to(f"cuda:{ordinal}" if kind == "cuda" else "cpu").eval()
         handle = managed(model, ManageOptions(batches="full"))

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ...allocator import install, runtime
+from ...allocator import devices, install
 from ...allocator.errors import ManageError
 from ...allocator.units import format_size
 from ...offload.policy.request_slo import NOTHING, RequestSLO
@@ -195,7 +195,7 @@ class _Governed(_Clients):
 
     def wait_returned(self) -> None:
         """See Note [Exactly again]."""
-        device = runtime.require()
+        device = devices.require()
         self._most = max(self._most, sum(loop.processor.cache.pages.nbytes for loop in self.loops))
         device.synchronize()
         device.reap(wait=True)
@@ -219,7 +219,7 @@ def _elastic(
         install.install(here.budget, page_size=here.page_size, host_budget=here.host_budget, device="cpu")
         undo.callback(install.restore)
         undo.callback(gc.collect)  # errors of requests refer to frames, and those to caches
-        device = runtime.require()
+        device = devices.require()
         composed = governors.composed_with(device)._replace(clock=clock, tuning=tuning)
         undo.callback(governors.compose_with, governors.compose_with(composed, device), device)
         device.stop_background()

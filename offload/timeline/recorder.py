@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ...allocator import runtime
+from ...allocator import devices
 from ...allocator._native import Device
+from ...allocator.devices import Runtime
 from ...allocator.events import Counts, Events, LoggedEvent, more
-from ...allocator.runtime import Runtime
 from ..policy.tuning import DEFAULT, Timelines
 from .file import check as check
 from .file import write
@@ -197,13 +197,13 @@ class Recorder:
 
 def mark(name: str, device: Device | None = None) -> None:
     """As `Recorders.mark`, on the device, for None that of the first runtime. Does nothing where there is none."""
-    found = [each for each in runtime.every() if device in (None, each.device)]
+    found = [each for each in devices.every() if device in (None, each.device)]
     if found:
         recorders_of(found[0]).mark(name)
 
 
 def _forget() -> None:
-    for each in runtime.every():
+    for each in devices.every():
         if (found := each.parts.get(Recorders)) is not None:
             found.forget()
 
@@ -251,4 +251,4 @@ class _Finish:
 def _begin(path: str | os.PathLike[str], tells: bool = False) -> _Finish:
     target = os.path.abspath(path)
     check(target)
-    return _Finish(Recorder(recorders_of(runtime.of())), target, os.getpid(), tells)
+    return _Finish(Recorder(recorders_of(devices.of())), target, os.getpid(), tells)

@@ -32,7 +32,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import ballonet
-from ballonet.allocator import _native, findings, runtime
+from ballonet.allocator import _native, devices, findings
 from ballonet.allocator._native import Device, Range
 from ballonet.allocator.config import Config, cache_dir
 
@@ -352,7 +352,7 @@ def act(scene: Callable[..., None], kind: str, pool: Pool, arguments: dict[str, 
         spill=pool.spill,
         device=kind,
     )
-    device = runtime.require()
+    device = devices.require()
     assert device.kind == ("cuda" if kind == "cuda" else "standin")
     try:
         scene(Place(kind, device), **arguments)

@@ -12,7 +12,7 @@ import torch
 from transformers.generation.configuration_utils import CompileConfig
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
 
 from .. import models
@@ -94,7 +94,7 @@ def test_static_cache(place: Place) -> None:
 
     stock = generate()
     ballonet.manage(model)
-    budget, weights = runtime.require().budget, place.pages("weights")
+    budget, weights = devices.require().budget, place.pages("weights")
     for _ in range(20):  # twins are made in the background, by a thread that must leave the compiler's state alone
         with contextlib.suppress(BudgetInUse):
             shrink()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import runtime
+from ballonet.allocator import device_choice
 from ballonet.allocator.config import Config
 from ballonet.allocator.preflight import run as preflight
 
@@ -47,7 +47,7 @@ def test_a_pool_that_stayed_gets_the_budget_that_is_asked_for(kind: str) -> None
 @pytest.mark.gpu
 def test_the_driver_s_probes_answer() -> None:
     names = ("device", "granularity", "handles", "host_pages", "aliases", "several_handles", "graphs", "torch_graphs")
-    found = preflight.preflight(runtime.choose(Config(device="cuda")), names)
+    found = preflight.preflight(device_choice.choose(Config(device="cuda")), names)
     assert {name: each["status"] for name, each in found["probes"].items()} == dict.fromkeys(names, "answered")
     assert found["settings"] == {}, found["reasons"]
     assert found["probes"]["graphs"]["facts"]["another_page"] is True
@@ -59,7 +59,7 @@ def test_the_driver_s_probes_answer() -> None:
 def test_what_a_simulated_driver_refuses_is_gone_round(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "SIMGPU_HOME" not in os.environ:
         pytest.skip("only the simulated device has faults that can be planted")
-    target = runtime.choose(Config(device="cuda"))
+    target = device_choice.choose(Config(device="cuda"))
     monkeypatch.setenv("SIMGPU_FAULT", fault)
     assert preflight.preflight(target, ("host_pages",))["settings"] == {"host_pages": False}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device, Range
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
@@ -34,7 +34,7 @@ POISON = 0xFF  # of what nobody may read: not a number, in every type
 @contextmanager
 def started(**settings: Any) -> Iterator[Device]:
     """A device, of which no cache holds anything any more in the end."""
-    opened = runtime.start(Config(device="cpu", **settings)).device
+    opened = devices.start(Config(device="cpu", **settings)).device
     yield opened
     gc.collect()
     opened.reap(wait=True)
@@ -44,7 +44,7 @@ def started(**settings: Any) -> Iterator[Device]:
     assert numbers["host_pages"] == numbers["host_free"]
     assert numbers["peer_pages"] == numbers["peer_free"]
     del opened
-    runtime.stop()
+    devices.stop()
 
 
 def kv_ranges(layers: Iterable[Any]) -> list[KVRange]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy.layer_stream import Way
@@ -69,9 +69,9 @@ class Calls:
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
     def _forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        snapshot = runtime.require().snapshot()
+        snapshot = devices.require().snapshot()
         calls, pages = snapshot["driver_calls"], snapshot["pages"]
-        caches = [cache for _, cache in governors.of(runtime.require())._known.clients.paged]
+        caches = [cache for _, cache in governors.of(devices.require())._known.clients.paged]
         held = sum(cache.held for cache in caches)
         host = snapshot["host_pages"] - snapshot["host_free"]
         now = Step(calls["cuMemMap"], calls["cuMemUnmap"], held, pages["activations"], host)
@@ -92,7 +92,7 @@ def test_a_token_maps_nothing_while_kv_goes_through_slots(budget: None, layers: 
     with ballonet.manage(model):
         calls = Calls(model)
         found = models.generate(model, "greedy", inputs, TOKENS, prefill_chunk_size=64)
-        assert governors.of(runtime.require()).pages.short, "else nobody would look for pages"
+        assert governors.of(devices.require()).pages.short, "else nobody would look for pages"
         settled = calls.steps[-20:]
         assert {*calls.ways[-20:]} == {Way.STREAMED}
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + layers  # mapped ahead

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.kv.range import KVRange
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency import kv_slots
@@ -49,7 +49,7 @@ def as_stock(name: str, way: str, tokens: int, shape: Mapping[str, int], **optio
         found = answer(model, name, way, tokens)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.agrees(expected)
-    runtime.require().check()
+    devices.require().check()
 
 
 CASES = [
@@ -63,7 +63,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_tokens_are_those_of_stock(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is done to pages around each append."""
-    taker = Taker(runtime.require(), 1)
+    taker = Taker(devices.require(), 1)
     around_appends(monkeypatch, lambda kv_range: taker.act([kv_range]))
     as_stock(name, way, 60, {})
     assert min(taker.done.values()) > 0, taker.done
@@ -83,9 +83,9 @@ def test_tokens_are_those_of_stock_through_slots(
 
     def appended(kv_range: Any, *args: Any) -> Any:
         if drawn.random() < 0.05:
-            press(runtime.require(), 3)
+            press(devices.require(), 3)
         elif drawn.random() < 0.02:
-            poison(runtime.require())
+            poison(devices.require())
         return append(kv_range, *args)
 
     def copied(slots: Any, *args: Any) -> Any:

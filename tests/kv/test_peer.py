@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import device_choice, devices, install
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.hooks.device import governors
@@ -45,7 +45,7 @@ def where(pair: Pair) -> str:
 
 def settled(pair: Pair) -> None:
     """What is on its way has arrived, and was looked at."""
-    runtime.require().synchronize()
+    devices.require().synchronize()
     pair.tier.client.write_behind(0)
 
 
@@ -184,7 +184,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     assert kv_copied(device, "p2h") == 1
     coldest = next(n for n, count in enumerate(before) if count)
     assert before[coldest] - after[coldest] == 1
-    demotions = [each for each in runtime.of().events.since().events if each.lever == "demotion"]
+    demotions = [each for each in devices.of().events.since().events if each.lever == "demotion"]
     assert [each.what for each in demotions] == [pairs[coldest].tier.client.name]
     for pair in pairs:
         pair.check()
@@ -204,8 +204,8 @@ def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device)
     pair.tier.extents.look()
     assert pair.tier._reading(6) == (4 / 1024 + 2 / 256) / 6
     assert pair.tier.restore(9, 0) == 6
-    runtime.of().events.hear()
-    back = [each for each in runtime.of().events.since().events if each.verb == "revert"][-1]
+    devices.of().events.hear()
+    back = [each for each in devices.of().events.since().events if each.verb == "revert"][-1]
     assert (back.lever, back.verb, back.predicted) == ("running KV", "revert", pytest.approx(4 / 1024 + 2 / 256))
 
 
@@ -245,7 +245,7 @@ def test_it_is_what_was_asked_for_and_shown(settings: dict[str, Any], label: str
 
 
 def test_without_peer_access_it_says_so_and_goes_on() -> None:
-    opened = runtime.open_device(Config(device="cpu", **SETTINGS))
+    opened = device_choice.open_device(Config(device="cpu", **SETTINGS))
     calls = opened.snapshot()["driver_calls"]["cuDeviceCanAccessPeer"]
     opened.close()
     fault = ("cuDeviceCanAccessPeer", calls + 2)  # the one before is of the probe
@@ -264,8 +264,8 @@ def test_without_peer_access_it_says_so_and_goes_on() -> None:
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device under torch whose peer is small."""
     ballonet.install(2**22, page_size=4096, host_budget=2**24, peer_budget=24 * 4096, device="cpu")
-    yield runtime.require()
-    runtime.require().check()
+    yield devices.require()
+    devices.require().check()
     assert bytes_that_exist("peer") <= 24 * 4096
     take_out()
 

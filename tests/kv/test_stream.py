@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError, DriverError
 from ballonet.hooks.device import governors
@@ -416,8 +416,8 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, room: An
     if chunks == 1:
         assert all(each[-1] == 0 for each in left), "a layer that has not been read yet has given pages"
     assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
-    runtime.of().events.hear()
-    given = [each for each in runtime.of().events.since().events if (each.lever, each.verb) == ("running KV", "pull")]
+    devices.of().events.hear()
+    given = [each for each in devices.of().events.since().events if (each.lever, each.verb) == ("running KV", "pull")]
     assert given
     assert not any(each.predicted for each in given), "it was not there yet when the page was needed"
     layers.check()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.device import governors
@@ -288,7 +288,7 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     device.synchronize()
     pair.tier.client.write_behind(0)
     assert press(device, 3) == 3
-    runtime.of().events.hear()
+    devices.of().events.hear()
     assert pair.tier.restore(2, 0) == 2
     other = hog(device, device.available)
     pair.tier.governor.remove_client(pair.tier.number)  # so that it has nothing to give
@@ -297,7 +297,7 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     me = threading.current_thread().name
     found = [
         (each.lever, each.verb, each.pages, each.predicted, each.measured is not None)
-        for each in runtime.of().events.since().events
+        for each in devices.of().events.since().events
         if each.what == pair.tier.client.name and each.by == me
     ]
     assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
@@ -341,7 +341,7 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     thread.join()
     assert "h" not in mine.places()  # they were given
     assert pairs[0].places().count("a") >= 24
-    (waited,) = (each for each in runtime.of().events.since().events if (each.lever, each.verb) == ("wait", "revert"))
+    (waited,) = (each for each in devices.of().events.since().events if (each.lever, each.verb) == ("wait", "revert"))
     assert waited.pages > 0
     assert waited.measured is not None
     assert waited.what == mine.tier.client.name

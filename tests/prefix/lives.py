@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import governors
 from ballonet.hooks.kv import shown
@@ -130,7 +130,7 @@ class Life:
     def __init__(self, seed: int, names: Sequence[str], *, adapters: bool = False, folder: Path | None = None) -> None:
         self.draw = random.Random(seed)
         self.done: Counter[str] = Counter()
-        self.device = runtime.require()
+        self.device = devices.require()
         self.budget = self.device.budget
         self.talkers = [
             Talker(name, adapters, None if folder is None else folder / str(number))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
 from ballonet.hooks.kv.range import KVRange
@@ -45,7 +45,7 @@ def run(*, every: bool = False) -> None:
     torch.set_num_threads(1)
     gc.freeze()
     ballonet.install(budget=2**23, page_size=4096, host_budget=2**22, device="cpu")
-    device = runtime.require()
+    device = devices.require()
     with (
         tuning(weights={"large": 2**11}, waiting={"room": 0.1}, kv_reads={"again": 2, "look": 8}),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,

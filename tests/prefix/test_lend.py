@@ -17,7 +17,7 @@ import torch
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.device import governors
@@ -115,7 +115,7 @@ def models(
             found.append(One(name, **options))
             stack.callback(found[-1].managed.release)
         yield found
-        runtime.require().check()
+        devices.require().check()
         assert bytes_that_exist() <= pages * PAGE
         del found
 
@@ -154,8 +154,8 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
     take_back = Exchange._take_back
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
-        governor = governors.of(runtime.require())
-        counted = Counted(runtime.require())
+        governor = governors.of(devices.require())
+        counted = Counted(devices.require())
 
         def watch(self: Exchange, owed: Any, by: str) -> None:
             before = copied(), counted.calls, pulled()
@@ -197,7 +197,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         retire(self, first, end)
 
     with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        device, cache, store = runtime.require(), ballonet.KVCache(worker.model.config), master.store
+        device, cache, store = devices.require(), ballonet.KVCache(worker.model.config), master.store
         worker.ask(first, past_key_values=cache)
         for turn in others:
             master.ask(turn)
@@ -242,7 +242,7 @@ def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPa
         for turn in others:
             master.ask(turn)
             gc.collect()
-            runtime.require().trim()
+            devices.require().trim()
             assert bytes_that_exist() <= (1000 - reserve) * PAGE
         assert master.lent.borrowed > 100
         check_index(master.store)

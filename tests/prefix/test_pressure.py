@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 
 from ..models import build
@@ -26,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[Device]:
     """With 512 pages, and 64 of the host."""
     monkeypatch.setenv("BALLONET_HOST_BUDGET", str(64 * PAGE))
     with tiny_layers(tuned, 512 * PAGE, PAGE):
-        yield runtime.require()
+        yield devices.require()
 
 
 def test_a_pool_that_is_full_of_prefixes(device: Device) -> None:

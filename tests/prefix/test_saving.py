@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.fingerprint import fingerprint
@@ -288,7 +288,7 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
     clock = files_take(1e3, monkeypatch)
     tuned(clock=clock, prefixes={"again": 2})
     with talking(model, tmp_path) as store:
-        counts, events = store.counts, runtime.of().events
+        counts, events = store.counts, devices.of().events
         for turn, (on_disk, faster) in enumerate([(2, 0), (2, 2), (2, 4), (4, 4), (4, 6)]):
             store.clear()
             assert say(model, FIRST) == wanted

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.offload.policy.tuning import DEFAULT
@@ -187,8 +187,8 @@ def test_generate_is_left_as_it_was() -> None:
     del each, managed, models
     gc.collect()
     assert GenerationMixin.generate is before
-    runtime.require().reap(wait=True)
-    assert runtime.require().snapshot()["pages"]["kv"] == 0
+    devices.require().reap(wait=True)
+    assert devices.require().snapshot()["pages"]["kv"] == 0
 
 
 @pytest.mark.parametrize(
@@ -388,6 +388,6 @@ def test_a_prefix_is_stored_once() -> None:
             both.check()
             assert both.store.pages <= alone + branch * 2 * len(both.model.model.layers)
         gc.collect()
-        device = runtime.require()
+        device = devices.require()
         device.reap(wait=True)
         assert device.snapshot()["pages"]["kv"] == both.store.pages

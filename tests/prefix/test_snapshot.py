@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.compat import layer_classes, layer_count
 from ballonet.hooks.device.pressure import give_up
 from ballonet.hooks.prefix import snapshot_proof
@@ -184,7 +184,7 @@ def test_requests_of_several_threads(generator: torch.Generator) -> None:
 
 
 def test_states_are_in_the_pool_and_leave_it_when_others_need_room(generator: torch.Generator) -> None:
-    device = runtime.require()
+    device = devices.require()
     with sides("mistral-window", changes={"sliding_window": 64, "num_hidden_layers": 4}) as both:
         for _ in range(6):
             both.model.generate(words(generator, 80), max_new_tokens=3, do_sample=False)

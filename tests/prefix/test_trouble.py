@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.kv import layer as kv_layer
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.prefix import (
@@ -174,7 +174,7 @@ def test_ctrl_c_anywhere() -> None:
             both.check()
         assert times > 8
     gc.collect()
-    device = runtime.require()
+    device = devices.require()
     device.reap(wait=True)
     assert device.snapshot()["pages"]["kv"] == 0
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.config import Config
-from ballonet.allocator.runtime import Runtime
+from ballonet.allocator.devices import Runtime
 from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas.member import Member
@@ -41,7 +41,7 @@ LACKING = {
 def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Runtime]]:
     """One device each for the first and the second stage."""
     started = tuple(
-        runtime.start(Config(device="cpu", budget=budget, page_size=PAGE, host_budget=PAGE, reserve=5.0), number=number)
+        devices.start(Config(device="cpu", budget=budget, page_size=PAGE, host_budget=PAGE, reserve=5.0), number=number)
         for number, budget in enumerate(request.param)
     )
     yield started
@@ -50,7 +50,7 @@ def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime,
         each.device.reap(wait=True)
         each.device.check()
         assert each.device.snapshot()["pages"]["kv"] == 0
-        runtime.stop(each.number)
+        devices.stop(each.number)
 
 
 @pytest.mark.parametrize(

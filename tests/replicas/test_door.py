@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.replicas.door import Door, Knock, Reply
 from ballonet.hooks.replicas.errors import JoinRefused, OtherModel, SecretRefused
 from ballonet.hooks.replicas.fingerprint import Fingerprint, fingerprint_of
@@ -145,7 +145,7 @@ def test_an_admission_that_nobody_proved_is_not_believed() -> None:
 def test_a_fingerprint_is_of_the_weights_their_type_and_the_versions() -> None:
     ballonet.install(budget="64MiB")
     try:
-        device = runtime.require()
+        device = devices.require()
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64)
         found = fingerprint_of(model, device)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
@@ -119,9 +119,9 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
             current = following
             del following, apart
             gc.collect()
-            runtime.require().reap(wait=True)
+            devices.require().reap(wait=True)
             blocks = sum(-(-tokens // 16) for tokens in held.values())
-            assert runtime.require().snapshot()["pages"]["kv"] == fixed + blocks * 4
+            assert devices.require().snapshot()["pages"]["kv"] == fixed + blocks * 4
         assert not told.over
         del current
 
@@ -148,8 +148,8 @@ def test_dropping_and_restoring_again_and_again_leaves_no_page_behind() -> None:
             return int(request.name[1:]) % 2
 
         def existing() -> int:
-            runtime.require().reap(wait=True)
-            runtime.require().trim()
+            devices.require().reap(wait=True)
+            devices.require().trim()
             return bytes_that_exist()
 
         before = existing()

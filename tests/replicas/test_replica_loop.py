@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
@@ -93,7 +93,7 @@ class LinkClock(Clock):
         return super().__call__() + self._byte * (self._copied() - self._before)
 
     def _copied(self) -> int:
-        copied = runtime.require().snapshot()["copied"]
+        copied = devices.require().snapshot()["copied"]
         return int(copied["weights_d2h"] + copied["weights_h2d"])
 
 
@@ -244,7 +244,7 @@ def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
         found.links.clear()
     del found, members
     gc.collect()
-    device = runtime.require()
+    device = devices.require()
     device.reap(wait=True)
     assert device.snapshot()["pages"]["kv"] == 0
     take_out()

@@ -10,7 +10,7 @@ import pytest
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.splice import proof
 from ballonet.hooks.splice.results import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, Stage
@@ -72,7 +72,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> list[InParts]:
 def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
-    if (found := runtime.current()) is not None:
+    if (found := devices.current()) is not None:
         found.device.check()
         del found
         take_out()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import SpliceError
 from ballonet.hooks.compat import DynamicLayer
 from ballonet.hooks.kv.cache import KVCache
@@ -142,7 +142,7 @@ def test_elastic_layers(name: str, page: int) -> None:
                 assert [issubclass(kind, ElasticLayer) for kind in kinds] == [each in span for each in range(count)]
                 assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}
             assert torch.equal(given.logits, logits)
-        assert kv_pages(runtime.require()) > 0
+        assert kv_pages(devices.require()) > 0
         layer = cache.layers[0]
         assert isinstance(layer, Elsewhere)
         assert isinstance(elsewhere.hold(cache, 0), ElasticLayer)

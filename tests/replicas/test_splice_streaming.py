@@ -12,7 +12,7 @@ import torch
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.managed import elastic_of, managed_as
@@ -40,7 +40,7 @@ def installed() -> Iterator[None]:
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
     yield
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     take_out()
 
 
@@ -62,7 +62,7 @@ def streamed(model: Any, layers: tuple[int, ...], slots: int, monkeypatch: Any, 
 
 
 def copied() -> int:
-    return int(runtime.require().snapshot()["copied"]["weights_h2d"])
+    return int(devices.require().snapshot()["copied"]["weights_h2d"])
 
 
 class Filled:
@@ -116,7 +116,7 @@ def test_of_layers_that_stream_only_those_of_the_span_are_copied(model: Any, slo
                 caches[step.request, number] = found.cache
             assert isinstance(found, Logits)
             assert torch.equal(found.logits, logits)
-        runtime.require().check()
+        devices.require().check()
 
 
 def test_a_view_that_is_kept_of_a_slot_shared_with_layers_elsewhere(model: Any, monkeypatch: Any) -> None:
@@ -201,7 +201,7 @@ def test_parts_under_chaos_are_the_whole(model: Any, layers: tuple[int, ...], se
                 assert isinstance(layer, ElasticLayer) == here
             assert cache.get_seq_length() > 5
         del pipeline, cache, layer
-        runtime.require().check()
+        devices.require().check()
 
 
 def test_a_cache_of_ones_own(model: Any) -> None:

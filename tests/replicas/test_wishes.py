@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.held_layers import HeldLayers
@@ -47,7 +47,7 @@ def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
     with ballonet.manage(model) as handle, Splice(model) as splice:
         runs = SplicedLayers(splice)
         member = Member("one", model, runs, GroupSettings.of(model, CHUNK, page_size=BLOCK))
-        duplicates = governors.of(runtime.require()).duplicates
+        duplicates = governors.of(devices.require()).duplicates
         setup = Setup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
         replica = Replica(setup, Bell())
         assert duplicates.known

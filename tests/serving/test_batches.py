@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching import continuous_api, schedule
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.scheduler import ElasticScheduler
@@ -83,7 +83,7 @@ def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPat
     install(pages)
     with ballonet.manage(model):
         assert answers(model, asked, 40) == expected
-        assert runtime.require().snapshot()["pages"]["kv"] == 0
+        assert devices.require().snapshot()["pages"]["kv"] == 0
     assert lacked == []
 
 
@@ -104,7 +104,7 @@ def test_a_host_budget_of_nothing_is_no_host_page() -> None:
     ballonet.install(34 * PAGE, page_size=PAGE, host_budget=0, device="cpu")
     with ballonet.manage(model):
         assert answers(model, asked, 40) == expected
-    device = runtime.require()
+    device = devices.require()
     assert not device.host_pages
     assert "a host budget of 0" in device.host_refused
     assert device.snapshot()["host_pages"] == ballonet.stats().copied.kv_d2h == 0
@@ -138,7 +138,7 @@ def test_a_driver_call_that_fails_loses_no_page(call: str, ahead: int) -> None:
         disarm()
         wrong = [each for each, right in zip(found, expected, strict=True) if each != right]
         assert all(each.error for each in wrong)
-        runtime.require().check()
+        devices.require().check()
         print(call, ahead, len(wrong), wrong[:1])
         assert answers(model, asked, 30) == expected
 
@@ -174,7 +174,7 @@ def test_requests_that_come_and_go_change_no_page(models: int) -> None:
     built = [build("llama", num_hidden_layers=12) for _ in range(models)]
     draw, changes = torch.Generator().manual_seed(0), list[float]()
     install(512)
-    device = runtime.require()
+    device = devices.require()
     with ExitStack() as stack:
         for model in built:
             stack.enter_context(ballonet.manage(model, batches="full"))
@@ -197,7 +197,7 @@ def test_requests_that_come_and_go_change_no_page(models: int) -> None:
 def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
     model, asked, changes = build("llama", num_hidden_layers=12), prompts(16, 60), list[int]()
     install(512)
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(model, batches="full"):
         for _ in range(4):
             before = device.snapshot()["driver_calls"]
@@ -456,7 +456,7 @@ def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, s
         assert manager.get_result(timeout=600).error is None
         while not 0 < (found.wanted or 0) < math.inf:
             assert manager.get_result(timeout=0.01) is None
-        assert (runtime.require().trim() == 0) == streams
+        assert (devices.require().trim() == 0) == streams
 
 
 def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned) -> None:
@@ -508,7 +508,7 @@ def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
             found = list[int]()
             for _ in range(64):
                 assert manager.get_result(timeout=600).error is None
-                found.append(runtime.require().snapshot()["driver_calls"]["cuMemCreate"])
+                found.append(devices.require().snapshot()["driver_calls"]["cuMemCreate"])
             return found[-1] - found[24]
 
     without = created(10**6)

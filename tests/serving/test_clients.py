@@ -20,7 +20,7 @@ import uvicorn
 from openai import OpenAI
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
@@ -42,7 +42,7 @@ class Here:
         ballonet.install("24MiB", page_size=PAGE, host_budget="8MiB", device="cpu")
         address = Address(waiting=48)
         batching = {"page_size": 16, "max_batch_tokens": 64}
-        self.server = Server([self.model], runtime.require(), ManageOptions(), address, lambda line: None, **batching)
+        self.server = Server([self.model], devices.require(), ManageOptions(), address, lambda line: None, **batching)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, log_level="critical"))
@@ -63,7 +63,7 @@ class Here:
             with loop._cb.pause():
                 cache.evict_kept(cache.pages.nbytes)
                 cache.pool.try_to_free_sectors()
-        device = runtime.require()
+        device = devices.require()
         device.reap(wait=True)
         device.trim()
         device.check()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 
 from .. import programs
 from ..core import arm, calls, pending
@@ -42,7 +42,7 @@ def run(*, every: bool = False) -> None:
     asked.append([*asked[0], 5, 6])  # some blocks are found again
     expected = stock(model, asked, TOKENS)
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=40 * PAGE, device="cpu")
-    device = runtime.require()
+    device = devices.require()
     with tuning(waiting={"room": 0.1}), ballonet.manage(model):
         for _ in range(2):  # what is called the first time only is no part of the pattern
             before = calls()

@@ -11,7 +11,7 @@ import torch
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.sectors.host_writes import HostWrites
 
@@ -85,7 +85,7 @@ def test_blocks_are_copied_beside_the_computation(
         assert seen.blocks > 0
         assert 0 < seen.left < BLOCK, "a kernel writes a full block over the link"
         assert ballonet.stats().copied.kv_d2h >= seen.blocks * BLOCK * TOKEN
-        assert runtime.require().snapshot()["pages"]["kv"] == 0
+        assert devices.require().snapshot()["pages"]["kv"] == 0
 
 
 @pytest.mark.parametrize("ahead", [1, 5, 40])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 
 from ..models import build
 from .batches import BLOCK, answers, install, prompts, stock
@@ -44,7 +44,7 @@ def test_a_turn_computes_what_is_new(name: str, seen: list[int]) -> None:
         assert found == expected
         if name == "llama":
             assert all(count <= len(first) * (2 * NEW + BLOCK + NEW) for count in tokens[1:])
-        kept = runtime.require().snapshot()["pages"]["kv"]
+        kept = devices.require().snapshot()["pages"]["kv"]
         assert kept > 0
 
 
@@ -54,7 +54,7 @@ def test_without_prefixes_nothing_is_kept(seen: list[int]) -> None:
     with ballonet.manage(model):
         _, tokens = conversation(model, 3, first, seen)
         gc.collect()
-        assert runtime.require().snapshot()["pages"]["kv"] == 0
+        assert devices.require().snapshot()["pages"]["kv"] == 0
     assert tokens[2] > tokens[1] > tokens[0]
 
 
@@ -79,7 +79,7 @@ def test_what_is_kept_has_a_limit(limit: bool | int) -> None:
     with ballonet.manage(model, prefix_cache=limit):
         assert answers(model, asked) == expected
         gc.collect()
-        kept = runtime.require().snapshot()["pages"]["kv"]
+        kept = devices.require().snapshot()["pages"]["kv"]
         assert kept > 14 if limit is True else kept <= 12  # and the guard
 
 
@@ -94,7 +94,7 @@ def test_the_limit_is_that_of_blocks_and_sequences_together() -> None:
             ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(seed))
             model.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)
             gc.collect()
-            assert runtime.require().snapshot()["pages"]["kv"] <= 12
+            assert devices.require().snapshot()["pages"]["kv"] <= 12
             assert managed.prefixes.nbytes <= 8 * PAGE
 
 

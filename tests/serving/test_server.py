@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import ballonet
-from ballonet.allocator import control, runtime
+from ballonet.allocator import control, devices
 from ballonet.hooks.compat import release
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
@@ -565,7 +565,7 @@ def test_models_that_have_not_run_are_measured(
         with (
             nullcontext() if host_pages else pytest.warns(RuntimeWarning, match="while it is idle is assumed: the link")
         ):
-            Server(names, runtime.require(), ManageOptions(), Address(), lambda line: None).close()
+            Server(names, devices.require(), ManageOptions(), Address(), lambda line: None).close()
         assert len(list(tmp_path.glob("cache/**/*.json"))) == records
     finally:
         take_out()

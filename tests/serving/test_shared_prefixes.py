@@ -15,7 +15,7 @@ import torch
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.managed import Managed
@@ -75,7 +75,7 @@ def managing(
         managed.release()
         del managed
         gc.collect()
-        device = runtime.require()
+        device = devices.require()
         device.reap(wait=True)
         device.check()
         assert device.snapshot()["pages"]["kv"] == 0
@@ -250,7 +250,7 @@ def test_a_driver_call_that_fails_loses_no_page(call: str, ahead: int, tmp_path:
         found = answers(model, asked, NEW, num_blocks=96)
         disarm()
         assert all(each.error or each.tokens == right for each, right in zip(found, expected, strict=True))
-        runtime.require().check()
+        devices.require().check()
         assert batch(model, asked) == expected
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
 
 from ..models import build
@@ -109,7 +109,7 @@ def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
     draw, asked = random.Random(7), prompts(12, 60)
     loops = [Loop(3, asked), Loop(5, asked)]
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu")
-    device = runtime.require()
+    device = devices.require()
     kept: tuple[dict[str, Any], ...] = (
         {"prefix_dir": tmp_path / "prefixes", "prefix_dir_limit": "256KiB"},
         {"prefix_cache": True},

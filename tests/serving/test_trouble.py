@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.hooks.batching.preemption import PagePreemption
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 
@@ -213,7 +213,7 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
     expected = stock(model, [asked], 6)
     ballonet.install(64 * PAGE, page_size=PAGE, host_budget=0, device="cpu")
     with ballonet.manage(model, interval=None), looping(model, 6) as manager:
-        device = runtime.require()
+        device = devices.require()
         for lacks in (False, True, False):
             block = device.allocate(device.available * PAGE) if lacks else None
             manager.add_request(asked if block is None else prompts(1, 200)[0])
@@ -234,7 +234,7 @@ def test_those_that_wait_for_a_reserve_go_on_one_by_one_or_fail(tuned: Tuned, le
     expected = stock(model, asked, 24)
     install(256)
     with ballonet.manage(model):
-        device = runtime.require()
+        device = devices.require()
         filler = device.reserve(device.budget, "kv", device.group())
         filler.map(0, device.available - left)
         found = answers(model, asked, 24)
@@ -252,7 +252,7 @@ def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
     model, draw = build("llama", num_hidden_layers=12), torch.Generator().manual_seed(0)
     ballonet.install(128 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
     with ballonet.manage(model, interval=None), looping(model, 12, max_batch_tokens=256) as manager:
-        device, calls = runtime.require(), []
+        device, calls = devices.require(), []
         for _ in range(24):
             began = device.snapshot()["driver_calls"]["cuMemSetAccess"]
             for _ in range(8):

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from ballonet.__main__ import main
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.device import governors
 from ballonet.hooks.server.arrivals import RecordedArrival
@@ -83,7 +83,7 @@ def test_two_runs_take_the_same_decisions(policy: str) -> None:
     assert logs[0] == logs[1]
     assert ones[0] == ones[1]
     assert len(logs[0]) == ones[0]["steps"]
-    assert runtime.current() is None
+    assert devices.current() is None
 
 
 def test_the_log_says_what_ran_in_each_step() -> None:

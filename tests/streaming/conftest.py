@@ -12,7 +12,7 @@ import pytest
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator._native import Range
 from ballonet.offload.policy import plan
 
@@ -31,7 +31,7 @@ def installed() -> Iterator[None]:
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
     yield
     gc.collect()
-    runtime.require().check()
+    devices.require().check()
     take_out()
 
 
@@ -88,7 +88,7 @@ def fly(model: Any, managed: ballonet.Managed) -> None:
 @contextmanager
 def taken(pages: int, place: str = "device") -> Iterator[None]:
     """Within it somebody else has so many pages of the device, or of the host."""
-    device = runtime.require()
+    device = devices.require()
     filler = device.reserve(pages * PAGE, "kv", device.group())
     {"device": filler.map, "host": filler.map_host}[place](0, pages)
     try:
@@ -101,7 +101,7 @@ def taken(pages: int, place: str = "device") -> Iterator[None]:
 @contextmanager
 def full(but: int) -> Iterator[None]:
     """Within it no more than so many pages are free."""
-    device = runtime.require()
+    device = devices.require()
     gc.collect()
     device.trim()
     device.reap(wait=True)

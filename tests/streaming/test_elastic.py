@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import room
 from ballonet.offload.policy.plan import Plan, spread, streaming
@@ -97,7 +97,7 @@ def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any,
 
 
 def test_a_look_that_the_host_has_no_page_for_is_out_of_memory(loaded: Any, original: Any, stock: Output) -> None:
-    device = runtime.require()
+    device = devices.require()
     taken = []
     with ballonet.manage(loaded):
         while room.host_pages_left(device):
@@ -139,7 +139,7 @@ def test_every_way_from_one_plan_to_another(
                 each.backed for each in managed._weights.ranges.get(None, ())
             )
             assert say(it).agrees(stock)
-            runtime.require().check()
+            devices.require().check()
         assert tensors(it) == tensors(original)
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Outp
     path = folder / "model.safetensors"
     managed = ballonet.manage(loaded)
     assert say(loaded).agrees(stock)
-    runtime.require().synchronize()  # what is copied from a page that is gone then, the stand-in reports as an error
+    devices.require().synchronize()  # what is copied from a page that is gone then, the stand-in reports as an error
     if damage == "written":
         with path.open("r+b") as file:
             file.seek(-4, os.SEEK_END)
@@ -177,7 +177,7 @@ def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Outp
     for _ in range(2):
         with pytest.raises(WeightsFileChanged, match="load the model again"):
             say(loaded)
-    runtime.require().check()
+    devices.require().check()
     del managed, loaded
 
 
@@ -216,7 +216,7 @@ def test_no_token_moves_a_page(model: Any) -> None:
 
 def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
     with ballonet.manage(model) as managed:
-        device = runtime.require()
+        device = devices.require()
         device.trim()
         device.reap(wait=True)
         used = sum(count for owner, count in device.snapshot()["pages"].items() if owner != "free")

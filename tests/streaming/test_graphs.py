@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator._native import Lease
 from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.device import governors
@@ -49,7 +49,7 @@ def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Any:
     """Whose pages are always scarce, and whose link hides every copy. Graphs are those of tests/graphs.py."""
     graphs.pretend(monkeypatch)
     tuned(clock=Clock())
-    found = governors.of(runtime.require())
+    found = governors.of(devices.require())
     monkeypatch.setattr(found.pages, "scarce", True)
     found.link.bandwidth = 1e12
     return found
@@ -78,7 +78,7 @@ class Captured:
 
 def prepare(model: Any) -> None:
     """Every layer that may be taken is offered."""
-    governor = governors.of(runtime.require())
+    governor = governors.of(devices.require())
     logits(model)
     governor._known.list.void()
     governor.reclaim.publish()
@@ -95,7 +95,7 @@ def managed(model: Any) -> Iterator[ballonet.Managed]:
 @contextmanager
 def no_page_free() -> Iterator[Callable[[], bool]]:
     """Hands over what tries to have one more."""
-    device = runtime.require()
+    device = devices.require()
     with full(but=0):
         filler = device.reserve(BUDGET, "kv", device.group())
         left = iter(range(filler.pieces))
@@ -114,7 +114,7 @@ def no_page_free() -> Iterator[Callable[[], bool]]:
 
 
 def reclaimed() -> int:
-    pages: int = runtime.require().snapshot()["reclaimed"]
+    pages: int = devices.require().snapshot()["reclaimed"]
     return pages
 
 
@@ -137,7 +137,7 @@ def test_a_captured_model_gives_nothing(model: Any, managed: ballonet.Managed, e
         assert torch.equal(logits(model), expected)
         assert torch.equal(captured.replay(), expected)
     assert managed.report().streamed == ()
-    assert not runtime.require().published
+    assert not devices.require().published
     captured.graph.reset()
     prepare(model)
     assert managed.report().kept == ()
@@ -147,7 +147,7 @@ def test_a_captured_model_gives_nothing(model: Any, managed: ballonet.Managed, e
 
 
 def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(governors.of(runtime.require()), "spill", False)
+    monkeypatch.setattr(governors.of(devices.require()), "spill", False)
     with install.stock():
         keys, values = torch.zeros(2, 1, 2, 64, 16)
 
@@ -170,9 +170,9 @@ def test_what_was_published_is_withdrawn_before_anything_is_captured(model: Any)
     seen: list[int] = []
 
     def look(*_: object) -> None:
-        seen.append(len(runtime.require().published))
+        seen.append(len(devices.require().published))
 
-    assert runtime.require().published
+    assert devices.require().published
     with model.model.layers[0].input_layernorm.register_forward_pre_hook(look):
         Captured(lambda: logits(model))
     assert seen == [0]
@@ -267,7 +267,7 @@ def test_what_nobody_notices_within_a_forward(
 def test_a_replay_is_leased(model: Any, managed: ballonet.Managed, original: Any) -> None:
     """Another thread runs out of pages while it is launched: it gets none, and says what it misses."""
     states, right = hidden(model), of_stock(original, 0)
-    device, lease = runtime.require(), Lease()
+    device, lease = devices.require(), Lease()
     tried: list[tuple[bool, int, int]] = []  # was there a page, what is demanded, what was taken
     captured = Captured(lambda: model.model.layers[0].mlp(states))
     prepare(model)
@@ -368,7 +368,7 @@ def test_whatever_is_planned(model: Any, managed: ballonet.Managed, original: An
         assert managed.report().freed_pages == sum(before) - here - managed._weights.ring.pages
     elastic._change(streaming(before, (3, 5), 1))
     assert managed.report().streamed == plan.streamed
-    assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).reclaim.candidates())
+    assert all(candidate.index != 3 for candidate in governors.of(devices.require()).reclaim.candidates())
 
 
 def test_a_floor_counts_what_is_kept(model: Any) -> None:
@@ -505,7 +505,7 @@ def test_a_step_that_is_captured_reads_the_cache_that_was_there(model: Any, orig
         for _ in range(3):
             logits(model, use_cache=True)
         assert torch.equal(captured.replay(), right)
-        device = runtime.require()
+        device = devices.require()
         del captured
         gc.collect()
         device.reap(wait=True)

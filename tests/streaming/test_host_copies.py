@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.device import governors
 from ballonet.hooks.weights.room import host_pages_left
@@ -52,7 +52,7 @@ class Scarce:
 def scarce(tuned: Tuned) -> Scarce:
     clock = Clock()
     tuned(clock=clock)
-    return Scarce(governors.of(runtime.require()), clock)
+    return Scarce(governors.of(devices.require()), clock)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def pages_of(managed: ballonet.Managed, *layers: int) -> int:
 @contextmanager
 def less(pages: int) -> Iterator[None]:
     """Within it the budget is what is used, less so many pages."""
-    device = runtime.require()
+    device = devices.require()
     gc.collect()
     device.trim()
     device.reap(wait=True)
@@ -124,7 +124,7 @@ def test_weights_go_to_the_host_once_however_often_layers_leave(
         assert torch.equal(logits(model), expected)
         assert to_host() - before == pages_of(managed, 1, 3)
     assert managed.report().host_pages == pages_of(managed, 1, 3)
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_weights_that_the_core_takes_go_to_the_host_once(model: Any, original: Any, managed: ballonet.Managed) -> None:
@@ -144,7 +144,7 @@ def test_weights_that_the_core_takes_go_to_the_host_once(model: Any, original: A
                 assert torch.equal(logits(model), expected)
     assert times > len(left), "some have left more than once"
     assert to_host() - before == pages_of(managed, *left)
-    runtime.require().check()
+    devices.require().check()
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -193,7 +193,7 @@ def test_what_is_written_to_a_layer_that_has_come_back_is_read(
         for _ in range(2):
             torch.testing.assert_close(logits(model), expected, **close)
     references.clear()
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_a_copy_is_given_up_once_pages_were_ample_for_long(
@@ -219,12 +219,12 @@ def test_a_copy_is_given_up_once_pages_were_ample_for_long(
         assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
         assert torch.equal(logits(model), expected)
         scarce.governor.pages.scarce = True
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_copies_have_no_more_host_pages_than_are_free(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """Who needs host pages finds them: some layers are resident again, and no more than it takes."""
-    expected, device = stock(original), runtime.require()
+    expected, device = stock(original), devices.require()
     stream(managed, *range(LAYERS))
     stream(managed)
     logits(model)
@@ -280,7 +280,7 @@ def test_a_model_that_gives_nothing_is_not_prepared(
     plain = type(torch.nn.Linear(1, 1).__dict__["_parameters"])
     with ballonet.manage(model) as managed:
         logits(model)
-        device = runtime.require()
+        device = devices.require()
         forward = 24  # pages, more than one has mapped and retired
         left = int(device.snapshot()["pages"]["weights"] / share) + forward
         filler = device.reserve(BUDGET - left * PAGE, "kv", device.group())
@@ -357,7 +357,7 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
 
     def in_the_middle() -> int:
         """Pages run out inside of an operator of a forward, which takes layers of its own model."""
-        device = runtime.require()
+        device = devices.require()
         before = device.reclaimed
 
         def need(*_: object) -> None:
@@ -392,7 +392,7 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
         before = dict(times)
     assert all(before.values()), before
     assert any(taken), "pages ran out in the middle of a forward"
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_a_model_is_not_released_while_another_thread_reads_it_in_resident(

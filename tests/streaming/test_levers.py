@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import ballonet
 from ballonet import testing
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
 from ballonet.offload.governor.levers import Lever, levers
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
@@ -41,21 +41,21 @@ def clock(tuned: Tuned) -> Clock:
 def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
     """Whose pages are always scarce, and whose link hides every copy."""
     tuned(chaos={"seldom": 2})
-    found = governors.of(runtime.require())
+    found = governors.of(devices.require())
     monkeypatch.setattr(found.pages, "scarce", True)
     found.link.bandwidth = 1e12
     yield found
-    runtime.require().check()
+    devices.require().check()
 
 
 def ladder(governor: Any) -> dict[Rung, Lever]:
-    return {lever.rung: lever for lever in levers(governor, runtime.require(), spill=True)}
+    return {lever.rung: lever for lever in levers(governor, devices.require(), spill=True)}
 
 
 def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     with install.stock():
         expected, idle = say(model), copy.deepcopy(larger)
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(idle) as other, ballonet.manage(model) as active:
         say(idle)
         clock.now += 5
@@ -78,7 +78,7 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> Non
         assert bytes_that_exist() <= BUDGET
         say(idle)
         assert other.report().streamed
-        counts = runtime.of().events.counts()
+        counts = devices.of().events.counts()
         assert counts["idle weights"]["pull"].pages >= before
         assert lever.revert(10**6) > 0
         say(idle)
@@ -154,7 +154,7 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, clock: Clock) 
 
 def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
-    device = runtime.require()
+    device = devices.require()
 
     def logits(of: Any, cache: Any = None) -> torch.Tensor:
         """With a cache of the token after those that it holds; it holds as many afterwards."""
@@ -173,7 +173,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
 
     def moved(rungs: tuple[str, ...], *verbs: str) -> int:
         """Pages so far."""
-        counts = runtime.of().events.counts()
+        counts = devices.of().events.counts()
         them = [counts[rung] for rung in rungs if rung in counts]
         return sum(each[verb].pages for each in them for verb in verbs if verb in each)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
 from ballonet.hooks import managed
 from ballonet.hooks.device import governors
@@ -37,7 +37,7 @@ def time(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     ticks = count(step=10**6)
     monkeypatch.setattr(managed, "marks_of", lambda device, clock: HostMarks(lambda: next(ticks)))
     tuned(clock=Clock())
-    governors.of(runtime.require()).link.bandwidth = 1e12
+    governors.of(devices.require()).link.bandwidth = 1e12
 
 
 def frees(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
         report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
-        governors.of(runtime.require()).link.bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
+        governors.of(devices.require()).link.bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
         passes = 0
         while passes < 2 * DEFAULT.weights.look:
             assert say(model).agrees(stock_of_larger)
@@ -87,7 +87,7 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
             elastic.timings.record = elastic.timings.record.learned(point, 1.0)
         assert elastic.timings.seconds(point) == 1.0, "that is what an SLO would be judged by"
         assert found.report().times["decode"].resident == report.times["decode"].resident
-        runtime.require().check()
+        devices.require().check()
     assert say(model).agrees(stock_of_larger)
 
 
@@ -95,7 +95,7 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
     larger: Any, stock_of_larger: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frees(2, monkeypatch)
-    governor, measure = governors.of(runtime.require()), link.measure
+    governor, measure = governors.of(devices.require()), link.measure
     monkeypatch.setattr(governor.link, "_bandwidth", None)
     asked: list[int] = []
 
@@ -123,4 +123,4 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
         assert say(model).agrees(stock_of_larger)
         assert "assumed" not in found.report().why
         assert found.report().times["decode"].predicted is not None
-        runtime.require().check()
+        devices.require().check()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.config import cache_dir
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.device import governors
@@ -33,15 +33,15 @@ def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> 
         for length in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             seconds[Point("prefill", batch, length)] = prefill
             seconds[Point("decode", batch, length)] = decode
-    key = key_of(model, runtime.require())
-    path = record.path_of(cache_dir(runtime.of().settings), key)
+    key = key_of(model, devices.require())
+    path = record.path_of(cache_dir(devices.of().settings), key)
     record.save(Record(key, bandwidth, seconds), path)
     return path
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    governor = governors.of(runtime.require())
+    governor = governors.of(devices.require())
     monkeypatch.setattr("ballonet.hooks.profile.cache_dir", lambda settings: tmp_path)
     monkeypatch.setattr(f"{__name__}.cache_dir", lambda settings: tmp_path)
     governor.link.bandwidth = 1e12
@@ -81,7 +81,7 @@ def test_an_slo_below_the_resident_time_is_refused(model: Any, original: Any, sl
     with pytest.raises(SLOError, match="an SLO of 4000 ms") as caught:
         ballonet.manage(model, tpot_slo=slo)
     assert caught.value.slo == pytest.approx(4.0)
-    runtime.require().check()
+    devices.require().check()
     with ballonet.manage(model, tpot_slo=caught.value.slo):
         pass
 
@@ -102,7 +102,7 @@ def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, s
     with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=30):
         assert say(model).agrees(stock)
         assert managed.report().streamed
-        governors.of(runtime.require()).link.bandwidth = LAYER / 100
+        governors.of(devices.require()).link.bandwidth = LAYER / 100
         with pytest.warns(RuntimeWarning, match="a decode step within 5000 ms is not kept") as warned:
             assert all(say(model).agrees(stock) for _ in range(2))
         assert len(warned) == 1

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks.weights import room
 from ballonet.offload.policy.plan import spread
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.chaos
 
 
 def copied() -> dict[str, int]:
-    moved: dict[str, int] = runtime.require().snapshot()["copied"]
+    moved: dict[str, int] = devices.require().snapshot()["copied"]
     return moved
 
 
@@ -58,7 +58,7 @@ def test_tokens_equal_stock(
         assert copied()["weights_h2d"] > moved["weights_h2d"]
         assert copied()["weights_d2h"] == moved["weights_d2h"]
         assert bytes_that_exist() <= BUDGET
-        runtime.require().check()
+        devices.require().check()
     assert before.is_of(model)
     assert none_in_pool(model)
 
@@ -132,7 +132,7 @@ def test_threads_take_turns_and_two_models_alternate(model: Any, original: Any, 
         with ThreadPoolExecutor(3) as threads:
             outputs = [*threads.map(lambda which: [say(which) for _ in range(2)], (model, second, model))]
         assert all(each.agrees(stock) for both in outputs for each in both)
-        runtime.require().check()
+        devices.require().check()
 
 
 def test_assisted_decoding(model: Any, original: Any, monkeypatch: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_model_larger_than_its_budget(original: Any, stock: Output) -> None:
     """The fewest layers stream; where all of them would not do, the error of old."""
     with install.stock():
         model = copy.deepcopy(original)
-    before = runtime.require().budget
+    before = devices.require().budget
     with ballonet.manage(model) as managed:
         assert managed.report().streamed == ()
         resident = managed.report().pages * PAGE

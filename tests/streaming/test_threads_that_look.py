@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks import manage, managed
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.turns import Turn, Turns
@@ -46,7 +46,7 @@ class Told:
         self.model, self.it = model, it
         self.pages = it._elastic.plan.pages
         self.plan = Plan(self.pages)
-        governor = governors.of(runtime.require())
+        governor = governors.of(devices.require())
         before = governor.before
         patch.setattr(governor, "before", lambda *it: replace(before(*it), plan=self.plan))
 
@@ -162,7 +162,7 @@ class Recorded:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Records all locks above the core, from now on."""
-    it, governor = Recorder(), governors.of(runtime.require())
+    it, governor = Recorder(), governors.of(devices.require())
     take, end = Turns.take, Turns.end
 
     def recorded_take(self: Turns, turn: Turn) -> bool:

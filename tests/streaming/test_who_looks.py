@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.references import THIS, Interpreter
@@ -101,7 +101,7 @@ def test_layers_that_are_taken_out_while_all_fly(model: Any, original: Any, mana
     gc.collect()
     for _ in range(2):
         assert say(model).agrees(as_stock(original, lambda it: (prune(it), exchange(it))))
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_a_write_after_ctrl_c_is_not_lost(model: Any, original: Any, managed: ballonet.Managed) -> None:
@@ -238,7 +238,7 @@ def test_what_is_kept_of_a_layer_that_runs_is_its_weight(
     del it
     gc.collect()
     assert say(model).agrees(stock)
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_a_weight_that_is_given_other_memory_is_read_there(
@@ -488,4 +488,4 @@ def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.
             pass
     assert line > 250
     fly(model, managed)
-    runtime.require().check()
+    devices.require().check()

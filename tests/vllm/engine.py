@@ -120,9 +120,9 @@ def wait_for_others() -> None:
 
 def held() -> dict[str, int]:
     """Pages of KV now, and the most that there were of all owners."""
-    from ballonet.allocator import runtime
+    from ballonet.allocator import devices
 
-    found = runtime.require().snapshot()
+    found = devices.require().snapshot()
     return {"kv": found["pages"]["kv"], "peak": found["physical_peak"] // found["page_size"]}
 
 

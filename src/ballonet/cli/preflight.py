@@ -24,13 +24,13 @@ def add(commands: Any) -> None:
 
 
 def _preflight(args: argparse.Namespace) -> None:
-    from ..allocator import findings, runtime
+    from ..allocator import device_choice, findings
     from ..allocator.config import cache_dir
     from ..allocator.display import steps
     from ..allocator.preflight import run, show
 
     config = Config.from_env()
-    target = runtime.choose(config)
+    target = device_choice.choose(config)
     with steps("asking", len(run.PROBES)) as told:
         found = run.preflight(target, begun=told)
     kept = None if args.no_save else findings.save(cache_dir(config), found["key"], found)

@@ -100,7 +100,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         from ..hooks.server.server import Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
-    from ..allocator import runtime
+    from ..allocator import devices
     from ..allocator.install import install
     from ..offload.timeline import recorder
 
@@ -127,20 +127,20 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     batching = {name: value for name, value in given.items() if value is not None}
     if where is not None:
         return serve_replicas.replica(args, where, options, batching, say)
-    return Server(args.models, runtime.require(), options, address, say, **batching).run
+    return Server(args.models, devices.require(), options, address, say, **batching).run
 
 
 def _page_size(models: list[str], budget: str | None) -> int | None:
     """What suits the models in a budget that is given, where nobody chose a page size; None: the usual one."""
     import torch
 
-    from ..allocator import runtime
+    from ..allocator import device_choice
     from ..hooks.server.page_size import chosen
 
     settings = Config.from_env().merge(budget=budget)
     if settings.budget is None or settings.page_size is not None:
         return None
-    found = chosen(models, settings.budget, runtime.choose(settings, torch.cuda.is_available()).kind)
+    found = chosen(models, settings.budget, device_choice.choose(settings, torch.cuda.is_available()).kind)
     if found is None:
         return None
     lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"

@@ -94,7 +94,7 @@ def replica(
     say: Callable[[str], None],
 ) -> Callable[[], None]:
     """Returns what serves as a replica of the server that is at `where`."""
-    from ..allocator import runtime
+    from ..allocator import devices
     from ..hooks.replicas.errors import ReplicaError
     from ..hooks.replicas.process import run
 
@@ -103,7 +103,7 @@ def replica(
     def serve() -> None:
         told = environment().get(STARTED)
         try:
-            run(name, runtime.require(), options, where, secret, say, started=told, cost=cost, **batching)
+            run(name, devices.require(), options, where, secret, say, started=told, cost=cost, **batching)
         except ReplicaError as error:
             say(str(error))
             sys.exit(2)

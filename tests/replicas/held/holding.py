@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.replicas.held_layers import HeldLayers
 
 from ...models import Output, generate
@@ -44,7 +44,7 @@ def prepared(held: HeldLayers, layers: int = LAYERS) -> HeldLayers:
 
 def settled() -> int:
     """Device pages that exist, once all that can go has gone: as the kernel counts them."""
-    device = runtime.require()
+    device = devices.require()
     gc.collect()
     for _ in range(2):
         device.trim()
@@ -54,12 +54,12 @@ def settled() -> int:
 
 
 def on_host() -> int:
-    runtime.require().trim()
+    devices.require().trim()
     return bytes_that_exist("host") // PAGE
 
 
 def copied(way: str) -> int:
-    return int(runtime.require().snapshot()["copied"][f"weights_{way}"])
+    return int(devices.require().snapshot()["copied"][f"weights_{way}"])
 
 
 def pages_of(managed: ballonet.Managed) -> tuple[int, ...]:

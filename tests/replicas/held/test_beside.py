@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.offload.policy.replicas.groups import Span
@@ -60,7 +60,7 @@ def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output,
 
 def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Managed) -> None:
     wishes: list[int] = []
-    governor, pages = governors.of(runtime.require()), pages_of(managed)
+    governor, pages = governors.of(devices.require()), pages_of(managed)
     held.offer(lambda pages: wishes.append(-pages))
     held.offer(wishes.append)
     governor.duplicates.wish(7)
@@ -79,7 +79,7 @@ def test_a_forward_that_finds_no_pages_leads_to_a_wish(host_model: Any, tuned: T
     with install.stock():
         ids = torch.arange(2 * 8).reshape(2, 8)
         expected = logits_of(host_model, ids)
-    device, wishes = runtime.require(), list[int]()
+    device, wishes = devices.require(), list[int]()
     with ballonet.manage(host_model, floor=BUDGET // 2) as managed:
         held = prepared(HeldLayers(managed))
         held.offer(wishes.append)
@@ -110,11 +110,11 @@ def logits_of(model: Any, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
 
 def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
     def moved(verb: str) -> int:
-        counts = runtime.of().events.counts().get("duplicates", {})
+        counts = devices.of().events.counts().get("duplicates", {})
         return counts[verb].pages if verb in counts else 0
 
     def others() -> dict[str, Any]:
-        return {name: each for name, each in runtime.of().events.counts().items() if "weights" in name}
+        return {name: each for name, each in devices.of().events.counts().items() if "weights" in name}
 
     before, rest = (moved("pull"), moved("revert")), others()
     freed = held.drop(Span(0, 3))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, WeightsFileChanged
 from ballonet.hooks.replicas.held_layers import HeldLayers, Restored
 from ballonet.hooks.splice.splice import Splice
@@ -71,7 +71,7 @@ def test_what_is_written_is_never_lost(
         assert torch.equal(logits(model), expected)
         assert len(list(held.restore([5, 4, 3]))) == 3
         assert torch.equal(logits(model), expected)
-    runtime.require().check()
+    devices.require().check()
 
 
 def test_a_layer_that_somebody_refers_to_goes_to_host_pages(

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import ballonet
-from ballonet.allocator import install, interrupts, runtime
+from ballonet.allocator import devices, install, interrupts
 from ballonet.hooks import managed as managing
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, turns
@@ -69,7 +69,7 @@ def live(kind: str, phase: str) -> None:
 
 def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> None:
     """`absorbed`: nothing need fail, as little is asked for that cannot be done without."""
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(model) as it:
         held = HeldLayers(it)
         acts: dict[str, Callable[[], object]] = {
@@ -172,7 +172,7 @@ def test_ctrl_c_at_any_line_leaves_all_valid(
         if kind == "file":
             model.save_pretrained(tmp_path)
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(model) as it:
         seat = governors.of(device)._known.clients.of_model(it._elastic)
         held = HeldLayers(it)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.held_layers import HeldLayers, Prepared
 from ballonet.offload.policy.reclaim_order import Rung
@@ -41,7 +41,7 @@ def test_room_that_is_kept_is_whose_layers_come_home(
     held.keep_room()
     assert settled() == there - freed + sum(pages[3:])
     assert say(model).agrees(stock), "through the slot"
-    device = runtime.require()
+    device = devices.require()
     filler = device.reserve(device.available * PAGE, "kv", device.group())
     filler.map(0, filler.pieces)
     assert [each.layer for each in held.restore(range(LAYERS))] == [3, 4, 5]
@@ -98,7 +98,7 @@ def test_a_cold_drop_prepares_by_itself(model: Any, managed: ballonet.Managed, h
 
 def test_freed_pages_are_kv_s_at_once(managed: ballonet.Managed, held: HeldLayers) -> None:
     prepared(held)
-    device = runtime.require()
+    device = devices.require()
     settled()
     group, few = device.group(), 4  # pages for whatever torch allocates
     rest = device.reserve((device.available - few) * PAGE, "kv", group)
@@ -123,12 +123,12 @@ def test_nobody_brings_dropped_layers_home_until_they_are_released(
     model: Any, original: Any, clock: Clock, managed: ballonet.Managed, held: HeldLayers
 ) -> None:
     """Whatever is free, and for how long; but a layer of the span that pages were short for comes back as ever."""
-    governor = governors.of(runtime.require())
+    governor = governors.of(devices.require())
     governor.link.bandwidth, expected = 1e12, stocks_logits(original)
     logits(model)
     held.drop(Span(0, 4))
     settled()
-    pages = runtime.require().snapshot()["pages"]
+    pages = devices.require().snapshot()["pages"]
     ballonet.set_budget((sum(pages.values()) - pages["free"] - pages_of(managed)[0] // 2) * PAGE, timeout="60s")
     taken = {*managed.report().streamed} - {4, 5}
     ballonet.set_budget(BUDGET)

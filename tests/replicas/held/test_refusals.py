@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import devices
 from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.offload.policy.replicas.groups import Span
@@ -21,7 +21,7 @@ from .holding import LAYERS, logits, pages_of, prepared, say, settled
 
 
 def test_without_host_pages_nothing_is_dropped(host_model: Any, stock: Output) -> None:
-    device = runtime.require()
+    device = devices.require()
     with ballonet.manage(host_model) as managed:
         held = HeldLayers(managed)
         pages, here = pages_of(managed), settled()

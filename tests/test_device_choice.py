@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import defaults, info, ram, runtime
+from ballonet.allocator import defaults, device_choice, devices, info, ram
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, NotInstalled
 
@@ -18,14 +18,14 @@ SMALL = Config(device="cpu", page_size=PAGE, budget=16 * PAGE, host_budget=4 * P
 
 
 def test_the_cpu_is_the_stand_in_and_auto_is_where_torch_has_no_cuda() -> None:
-    assert runtime.choose(Config(device="cpu")).kind == "standin"
-    assert runtime.choose(Config(), torch_has_cuda=False).kind == "standin"
+    assert device_choice.choose(Config(device="cpu")).kind == "standin"
+    assert device_choice.choose(Config(), torch_has_cuda=False).kind == "standin"
 
 
 def test_a_named_library_that_is_the_stand_in_is_used_as_one() -> None:
-    named = Config(libcuda=runtime.standin_library())
+    named = Config(libcuda=device_choice.standin_library())
     for device in ("auto", "cuda", "cuda:0"):
-        target = runtime.choose(dataclasses.replace(named, device=device), torch_has_cuda=False)
+        target = device_choice.choose(dataclasses.replace(named, device=device), torch_has_cuda=False)
         assert (target.kind, target.library) == ("standin", named.libcuda)
 
 
@@ -34,39 +34,39 @@ def test_a_named_library_must_be_a_driver(tmp_path: Path) -> None:
     path.write_text("not a library")
     for device in ("auto", "cuda"):
         with pytest.raises(DriverUnavailable, match="BALLONET_DEVICE=cpu"):
-            runtime.choose(Config(device=device, libcuda=str(path)))
-    assert runtime.choose(Config(device="cpu", libcuda=str(path))).kind == "standin"
+            device_choice.choose(Config(device=device, libcuda=str(path)))
+    assert device_choice.choose(Config(device="cpu", libcuda=str(path))).kind == "standin"
 
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
     with pytest.raises(DriverUnavailable, match="no device 63"):
-        runtime.choose(Config(device="cuda:63", libcuda=runtime.standin_library()))
+        device_choice.choose(Config(device="cuda:63", libcuda=device_choice.standin_library()))
 
 
 @pytest.mark.gpu
 def test_auto_takes_the_gpu_unless_torch_cannot() -> None:
-    assert runtime.choose(Config()).kind == "cuda"
-    assert runtime.choose(Config(), torch_has_cuda=True).kind == "cuda"
+    assert device_choice.choose(Config()).kind == "cuda"
+    assert device_choice.choose(Config(), torch_has_cuda=True).kind == "cuda"
     with pytest.raises(DriverUnavailable, match="without CUDA"):
-        runtime.choose(Config(device="cuda"), torch_has_cuda=False)
+        device_choice.choose(Config(device="cuda"), torch_has_cuda=False)
 
 
 @pytest.mark.parametrize(("kind", "good", "bad"), [("standin", 12288, 4097), ("cuda", 6 * 2**20, 3 * 2**20)])
 def test_page_sizes(kind: str, good: int, bad: int) -> None:
-    assert runtime.page_size(Config(page_size=good), kind) == good  # type: ignore[arg-type]
-    assert runtime.page_size(Config(), kind) == defaults.PAGE_SIZE[kind]  # type: ignore[arg-type, index]
+    assert device_choice.page_size(Config(page_size=good), kind) == good  # type: ignore[arg-type]
+    assert device_choice.page_size(Config(), kind) == defaults.PAGE_SIZE[kind]  # type: ignore[arg-type, index]
     with pytest.raises(ConfigError, match="multiple of"):
-        runtime.page_size(Config(page_size=bad), kind)  # type: ignore[arg-type]
+        device_choice.page_size(Config(page_size=bad), kind)  # type: ignore[arg-type]
 
 
 def test_a_budget_is_whole_pages_and_not_too_few() -> None:
-    assert runtime.whole_pages(10 * PAGE + 1, PAGE, "it") == 10 * PAGE
+    assert device_choice.whole_pages(10 * PAGE + 1, PAGE, "it") == 10 * PAGE
     with pytest.raises(ConfigError, match=r"the budget is 128KiB.*4 pages of 64KiB"):
-        runtime.open_device(dataclasses.replace(SMALL, budget=2 * PAGE))
+        device_choice.open_device(dataclasses.replace(SMALL, budget=2 * PAGE))
 
 
 def test_the_default_budget_of_the_stand_in_is_half_of_what_is_available() -> None:
-    device = runtime.open_device(Config(device="cpu"))
+    device = device_choice.open_device(Config(device="cpu"))
     assert device.budget % device.page_size == 0
     assert device.budget == pytest.approx(ram.available() / 2, rel=0.25)
     device.close()
@@ -74,7 +74,7 @@ def test_the_default_budget_of_the_stand_in_is_half_of_what_is_available() -> No
 
 @pytest.mark.gpu
 def test_the_default_budget_of_a_gpu_leaves_room_outside() -> None:
-    device = runtime.open_device(Config(device="cuda"))
+    device = device_choice.open_device(Config(device="cuda"))
     free, total = device.free_memory()
     assert 0 < device.budget <= free - defaults.OUTSIDE_BYTES
     assert device.budget <= total * (1 - defaults.OUTSIDE_SHARE)
@@ -82,40 +82,40 @@ def test_the_default_budget_of_a_gpu_leaves_room_outside() -> None:
 
 
 def test_host_budgets() -> None:
-    assert runtime.host_budget(Config(host_budget=3 * PAGE + 1), "standin", PAGE) == 3 * PAGE
-    rest = runtime.host_budget(Config(budget=2**29), "standin", PAGE)
+    assert device_choice.host_budget(Config(host_budget=3 * PAGE + 1), "standin", PAGE) == 3 * PAGE
+    rest = device_choice.host_budget(Config(budget=2**29), "standin", PAGE)
     assert rest == pytest.approx((ram.available() - 2**29) / 2, rel=0.25)
-    assert runtime.host_budget(Config(budget=2**60), "standin", PAGE) == 0
+    assert device_choice.host_budget(Config(budget=2**60), "standin", PAGE) == 0
 
 
 def test_a_device_has_one_runtime() -> None:
-    assert runtime.current() is None
+    assert devices.current() is None
     with pytest.raises(NotInstalled):
-        runtime.require()
+        devices.require()
     with pytest.raises(NotInstalled):
-        runtime.of()
-    started = runtime.start(SMALL)
+        devices.of()
+    started = devices.start(SMALL)
     try:
-        assert runtime.current() is runtime.of() is started
-        assert runtime.require() is started.device
+        assert devices.current() is devices.of() is started
+        assert devices.require() is started.device
         assert started.settings == dataclasses.replace(SMALL, spill=True)
         with pytest.raises(InstallError, match="already"):
-            runtime.start(SMALL)
+            devices.start(SMALL)
     finally:
-        runtime.stop()
-    assert runtime.current() is None
-    runtime.stop()  # of nothing
+        devices.stop()
+    assert devices.current() is None
+    devices.stop()  # of nothing
 
 
 def test_a_device_in_use_is_not_closed() -> None:
-    started = runtime.start(SMALL)
+    started = devices.start(SMALL)
     device = started.device
     block = device.allocate(100)
     with pytest.raises(BallonetError):
-        runtime.stop()
-    assert runtime.current() is started
+        devices.stop()
+    assert devices.current() is started
     device.deallocate(block)
-    runtime.stop()
+    devices.stop()
 
 
 class Machine:
@@ -177,9 +177,9 @@ def test_the_least_limit_on_the_way_to_the_root_counts(
 def test_the_default_host_budget_is_for_a_container_what_that_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ram, "total", lambda: 64 * PAGE)
     monkeypatch.setattr(ram, "available", lambda: 40 * PAGE)
-    assert runtime.host_budget(Config(), "cuda", PAGE) == 16 * PAGE
+    assert device_choice.host_budget(Config(), "cuda", PAGE) == 16 * PAGE
     monkeypatch.setattr(ram, "available", lambda: 10 * PAGE)
-    assert runtime.host_budget(Config(), "cuda", PAGE) == 5 * PAGE
+    assert device_choice.host_budget(Config(), "cuda", PAGE) == 5 * PAGE
 
 
 NO_DEVICE = "int cuInit(unsigned flags) {{ return {0}; }}"
@@ -190,9 +190,9 @@ def test_a_driver_that_does_not_start_is_none(code: int, tmp_path: Path, monkeyp
     library = shim(tmp_path, NO_DEVICE.format(code))
     for device in ("auto", "cuda"):
         with pytest.raises(DriverUnavailable, match=rf"does not start .*{code}.*BALLONET_DEVICE=cpu"):
-            runtime.choose(Config(device=device, libcuda=library))
-    monkeypatch.setattr(runtime, "LIBCUDA", library)
-    assert runtime.choose(Config()).library == runtime.standin_library()
+            device_choice.choose(Config(device=device, libcuda=library))
+    monkeypatch.setattr(device_choice, "LIBCUDA", library)
+    assert device_choice.choose(Config()).library == device_choice.standin_library()
     facts = info.gather(Config(), "0")
     assert facts["device"]["kind"] == "standin"
     refused = {check["name"]: check["detail"] for check in facts["checks"] if not check["works"]}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.allocator import looks, runtime
+from ballonet.allocator import devices, looks
 from ballonet.allocator.config import Config
+from ballonet.allocator.devices import Runtime
 from ballonet.allocator.errors import InstallError, NotInstalled
-from ballonet.allocator.runtime import Runtime
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
@@ -31,13 +31,13 @@ SECOND = Config(device="cpu", budget=2**24, page_size=8192, host_budget=2**22, r
 @pytest.fixture
 def two(tuned: Tuned) -> Iterator[tuple[Runtime, Runtime]]:
     tuned(weights={"large": 2**11})  # so that tiny layers have ranges
-    started = runtime.start(FIRST), runtime.start(SECOND, number=1)
+    started = devices.start(FIRST), devices.start(SECOND, number=1)
     yield started
     gc.collect()
     for each in started:
         each.device.check()
-        runtime.stop(each.number)
-    assert runtime.current() is None
+        devices.stop(each.number)
+    assert devices.current() is None
 
 
 def manage_on(model: Any, on: Runtime, **options: Any) -> Managed:
@@ -64,14 +64,14 @@ def say(model: Any) -> Any:
 
 def test_each_device_has_one_runtime(two: tuple[Runtime, Runtime]) -> None:
     first, second = two
-    assert runtime.every() == two
-    assert (runtime.of(0), runtime.of(1), runtime.of()) == (first, second, first)
-    assert [runtime.holding(each.device) for each in two] == [*two]
+    assert devices.every() == two
+    assert (devices.of(0), devices.of(1), devices.of()) == (first, second, first)
+    assert [devices.holding(each.device) for each in two] == [*two]
     with pytest.raises(InstallError, match="already"):
-        runtime.start(SECOND, number=1)
-    assert runtime.current(2) is None
+        devices.start(SECOND, number=1)
+    assert devices.current(2) is None
     with pytest.raises(NotInstalled):
-        runtime.of(2)
+        devices.of(2)
 
 
 def test_settings_governors_and_events_are_of_one_runtime(two: tuple[Runtime, Runtime]) -> None:
@@ -147,30 +147,30 @@ def test_who_is_short_takes_from_its_own_runtime(two: tuple[Runtime, Runtime]) -
 
 
 def test_a_runtime_ends_and_the_other_goes_on(tuned: Tuned) -> None:
-    first, second = runtime.start(FIRST), runtime.start(SECOND, number=1)
+    first, second = devices.start(FIRST), devices.start(SECOND, number=1)
     device = first.device
-    runtime.stop()
-    assert runtime.every() == (second,)
-    assert runtime.current() is second
+    devices.stop()
+    assert devices.every() == (second,)
+    assert devices.current() is second
     with pytest.raises(NotInstalled):
-        runtime.holding(device)
-    again = runtime.start(FIRST)
+        devices.holding(device)
+    again = devices.start(FIRST)
     assert again is not first
     assert governors.of(again.device) is not governors.of(second.device)
-    runtime.stop(1)
-    runtime.stop(0)
-    assert runtime.every() == ()
+    devices.stop(1)
+    devices.stop(0)
+    assert devices.every() == ()
 
 
 def test_a_cache_outlives_the_runtime_that_it_was_made_for(two: tuple[Runtime, Runtime]) -> None:
     """Once that has ended it gets pages of the one that is there, as a cache that was made for none."""
     first, second = two
-    third = runtime.start(SECOND, number=2)
+    third = devices.start(SECOND, number=2)
     ranges = CacheRanges(device=third.device)
     place = torch.device("cpu")
     assert ranges.device_at(place) is third.device
     assert CacheRanges().device_at(place) is first.device
-    runtime.stop(2)
+    devices.stop(2)
     assert ranges.device_at(place) is first.device
     assert CacheRanges(device=second.device).device_at(place) is second.device
     assert ranges.device_at(torch.device("meta")) is None

@@ -1,8 +1,4 @@
-"""Which driver, which device and how much of it: from the settings to the `Runtime` of a device. No torch.
-
-Note [One registry]
-    What works on a device is given that device, or its runtime. Only what a user calls has neither: it looks the
-    runtime up here, by the device's number. `install()` puts one runtime under torch; further ones may live beside it.
+"""Which driver, which device and how much of it: from the settings to an open device. No torch.
 
 Note [Page size]
     A call of the driver costs the same for a page of any size (create and map about 8 µs, access 20 µs, unmap 14 µs on
@@ -18,62 +14,16 @@ from __future__ import annotations
 
 import importlib.machinery
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from . import _native, defaults, findings, ram
 from .config import Config, format_size
-from .errors import ConfigError, DriverUnavailable, InstallError, NotInstalled
-from .events import Events
-from .parts import RuntimeParts
+from .errors import ConfigError, DriverUnavailable
 
 GRANULARITY: Final = {"cuda": 2 * 2**20, "standin": 4096}
 LIBCUDA: Final = "libcuda.so.1"
-
-Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
-
-
-class Shared(Protocol):
-    """The part that this process has of a budget which it shares with others."""
-
-    def set_budget(self, nbytes: int, patience: float) -> None:
-        """As `ballonet.set_budget()`."""
-
-    def give(self, nbytes: int, patience: float) -> None:
-        """Has no more than so many bytes, or as few as it can. BudgetInUse."""
-
-    def close(self) -> None:
-        """The device is gone."""
-
-
-class Runtime:
-    """A device, the settings that it was started with, and the log of what is decided about its pages. `number`: under
-    which it is registered."""
-
-    def __init__(self, number: int, device: _native.Device, settings: Config) -> None:
-        self.number: Final = number
-        self.device: Final = device
-        self.settings: Final = settings
-        self.events: Final = Events(device)
-        self.parts: Final = RuntimeParts()
-        # Entered where a lower budget is refused: within it more is made ready to leave the device; what it hands out
-        # counts what is not ready yet.
-        self.preparing: Preparing | None = None
-        self.shared: Shared | None = None
-
-    @property
-    def library(self) -> str:
-        """The library of the device's driver."""
-        return self.settings.libcuda or LIBCUDA
-
-    def __repr__(self) -> str:
-        return f"<Runtime {self.number} of {self.device.kind} {self.device.ordinal}>"
-
-
-_runtimes: dict[int, Runtime] = {}  # by number
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +91,11 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
 
     `spill`: may its blocks be spilled, where the settings allow it? Raises ConfigError, DriverUnavailable, DriverError.
     """
-    return _opened(config, choose(config, torch_has_cuda), spill)
+    return opened(config, choose(config, torch_has_cuda), spill)
 
 
-def _opened(config: Config, target: Target, spill: bool) -> _native.Device:
+def opened(config: Config, target: Target, spill: bool) -> _native.Device:
+    """Opens the device, as `open_device`; warns where it has no host pages, or no peer."""
     config = findings.applied(config, target.facts)
     page = page_size(config, target.kind)
     given = None if config.budget is None else whole_pages(config.budget, page, "the budget")
@@ -264,62 +215,6 @@ def host_budget(config: Config, kind: Literal["cuda", "standin"], page: int) -> 
     available = ram.available()
     left = available - (config.budget or available // defaults.STANDIN_BUDGET)
     return max(0, left) // defaults.STANDIN_HOST // page * page
-
-
-def start(
-    config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True, number: int | None = None
-) -> Runtime:
-    """Opens a device and registers its runtime under `number`, by default that of the device. InstallError where there
-    is one; whatever `open_device` raises."""
-    target = choose(config, torch_has_cuda)
-    number = target.ordinal if number is None else number
-    if number in _runtimes:
-        raise InstallError("ballonet is installed already in this process; ballonet.set_budget() changes its budget")
-    made = Runtime(number, _opened(config, target, spill), replace(config, spill=config.spill is not False))
-    _runtimes[number] = made
-    return made
-
-
-def current(number: int | None = None) -> Runtime | None:
-    """The runtime of that number, or where none is given the first that was started; None where there is none."""
-    return next(iter(_runtimes.values()), None) if number is None else _runtimes.get(number)
-
-
-def of(number: int | None = None) -> Runtime:
-    """As `current`. NotInstalled where there is none."""
-    found = current(number)
-    if found is None:
-        raise NotInstalled("ballonet is not installed in this process: call ballonet.install() first")
-    return found
-
-
-def holding(device: _native.Device) -> Runtime:
-    """The runtime of this device. NotInstalled where it has none."""
-    for each in every():
-        if each.device is device:
-            return each
-    raise NotInstalled(f"no runtime holds {device.kind} {device.ordinal}: call ballonet.install() first")
-
-
-def every() -> tuple[Runtime, ...]:
-    """All runtimes, in the order in which they were started."""
-    return tuple(_runtimes.values())
-
-
-def require() -> _native.Device:
-    """The device of the runtime that was started first. NotInstalled."""
-    return of().device
-
-
-def stop(number: int | None = None) -> None:
-    """Closes the device of that runtime, or where no number is given of the first, if there is any. Raises
-    BallonetError, and changes nothing, while memory of it is in use."""
-    found = current(number)
-    if found is not None:
-        found.device.close()
-        del _runtimes[found.number]
-        if found.shared is not None:
-            found.shared.close()
 
 
 def _standin() -> Target:
