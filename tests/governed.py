@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ballonet.offload.governor.client import LAYERS, Offer
+from ballonet.allocator._native import Range
+from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.governor.decision import StreamDecision
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.plan import Plan
+from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.record.record import Point
 
 from .tuned import Clock
@@ -46,7 +48,7 @@ class FakeDevice:
 
     @property
     def free(self) -> int:
-        return self.budget // PAGE - self._kv - sum(model.here for model in self.models)
+        return self.budget // PAGE - self._kv - sum(model.device_pages for model in self.models)
 
     @property
     def available(self) -> int:
@@ -54,25 +56,30 @@ class FakeDevice:
 
     @property
     def _kv(self) -> int:
-        return self.kv + sum(cache.here for cache in self.caches)
+        return self.kv + sum(cache.device_pages for cache in self.caches)
 
     def snapshot(self) -> dict[str, Any]:
-        used = {"weights": sum(model.here for model in self.models), "activations": 0, "kv": self._kv, "retiring": 0}
+        used = {
+            "weights": sum(model.device_pages for model in self.models),
+            "activations": 0,
+            "kv": self._kv,
+            "retiring": 0,
+        }
         return {
             "pages": {"free": self.free, **used},
             "copied": {"weights_h2d": self.copied, "weights_d2h": 99},
             "heap": {"cached": 0},
             "peer_budget": self.peer * PAGE,
             "peer_pages": self.peer,
-            "peer_free": self.peer - sum(cache.on_peer for cache in self.caches),
+            "peer_free": self.peer - sum(cache.peer_pages for cache in self.caches),
         }
 
     def publish(self, entries: list[Any], limits: dict[int, int]) -> None:
         assert not limits, "of what is taken piece by piece"
         for key, client, parts in entries:
-            assert parts == [part(key % LAYERS)], "whose layer is it?"
+            assert parts == [part(key % KEYS_PER_CLIENT)], "whose layer is it?"
             assert isinstance(client, FakeCache) or not client.changes, "it is being changed"
-            assert isinstance(client, FakeCache) or key % LAYERS not in client.plan.streamed, "it streams"
+            assert isinstance(client, FakeCache) or key % KEYS_PER_CLIENT not in client.plan.streamed, "it streams"
         self.listed = list(entries)
         self.published += 1
 
@@ -151,7 +158,7 @@ class FakeModel:
         device.models.append(self)
 
     @property
-    def here(self) -> int:
+    def device_pages(self) -> int:
         """Device pages of its layers and slots."""
         return self.plan.device_pages - sum(self.plan.pages[layer] for layer in self.gone)
 
@@ -188,7 +195,7 @@ class FakeModel:
         with governor.changing(self) as taken:
             self.changes += 1
             assert taken == self.gone
-            before, resident = self.here, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
+            before, resident = self.device_pages, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
             if plan.device_pages > before:
                 assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
             self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
@@ -245,58 +252,51 @@ def keys(device: FakeDevice) -> list[tuple[str, int]]:
     return [(model.name, layer) for _, model, ((_, layer, *_),) in device.listed]
 
 
-class FakeCache:
+class FakeCache(PageClient):
     """A KV cache of full pages, each an offer, the oldest tokens first; those in `away` lie on the host."""
+
+    running = False
+    pages = peer_pages = leaving_peer = displaced_on_peer = 0
 
     def __init__(self, device: FakeDevice, governor: Governor, clock: Clock, name: str = "cache") -> None:
         self.device = device
         self.governor = governor
         self.clock = clock
         self.name = name
-        self.whose = ""
-        self.running = False
         self.used = -math.inf
-        self.kept = False
-        self.block = 1
         self.gave_buffers = 0
-        self.pages = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()
         self.resting: set[int] = set()
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
-        self.near = self.on_peer = self.leaving = 0
         self.demoted: list[int] = []
         self.number = governor.add_client(self)
         device.caches.append(self)
 
     @property
-    def here(self) -> int:
-        """Device pages."""
+    def device_pages(self) -> int:
         return self.pages - len(self.away)
-
-    @property
-    def held(self) -> int:
-        return self.pages
 
     @property
     def displaced(self) -> int:
         return len(self.away)
 
     @property
-    def read_away(self) -> int:
-        return len(self.away)
+    def ranges(self) -> list[tuple[str, Range]]:
+        return []
 
     def offers(self) -> list[Offer]:
         here = [each for each in range(self.pages) if each not in self.away]
-        return [Offer(each, 1, each in self.clean, resting=each in self.resting) for each in here]
+        idle = {each: Rung.PREFIX if self.only_cached and each in self.clean else Rung.IDLE_KV for each in here}
+        return [Offer(each, 1, each in self.clean, resting=each in self.resting, idle=idle[each]) for each in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         return (self, [part(index)]) if index < self.pages and index not in self.away else None
 
     def demote(self, pages: int) -> None:
         self.demoted.append(pages)
-        self.on_peer -= pages
+        self.peer_pages -= pages
 
     def give_slots(self) -> None:
         self.gave_buffers += 1

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.allocator._native import Device
+from ballonet.allocator._native import Device, Group, Range, Transfer
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
@@ -27,7 +27,9 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.state_pages import StatePages
 from ballonet.hooks.sectors.pages import RESERVED, SectorPages
 from ballonet.offload.governor import client_table, governor, overview, published, reclaim_list
-from ballonet.offload.governor.client import LAYERS
+from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
+from ballonet.offload.residency.backing import Backing
+from ballonet.offload.residency.mover import Mover
 
 from .core import arm, disarm
 from .kv.pressure import STEPS, kv_ranges, poison, tiers
@@ -98,7 +100,7 @@ class CachedPrefix(CacheInUse):
         super().__init__(device)
         for elastic, _ in self.pairs:
             elastic.kv_range.keep(True)
-        self.tier.client.kept = True
+        self.tier.client.only_cached = True
 
     def check(self) -> None:
         for elastic, stock in self.pairs:
@@ -142,12 +144,88 @@ class SectorsOfRequests:
             assert torch.equal(self.bytes, self.expected)
 
 
+class OptimizerState(PageClient):
+    """A tensor that is used once in a while, as a class of tensors that ballonet does not know would be: all that it
+    takes to be a client (client.py, Note [A new class of tensors]). Read and written in place where it is away."""
+
+    def __init__(self, device: Device) -> None:
+        self.governor = governors.of(device)
+        self.name = "optimizer state"
+        self.used = self.governor.clock()
+        self.group = device.group()
+        self._range = device.reserve(9 * PAGE, "kv", self.group)
+        self._range.map(0, 9)
+        self._mover = Mover(device, self._range, Backing(device, self.group, self._range, "kv"), threading.Lock())
+        self._transfer = Transfer(device)
+        self.number = self.governor.add_client(self)
+        self.expected = torch.arange(9 * PAGE // 4, dtype=torch.float32)
+        with self.use() as value:
+            value.copy_(self.expected)
+
+    @property
+    def running(self) -> bool:
+        return self.group.leases > 0
+
+    @property
+    def pages(self) -> int:
+        return self._range.pieces
+
+    @property
+    def device_pages(self) -> int:
+        self._mover.look(0, self.pages)
+        return self.pages - self._mover.away
+
+    @property
+    def displaced(self) -> int:
+        return self._mover.away
+
+    @property
+    def ranges(self) -> list[tuple[str, Range]]:
+        return [("moments of all weights", self._range)]
+
+    def offers(self) -> list[Offer]:
+        runs = [run for dirty in self._takable() for run in dirty]
+        return [Offer(0, sum(end - first for first, end in runs), False, divisible=True)] if runs else []
+
+    def entry(self, index: int) -> tuple[Group, list[Any]] | None:
+        backing = self._mover.backing.pages
+        runs = [run for runs in self._takable() for run in runs]
+        parts: list[Any] = [(self._range, first, end - first, backing, first, []) for first, end in runs]
+        return (self.group, parts) if parts else None
+
+    @contextmanager
+    def use(self) -> Iterator[torch.Tensor]:
+        """The tensor, to be read and written."""
+        self.used = self.governor.clock()
+        with GroupLease(self.group):
+            if self.governor.taken_of(self.number):
+                self._mover.look(0, self.pages)
+            if self.displaced and (pages := self.governor.restorable_pages(self.number)):
+                self._mover.own(pages, self.pages)
+                self._mover.fetch(self._transfer, 0, 0)
+            self._mover.arrive(0)
+            self._range.note_use(0, True)
+            yield from_dlpack(self._range.tensor(0, (self._range.nbytes // 4,), (1,), 2, 32))
+        self.governor.client_changed(self.number)
+
+    def check(self) -> None:
+        with self.use() as value:
+            assert torch.equal(value, self.expected)
+            value += 1
+        self.expected += 1
+
+    def _takable(self) -> tuple[Any, Any]:
+        self._mover.look(0, self.pages)
+        return self._mover.takable(0, self.pages)
+
+
 CASES: dict[str, Callable[[Device], Case]] = {
     "layers of a model": LayersOfAModel,
     "KV cache in use": CacheInUse,
     "cached prefix": CachedPrefix,
     "kept state": KeptState,
     "sectors of requests": SectorsOfRequests,
+    "a class that nobody knows": OptimizerState,
 }
 
 
@@ -178,7 +256,7 @@ def offered(device: Device, case: Case) -> list[int]:
     known = governors.of(device)
     known.reclaim.publish_now()
     mine = [each.index for each in known.reclaim.candidates() if each.client == case.number]
-    return [case.number * LAYERS + index for index in mine]
+    return [case.number * KEYS_PER_CLIENT + index for index in mine]
 
 
 def take(device: Device, case: Case) -> int:

@@ -94,7 +94,7 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
         clock.now += 0.4
         model = them["abc".index(name)]
         kv = max(kv, -device.kv)
-        free, taken, here = device.free, len(device.trace), model.here
+        free, taken, here = device.free, len(device.trace), model.device_pages
         most = max(most, device.kv + kv)
         try:
             decision = model.step(governor, phase, kv=kv)
@@ -187,7 +187,7 @@ def test_models_that_all_run_give_in_turns() -> None:
         for each in them:
             each.step(governor, kv=kv)
     assert trace(device) == ["a", "b", "a", "b", "a"]
-    assert [each.here for each in them] == [25, 30]
+    assert [each.device_pages for each in them] == [25, 30]
 
 
 # -- Oneiros: which layers, slots
@@ -198,10 +198,10 @@ def test_what_was_taken_is_arranged_before_the_next_iteration() -> None:
     _device, governor, _, (a,) = governed(40, {"pages": (1,) * 32, "decode": 0.004})
     for _ in range(8):
         a.step(governor, kv=1)
-    before = a.here
+    before = a.device_pages
     a.step(governor, kv=3)
     a.step(governor)
-    assert a.here == before - 3 == a.plan.device_pages
+    assert a.device_pages == before - 3 == a.plan.device_pages
     assert a.plan == fewest((1,) * 32, 29, Fraction(8))
     assert a.plan.streamed == spread((1,) * 32, len(a.plan.streamed))
     assert len(a.plan.streamed) == 3 + len(a.plan.slot_pages)
@@ -216,31 +216,31 @@ def test_pages_that_were_short_in_between_are_not_to_spare() -> None:
     for more in range(5):
         clock.now += 0.6 * PAGES.dwell
         b.step(governor, "prefill")
-        assert b.here == 40 - 5 * more
+        assert b.device_pages == 40 - 5 * more
         clock.now += PAGES.idle
         a.step(governor, kv=45 + 5 * more)
         device.kv = 0
     assert trace(device) == ["b"] * 5
     clock.now += 0.6 * PAGES.dwell
     b.step(governor, "prefill")
-    assert b.here == 15
+    assert b.device_pages == 15
     for _ in range(2):
         clock.now += 1.2 * PAGES.dwell
         b.step(governor, "prefill")
-    assert b.here > 15
+    assert b.device_pages > 15
 
 
 def test_what_is_given_back_leaves_room_for_the_next_tokens() -> None:
     device, governor, clock, (a,) = governed(64, {"pages": (8,) * 8, "decode": 1.0})
     a.step(governor, kv=16)
     a.step(governor)
-    assert a.here == 48
+    assert a.device_pages == 48
     device.kv = 0
     for _ in range(40):
         clock.now += 1.0
         a.step(governor)
     assert device.free >= 64 // PAGES.spare > 0
-    assert a.here == 56, "whole layers"
+    assert a.device_pages == 56, "whole layers"
     assert a.decisions[-1].plan == a.plan
 
 
@@ -344,7 +344,7 @@ def test_without_an_slo_it_streams_what_memory_demands() -> None:
     for _ in range(30):
         clock.now += 1.0
         a.step(governor)
-    assert a.here == 15, "there was room for one layer more"
+    assert a.device_pages == 15, "there was room for one layer more"
     a.step(governor, kv=10)
     assert a.step(governor).plan == plan
 

@@ -93,7 +93,7 @@ def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
     device.kv = 0
     clock.now += 2 * PAGES.idle
     b.step(governor, "prefill")
-    assert b.here == 15, "not what was kept for it before"
+    assert b.device_pages == 15, "not what was kept for it before"
 
 
 def test_a_model_that_changes_is_not_taken_from() -> None:

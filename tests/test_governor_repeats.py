@@ -71,7 +71,7 @@ class World:
             for n in range(len(self.models)):
                 found.append(self.step(n, "decode", 1, 17, -1))
             for each in self.caches:
-                if not each.kept:
+                if not each.only_cached:
                     each.step()
         return found
 
@@ -88,7 +88,7 @@ class World:
     def keep(self, cache: int, kept: bool) -> None:
         if self.caches:
             its = self.caches[cache % len(self.caches)]
-            its.kept = kept
+            its.only_cached = kept
             self.governor.client_changed(its.number)
 
     def lose(self, cache: int, late: bool) -> None:
@@ -98,7 +98,7 @@ class World:
             self.device.caches.remove(its)
             self.device.listed = [each for each in self.device.listed if each[1] is not its]
             if late:
-                self.device.kv += its.here  # which another one has by now
+                self.device.kv += its.device_pages  # which another one has by now
                 self.governor._known.clients.client_left(its.number)
             else:
                 self.governor.remove_client(its.number)
@@ -151,7 +151,7 @@ class World:
 
     def add(self, which: int) -> None:
         model = self.models[which % len(self.models)]
-        if model not in self.device.models and self.device.free >= model.here:
+        if model not in self.device.models and self.device.free >= model.device_pages:
             self.device.models.append(model)
             self.governor.add(model)
 

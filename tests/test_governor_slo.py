@@ -121,7 +121,7 @@ def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
     a.tpot_slo = 0.021
     governor.changed(a)
     assert a.step(governor).refusal is not None
-    assert a.here == 10
+    assert a.device_pages == 10
     for _ in range(3):
         assert a.step(governor).refusal is not None
     device.kv = 0
@@ -164,7 +164,7 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     options, free = drawn
     device, governor, _, them = governed(1000, *options)
     device.kv = device.free - free - 1000 // PAGES.spare
-    room = free + sum(each.here for each in them)
+    room = free + sum(each.device_pages for each in them)
     clients = [
         LinkClient(
             each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6

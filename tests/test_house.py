@@ -205,7 +205,7 @@ FACTS = {
     "allocator/preflight/torch_probes.py": {"PAGES"},
     "allocator/replay.py": {"_ALLOC", "_FREE", "_LARGEST", "_WORD"},
     "offload/governor/kv_offers.py": {"_FIRST_SLICE"},
-    "offload/governor/client.py": {"LAYERS", "SPLIT"},
+    "offload/governor/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
     "offload/policy/ledger.py": {"FIXED"},
@@ -325,7 +325,6 @@ LARGEST = 25  # methods of a class, with properties and special ones
 LARGE = {  # and what has more, at most so many
     # A layer of a cache of transformers: 17 methods are transformers' and Python's, the others share what those change.
     "ElasticLayer": 34,
-    "SectorClient": 28,  # what a governor asks of pages (PageClient)
 }
 
 
@@ -573,7 +572,7 @@ def test_every_client_runs_the_contract() -> None:
         path.relative_to(ROOT).as_posix()
         for _, path in SOURCES
         if re.search(r"governor\.(add|add_client)\(", path.read_text())
-    }
+    } - {"offload/governor/client.py"}  # whose Note says how
     # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
     assert adding == {"hooks/streaming/elastic.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
 

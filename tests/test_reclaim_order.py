@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
-from ballonet.offload.governor.client import LAYERS
+from ballonet.offload.governor.client import KEYS_PER_CLIENT
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.reclaim_order import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
 from ballonet.offload.policy.tuning import DEFAULT
@@ -117,7 +117,7 @@ def test_the_whole_list() -> None:
     old.step(6)
     prefix = FakeCache(device, governor, clock, "prefix")
     prefix.step(3)
-    prefix.kept, prefix.clean = True, {0, 1}
+    prefix.only_cached, prefix.clean = True, {0, 1}
     clock.now += 2 * PAGES.idle
     b.step(governor)
     new = FakeCache(device, governor, clock, "new")
@@ -159,7 +159,7 @@ def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCac
     found = {
         each.name: each if isinstance(each, FakeCache) else governor._known.clients.of_model(each) for each in clients
     }
-    return [found[name].number * LAYERS + index for name, index in device.trace]
+    return [found[name].number * KEYS_PER_CLIENT + index for name, index in device.trace]
 
 
 def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
@@ -275,7 +275,9 @@ def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int,
         assert device.free >= 0
         for model in them[:2]:
             if {model.name, owned[model.name].name} & {*trace(device)}:
-                assert model.here + owned[model.name].here >= model.floor, "it was taken from below its floor"
+                assert model.device_pages + owned[model.name].device_pages >= model.floor, (
+                    "it was taken from below its floor"
+                )
 
 
 @pytest.mark.parametrize("floor", [0, 20, 26, 40, 70])
@@ -284,9 +286,9 @@ def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
     device, governor, _, (a,) = governed(60, {"tpot": 0.03, "floor": floor})
     for _ in range(3):
         a.step(governor)
-    assert a.here >= min(floor, 40)
-    assert (a.here < 40) == (floor < 40)
-    assert device.free == 60 - a.here
+    assert a.device_pages >= min(floor, 40)
+    assert (a.device_pages < 40) == (floor < 40)
+    assert device.free == 60 - a.device_pages
 
 
 # -- restored
@@ -348,15 +350,15 @@ def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> N
     one.step(10)
     clock.now += 2 * PAGES.idle
     two.step(10)
-    assert (one.here, two.here) == (6, 10)
+    assert (one.device_pages, two.device_pages) == (6, 10)
     clock.now += 2 * PAGES.idle
     one.step()
-    assert (one.here, two.here) == (10, 6), "at once: it would read them in place in each step"
+    assert (one.device_pages, two.device_pages) == (10, 6), "at once: it would read them in place in each step"
     for _ in range(20):
         clock.now += PAGES.idle / 3
         one.step()
         two.step()
-    assert (one.here + two.here, device.free) == (16, 0)
+    assert (one.device_pages + two.device_pages, device.free) == (16, 0)
     assert one.moved + two.moved < 40, "both run: none is worth more than the other"
 
 

@@ -132,7 +132,7 @@ class ElasticScheduler(Scheduler):
         self._none_fits = self.memory.without_reserve and bool(where or selected.left_out) and not scheduled
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
-        away = self.cache.pages.client.read_away
+        away = self.cache.pages.client.read_displaced
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
             self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))

@@ -139,7 +139,7 @@ class CacheRanges:
         kv_range = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
         self._ranges.append(weakref.ref(kv_range))
         if self._tier is not None:
-            self._tier.client.block = max(self._tier.client.block, len(self._ranges), 1 + more)
+            self._tier.client.grows_by = max(self._tier.client.grows_by, len(self._ranges), 1 + more)
         place = kv_range.join(number)
         assert place is not None
         return kv_range, place

@@ -124,7 +124,7 @@ class CachedSequence:
     def device_pages(self) -> int:
         """The pages of these that are on the device."""
         tiers = self._tiers()
-        return sum(tier.client.here for tier in tiers) if tiers else self.pages
+        return sum(tier.client.device_pages for tier in tiers) if tiers else self.pages
 
     @property
     def caches(self) -> list[int]:
@@ -157,7 +157,7 @@ class CachedSequence:
     @property
     def near(self) -> float:
         """Part of its pages that lies on a peer."""
-        return sum(tier.client.near for tier in self._tiers()) / max(1, self.pages)
+        return sum(tier.client.displaced_on_peer for tier in self._tiers()) / max(1, self.pages)
 
     @property
     def held(self) -> Sequence[int]:
@@ -174,7 +174,7 @@ class CachedSequence:
         for each in self.kv_ranges:
             each.keep(kept)
         for tier in self._tiers():
-            tier.client.kept = kept
+            tier.client.only_cached = kept
 
     def _tiers(self) -> list[KVTier]:
         found = {id(layer.ranges): layer.ranges.tier for layer in self.used}

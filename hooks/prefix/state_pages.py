@@ -51,7 +51,7 @@ class StatePages:
                 view.copy_(tensor)
             self._tier.turns.stream = self._stream()
         self._extent.extended(0, pieces)
-        self._tier.client.kept = True
+        self._tier.client.only_cached = True
         self._extent.raise_to(pieces)
         governor.client_changed(self._tier.number)
 
@@ -73,7 +73,7 @@ class StatePages:
     @property
     def device_pages(self) -> int:
         """The pages of these that are on the device."""
-        return self._tier.client.here
+        return self._tier.client.device_pages
 
     @contextmanager
     def read(self) -> Iterator[list[torch.Tensor]]:

@@ -11,17 +11,13 @@ Note [One offer]
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import PoolExhausted
-from ...allocator.interrupts import Finalizer
-from ...offload.governor.client import Offer
+from ...offload.governor.client import Offer, PageClient
 from ...offload.governor.governor import Governor
-from ...offload.governor.kv_read_plan import Streamed
-from ...offload.policy.layer_stream import Way
 from ...offload.policy.reclaim_order import Rung
 from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover
@@ -36,13 +32,10 @@ if TYPE_CHECKING:
     from ...allocator._native import Place
 
 
-class SectorClient:
-    """Used by the thread that schedules; the governor asks on any. `lock`: held while pages are moved, and while others
-    begin or end to read: see prompt_blocks.py, Note [Two threads]."""
-
-    whose = ""
-    block = 1
-    near = on_peer = leaving = 0
+class SectorClient(PageClient):
+    """The `PageClient` of the pages of a paged KV cache. Used by the scheduling thread; the governor reads it on any.
+    `lock`: held while pages are moved, and while others begin or end to read: see prompt_blocks.py, Note [Two
+    threads]."""
 
     def __init__(self, device: Device, group: Group, range_: Range, governor: Governor, model: str) -> None:
         """The pages of `range_`, of requests of a model that is called so. DriverError."""
@@ -63,9 +56,8 @@ class SectorClient:
         self._mover = Mover(device, range_, self._backing, Lock())
         self._current = stream_of(device)
         self._changed = False  # since the governor was told
-        self.kept = False  # is there nothing but blocks that are kept for prompts?
+        self.only_cached = False  # is there nothing but blocks that are kept for prompts?
         self.number = governor.add_client(self)
-        Finalizer(self, partial(governor.remove_client, self.number))
 
     # -- for the governor
 
@@ -80,12 +72,12 @@ class SectorClient:
         return self._mover.away
 
     @property
-    def held(self) -> int:
+    def pages(self) -> int:
         """Pages of requests, wherever they are."""
         return len(self._in_use)
 
     @property
-    def here(self) -> int:
+    def device_pages(self) -> int:
         """Pages of requests on the device."""
         self._look()
         return len(self._in_use) - self._mover.away
@@ -94,11 +86,6 @@ class SectorClient:
     def ranges(self) -> list[tuple[str, Range]]:
         """The one range of all sectors."""
         return [("blocks of keys and values of all layers", self._range)]
-
-    @property
-    def streamed(self) -> Streamed:
-        """Always in place."""
-        return Streamed(Way.ZERO_COPY if self.displaced else Way.RESIDENT, self.displaced, 0, 0, 0, 0.0)
 
     def offers(self) -> Sequence[Offer]:
         """See Note [One offer]."""
@@ -115,15 +102,6 @@ class SectorClient:
         parts: list[Any] = [(self._range, first, end - first, twin, first, []) for first, end in self._takable()[index]]
         return (self._group, parts) if parts else None
 
-    def give_slots(self) -> None:
-        """Does nothing: there are no slots."""
-
-    def write_behind(self, pages: int) -> None:
-        """Does nothing: see Note [One offer]."""
-
-    def demote(self, pages: int) -> None:
-        """Does nothing: no page on the peer is to leave it."""
-
     # -- for the cache
 
     @property
@@ -132,7 +110,7 @@ class SectorClient:
         return sum(end - first for first, end in self._takable()[0])
 
     @property
-    def read_away(self) -> int:
+    def read_displaced(self) -> int:
         """Pages on the host that requests of the batch read."""
         if not self._mover.away:
             return 0
@@ -161,7 +139,7 @@ class SectorClient:
         """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
         DriverError."""
         self.used = self.governor.clock()
-        self._changed, self.kept = self._changed or self.kept, False
+        self._changed, self.only_cached = self._changed or self.only_cached, False
         self._read = Pieces(runs_of(reads))
         self.host_writes.arrive(self.stream)
         if self.governor.taken_of(self.number) or self.displaced:
@@ -174,7 +152,7 @@ class SectorClient:
 
     def rests(self) -> None:
         """There is no request any more: what is there is only kept."""
-        self._read, self.kept = Pieces(), True
+        self._read, self.only_cached = Pieces(), True
         self.governor.client_changed(self.number)
 
     def uses(self) -> None:

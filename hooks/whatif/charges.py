@@ -67,7 +67,7 @@ class Charges:
     def _waits(self, client: SectorClient, elastic: Elastic, seconds: float) -> float:
         plan, before = elastic.plan, self._streamed.get(id(elastic), frozenset())
         stall = Costs(plan.pages, seconds, self._page).expected(plan) - seconds
-        away = client.read_away + elastic.arrangement.read_in_place
+        away = client.read_displaced + elastic.arrangement.read_in_place
         self._streamed[id(elastic)] = frozenset(plan.streamed)
         back = sum(plan.pages[layer] for layer in before.difference(plan.streamed))
         copied, self._copied = self._copied, self._total()

@@ -6,24 +6,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..policy.layer_order import by_rung, of_layer
-from ..policy.reclaim_order import Candidate, Rung, above_floors, claimed
-from .client import SPLIT, Offer
+from ..policy.reclaim_order import Candidate, above_floors, claimed
+from .client import INDICES_PER_SPLIT, Offer
 from .client_state import PageState
 from .situation import Situation
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A cache at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it was
-    used last; its pages that are away, and how many of them are `near`, on the peer; whether it is only kept in case
-    that a prompt begins with its tokens."""
+    """A page client at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it
+    was used last; its pages that are away, and how many of them are `near`, on the peer."""
 
     state: PageState
     offers: Sequence[Offer]
     active: bool
     used: float
     displaced: int
-    kept: bool = False
     near: int = 0
 
 
@@ -50,15 +48,14 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
         number, owner = held.state.number, held.state.model
         for offer in held.offers:
             active = held.active and not offer.resting
-            rung = Rung.RUNNING_KV if active else Rung.IDLE_KV
-            if_clean = Rung.PREFIX if held.kept and not active else rung
+            rung = offer.in_use if active else offer.idle
             recency = float(number) if active else held.used
             once = 0.0 if offer.clean else offer.pages * seconds
             lost = offer.readers * seconds if active else 0.0
-            which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
-            divisible = SPLIT if offer.divisible else 0
+            priority = priorities.get(owner, 0)
+            divisible = INDICES_PER_SPLIT if offer.divisible else 0
             yield Candidate(
-                which, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
+                rung, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
             )
 
 

@@ -1,32 +1,46 @@
-"""The contract between the governor and its clients: whoever has extents (pages that come and go together) that may be
-taken, and are restored when there is room.
+"""The contract between the governor and its clients: owners of pages that may be taken, and are restored
+when there is room.
 
 `Client` is what all have in common. Two kinds differ in who decides what goes. Of a `ModelClient`, the layers of a
 managed model, the governor decides which stream, as layers must be spread evenly over an iteration (candidates.py). A
-`PageClient` says itself what it offers, and in which order: a KV cache, in use or kept for prompts (kv_client.py), and
-the recurrent states that are kept (hooks/prefix/state_pages.py). A new class of tensors is one more `PageClient`: a
-file that implements it, and a call of `Governor.add_client` where one is made. tests/test_client_contract.py runs on
-all of them.
+`PageClient` says itself what it offers, and in which order. There are two: a KV cache (kv_client.py), which also holds
+cached prefixes and kept recurrent states, and the pages of batched requests (hooks/sectors/client.py).
+
+Note [A new class of tensors]
+    One file and one line. The file has a class that derives from `PageClient` and says what its abstract members want;
+    its bytes lie in a `Range`, which a `Mover` moves to a `Backing` and back (offload/residency). Each offer names its
+    rungs in the order of reclaim (policy/reclaim_order.py). The line, in its constructor, is
+    `self.number = governor.add_client(self)`. Then, on the thread that uses it:
+
+    - Before it uses its pages it leases its group: the core takes nothing that another thread leases.
+    - Once per iteration it asks `governor.taken_of(number)`, and looks at its pages again where that names some. Then
+      it asks `governor.restorable_pages(number)`, and brings so many back.
+    - When what it offers has changed it says `governor.client_changed(number)`.
+
+    tests/test_client_contract.py runs on all clients, and on one that is made for it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 from ...allocator._native import Range
+from ..policy.layer_stream import Way
 from ..policy.plan import Plan
+from ..policy.reclaim_order import Rung
 from ..record.record import Point
 from .kv_read_plan import Streamed
 
-LAYERS: Final = 2**20  # a key of the reclaim list is a client's number times this, and an index
-SPLIT: Final = 2**16  # indices of offers are below; each further candidate made of one has an index higher by this
+KEYS_PER_CLIENT: Final = 2**20  # a key of the reclaim list is a client's number times this, and an index
+INDICES_PER_SPLIT: Final = 2**16  # offers have lower ones; a further candidate made of one has an index higher by this
 
 
 class Client(Protocol):
-    """All that is read here is answered at once: the governor holds its lock. What is called may be called on any
-    thread, and where nothing else is said without that lock."""
+    """Properties are read under the governor's lock and must not wait. Methods may be called on any thread, without
+    that lock where their docstring says nothing else."""
 
     @property
     def name(self) -> str: ...
@@ -36,15 +50,16 @@ class Client(Protocol):
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         """(group, parts) of a layer or an offer for `Device.publish`; None where it cannot be taken any more, or not
-        yet."""
+        yet. A part is (range, first piece, pieces, range of the backing or None, first piece there, [])."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Pages of a client that may be taken together. `index`: its number in the client, below `SPLIT`; `pages`: of
-    the device, that it frees; `clean`: its backing has the bytes, so that nothing is copied when it is taken;
-    `readers`: layers that read each of its pages; `divisible`: any number of them may be taken; `resting`: nobody
-    reads them for now, though others of the client's."""
+    """Pages of a client that may be taken together. `index`: its number in the client, below `INDICES_PER_SPLIT`;
+    `pages`: of the device, that it frees; `clean`: its backing has the bytes, so that nothing is copied when it is
+    taken; `readers`: layers that read each of its pages in an iteration; `divisible`: any number of them may be taken;
+    `resting`: nobody reads them for now, though others of the client's. `in_use`, `idle`: its rungs in the order of
+    reclaim, while its client is in use and while it is not."""
 
     index: int
     pages: int
@@ -52,6 +67,8 @@ class Offer:
     readers: int = 1
     divisible: bool = False
     resting: bool = False
+    in_use: Rung = Rung.RUNNING_KV
+    idle: Rung = Rung.IDLE_KV
 
 
 class IterationTimes(Protocol):
@@ -108,74 +125,87 @@ class ModelClient(Client, Protocol):
         more, after their keys; how many. Called without the governor's lock, on any thread. DriverError."""
 
 
-class PageClient(Client, Protocol):
-    """Pages that are offered one by one. The governor refers to it weakly, and calls what is read here with its lock:
-    no lock may be taken for it that is held while the governor is called."""
+class PageClient(ABC):
+    """Pages that are offered one by one. The governor refers to it weakly, and reads its properties and `offers` with
+    its lock: no lock may be taken for them that is held while the governor is called.
+
+    How its numbers of pages nest: `pages` are `device_pages` and `displaced`; of `displaced`, `displaced_on_peer` lie
+    on the peer and the others on the host, and `read_displaced` are read by the next iteration.
+    """
+
+    name: str
+    model_name = ""  # of the model that it belongs to, for readers; "" where nobody knows, or `name` has it
+    used: float  # when it was used last, by the governor's clock
+    grows_by = 1  # pages: one for each of its ranges
+    only_cached = False  # is it only there in case that a prompt begins with its tokens? Then it is idle at once
 
     @property
-    def whose(self) -> str:
-        """The name of its model, for readers; "" where nobody knows, or its own name has it."""
+    @abstractmethod
+    def running(self) -> bool:
+        """Does any thread use it now, under a lease?"""
+
+    @abstractmethod
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        """Returns what `Client.entry` does, of an offer."""
+
+    @abstractmethod
+    def offers(self) -> Sequence[Offer]:
+        """Returns what may be taken, in the order of taking. A few: the list is made anew whenever one changes."""
 
     @property
-    def used(self) -> float:
-        """When tokens were appended last, by the governor's clock."""
+    @abstractmethod
+    def pages(self) -> int:
+        """Pages under its bytes, wherever they are, and those that it is about to request."""
 
     @property
+    @abstractmethod
+    def device_pages(self) -> int:
+        """Device pages that it has."""
+
+    @property
+    @abstractmethod
     def displaced(self) -> int:
-        """Pages that lie on the peer or the host and would be on the device if there were room."""
+        """Pages that lie on the peer or the host and would be on the device if there were room, as far as known."""
 
     @property
-    def read_away(self) -> int:
-        """The pages of these that its next iteration reads."""
-
-    @property
-    def near(self) -> int:
-        """The pages of `displaced` that lie on the peer."""
-
-    @property
-    def on_peer(self) -> int:
-        """Pages of the peer that could go to the host."""
-
-    @property
-    def leaving(self) -> int:
-        """The pages that are on their way there."""
-
-    @property
-    def held(self) -> int:
-        """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
-
-    @property
-    def here(self) -> int:
-        """The device pages that it has."""
-
-    @property
+    @abstractmethod
     def ranges(self) -> list[tuple[str, Range]]:
         """The ranges that its pages lie in, with what is in each, for readers. Asked without the governor's lock, on
         any thread."""
 
     @property
-    def block(self) -> int:
-        """Pages that it grows by: one for each of its ranges."""
+    def read_displaced(self) -> int:
+        """Displaced pages that its next iteration reads."""
+        return self.displaced
 
     @property
-    def kept(self) -> bool:
-        """Is it only there in case that a prompt begins with its tokens?"""
+    def displaced_on_peer(self) -> int:
+        """Displaced pages that lie on the peer."""
+        return 0
+
+    @property
+    def peer_pages(self) -> int:
+        """Pages of the peer that could go to the host."""
+        return 0
+
+    @property
+    def leaving_peer(self) -> int:
+        """Pages that are on their way from the peer to the host."""
+        return 0
 
     @property
     def streamed(self) -> Streamed:
-        """How what is displaced is read."""
+        """How displaced pages are read: by default in place."""
+        return Streamed(Way.ZERO_COPY if self.displaced else Way.RESIDENT, self.displaced, 0, 0, 0, 0.0)
 
-    def offers(self) -> Sequence[Offer]:
-        """What may be taken, in the order of taking. A few: the list is made anew whenever one of them changes."""
+    def give_slots(self) -> None:  # noqa: B027
+        """Gives back slots that it is read through, as nobody has used it for a while and pages are short. Does nothing
+        while anyone leases it. Returns at once; called on any thread."""
 
-    def give_slots(self) -> None:
-        """Nobody has used it for a while, and pages are short: slots that it is read through go back. Does nothing
-        while anyone leases it. Returns at once; may be called on any thread."""
-
-    def write_behind(self, pages: int) -> None:
+    def write_behind(self, pages: int) -> None:  # noqa: B027
         """Starts to copy up to so many pages that are offered and not clean, in their order, to the host, and looks
-        what has become of those before. Returns at once; `Governor.client_changed` when they are clean. While pages are
-        short it is called in each iteration of any model, also with 0."""
+        what has become of those before. Returns at once; `client_changed` when they are clean. While pages are short it
+        is called in each iteration of any model, also with 0."""
 
-    def demote(self, pages: int) -> None:
+    def demote(self, pages: int) -> None:  # noqa: B027
         """Starts to copy up to so many pages from the peer to the host, the coldest first. Returns at once."""

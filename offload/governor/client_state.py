@@ -14,7 +14,7 @@ from ..policy.remap import standing
 from ..policy.tuning import DEFAULT, WeightPlans
 from ..record.record import Phase, Point
 from .activity import Activity
-from .client import LAYERS, SPLIT, Client, ModelClient, Offer, PageClient
+from .client import INDICES_PER_SPLIT, KEYS_PER_CLIENT, Client, ModelClient, Offer, PageClient
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 
@@ -34,7 +34,7 @@ class ClientState:
 
     def key(self, index: int) -> int:
         """In the reclaim list."""
-        return self.number * LAYERS + index
+        return self.number * KEYS_PER_CLIENT + index
 
     def last_use(self, now: float) -> float:
         """When it was in use last, by its iterations."""
@@ -172,7 +172,7 @@ class PageState(ClientState):
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         client = self.paged()
-        return None if client is None else client.entry(index % SPLIT)
+        return None if client is None else client.entry(index % INDICES_PER_SPLIT)
 
     def offers(self) -> list[Offer]:
         """What it offers now, without what was taken and it does not know of yet."""

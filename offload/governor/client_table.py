@@ -84,7 +84,7 @@ class Clients:
         """Adds a page client and returns its number. See Note [Whose pages]."""
         self._numbers += 1
         on = self.running.here
-        whose, model = (client.whose, 0) if on is None else (on.name, on.number)
+        whose, model = (client.model_name, 0) if on is None else (on.name, on.number)
         name = f"{client.name} of {whose}" if whose else client.name
         state = PageState(self._numbers, name, Activity(self._progress), paged=weakref.ref(client), model=model)
         self.idleness.changed()
@@ -132,8 +132,7 @@ class Clients:
                 not self.idleness.idle(state, it, now),
                 state.used,
                 it.displaced,
-                it.kept,
-                it.near,
+                it.displaced_on_peer,
             )
             for state, it in self.paged
         ]
@@ -165,9 +164,9 @@ class Clients:
         found = Use(model.number, model.name, model.model.priority, floor)
         for state, client in self.paged:
             if state.model == model.number:
-                found.held += client.here
-                found.block = max(found.block, client.block)
-                found.used += 0 if self.idleness.idle(state, client, now) else client.held
+                found.held += client.device_pages
+                found.block = max(found.block, client.grows_by)
+                found.used += 0 if self.idleness.idle(state, client, now) else client.pages
         return found
 
     def uses(self, now: float) -> list[Use]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..policy.reclaim_order import Rung
-from .client import LAYERS, ModelClient
+from .client import KEYS_PER_CLIENT, ModelClient
 from .lend import Lent
 from .overview import Overview
 from .reclaim_list import ReclaimList
@@ -96,7 +96,7 @@ class Exchange:
             self._known.list.void()
         self._reclaim.published()  # and what should be copied behind waits for the next list
         keys = [
-            candidate.client * LAYERS + candidate.index
+            candidate.client * KEYS_PER_CLIENT + candidate.index
             for candidate in self._reclaim.candidates()
             if candidate.borrowed and candidate.rung is Rung.PREFIX
         ]

@@ -33,12 +33,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from ...allocator._native import Range
 from ...allocator.config import Config
 from ...allocator.events import Events
-from ...allocator.interrupts import Guarded, if_free
+from ...allocator.interrupts import Finalizer, Guarded, if_free
 from ..policy.ledger import Refusal
 from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
@@ -222,14 +223,16 @@ class Governor:
 
     # -- KV caches
 
-    def add_client(self, cache: PageClient) -> int:
-        """Adds a cache and returns its number. Called on the thread that uses it first; see client_table.py, Note
-        [Whose pages]."""
+    def add_client(self, client: PageClient) -> int:
+        """Adds a page client until it is collected, and returns its number. Called on the thread that uses it first;
+        see client_table.py, Note [Whose pages]."""
         with self._known.lock:
-            return self._known.clients.add_paged(cache)
+            number = self._known.clients.add_paged(client)
+        Finalizer(client, partial(self.remove_client, number))
+        return number
 
     def remove_client(self, number: int) -> None:
-        """Removes a cache. May be called in the middle of anything, as `collected`."""
+        """Removes a page client. May be called in the middle of anything, as `collected`."""
         self._known.clients.client_left(number)
         if_free(self._known.lock, self._known.drop_dead)
 
@@ -311,7 +314,7 @@ class Governor:
                 for state in clients.models
                 if state.number in active
             )
-            kv = sum(cache.read_away for state, cache in clients.paged if state.number in active)
+            kv = sum(cache.read_displaced for state, cache in clients.paged if state.number in active)
             return Standing(clients.idleness.idle_pages(self._known.list.pages, now, -1), layers + kv, bool(active))
 
     @property

@@ -50,7 +50,7 @@ class Idleness:
 
     def idle(self, state: PageState, client: PageClient, now: float) -> bool:
         """Does it rest, or is it only kept, and does nobody lease it?"""
-        return (self.rests(state, now) or client.kept) and not client.running
+        return (self.rests(state, now) or client.only_cached) and not client.running
 
     def resting(self, now: float) -> list[PageClient]:
         """The page clients that are idle. A model whose forward has begun is about to use the one that it used last."""
@@ -84,7 +84,7 @@ class Idleness:
         paged = self._clients.paged
         states: list[ClientState] = [*self._clients.models, *(state for state, _ in paged)]
         first = min((state.used for state in states), default=-math.inf) + self._pause
-        by_others = any(client.kept for _, client in paged) or any(state.wanted is not None for state in states)
+        by_others = any(client.only_cached for _, client in paged) or any(state.wanted is not None for state in states)
         self.calm_until = -math.inf if by_others else first
         return self._resting != before[0], self._unused != before[1]
 

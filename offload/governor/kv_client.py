@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import BallonetError
+from ..policy.reclaim_order import Rung
 from ..residency.kv_extents import KVExtents
 from ..residency.kv_places import coldest
-from .client import Offer
+from .client import Offer, PageClient
 from .governor_api import GovernorApi
 from .kv_offers import KVOffers
 from .kv_read_plan import KVReadPlan, Streamed
@@ -19,8 +21,8 @@ from .kv_saving import KVSaving
 from .kv_turns import KVTurns
 
 
-class KVClient:
-    """See client.Cache. The governor refers to it weakly."""
+class KVClient(PageClient):
+    """The `PageClient` of one KV cache, which KVTier holds."""
 
     def __init__(
         self,
@@ -34,16 +36,15 @@ class KVClient:
     ) -> None:
         """`group`: of all its ranges; `transfer`: the stream of its copies; `lock`: of its states."""
         self.name = "KV cache"
-        self.whose = ""  # the name of its model
         self.used = governor.clock()  # when tokens were appended last
         self.goal = 0  # pages that it is to have in this iteration
-        self.block = 1  # ranges that it has, or will have
+        self.grows_by = 1  # ranges that it has, or will have
         self.way = KVReadPlan(device, group, transfer, governor.marks, governor.clock, governor.tuning.kv_reads)
         self.takable = KVOffers(extents, turns, self.way)
         self.saving = KVSaving(extents, self.takable, turns, transfer, governor, lock, self.name)
         self._group = group
         self._extents = extents
-        self._kept = False
+        self._only_cached = False
 
     @property
     def running(self) -> bool:
@@ -56,18 +57,13 @@ class KVClient:
         return self._extents.away
 
     @property
-    def read_away(self) -> int:
-        """All of these."""
-        return self._extents.away
-
-    @property
-    def held(self) -> int:
-        """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
+    def pages(self) -> int:
+        """Pages under its tokens, wherever they are, and those that it is about to request."""
         return max(self.goal, self._extents.pieces)
 
     @property
-    def here(self) -> int:
-        """Pages of the device that it has."""
+    def device_pages(self) -> int:
+        """Device pages that it has."""
         self._extents.look()
         return self._extents.pieces - self._extents.away
 
@@ -77,30 +73,30 @@ class KVClient:
         return [(extent.contents, extent.range) for extent in self._extents.all()]
 
     @property
-    def near(self) -> int:
+    def displaced_on_peer(self) -> int:
         """The pages of `displaced` that lie on the peer."""
         return self._extents.near
 
     @property
-    def on_peer(self) -> int:
+    def peer_pages(self) -> int:
         """Pages of the peer that could go to the host."""
         self._extents.look()
         return sum(len(coldest(extent)) for extent in self._extents.all())
 
     @property
-    def leaving(self) -> int:
+    def leaving_peer(self) -> int:
         """The pages that are on their way there."""
         return sum(len(extent.backing.leaving) for extent in self._extents.all())
 
     @property
-    def kept(self) -> bool:
+    def only_cached(self) -> bool:
         """Is it only there in case that a prompt begins with its tokens? Then it has no slots. Set while no other
         thread uses it."""
-        return self._kept
+        return self._only_cached
 
-    @kept.setter
-    def kept(self, now: bool) -> None:
-        self._kept, self.goal = now, 0
+    @only_cached.setter
+    def only_cached(self, now: bool) -> None:
+        self._only_cached, self.goal = now, 0
         if now:
             with suppress(BallonetError):  # where they cannot go back now `give_slots` gives them back later
                 self.way.give()
@@ -111,8 +107,11 @@ class KVClient:
         return self.way.said(self.displaced)
 
     def offers(self) -> Sequence[Offer]:
-        """What may be taken, in this order."""
-        return self.takable.all()
+        """Returns what may be taken, in this order. Clean pages that are only cached cost nothing to give."""
+        found = self.takable.all()
+        if not self._only_cached:
+            return found
+        return [replace(each, idle=Rung.PREFIX) if each.clean else each for each in found]
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""

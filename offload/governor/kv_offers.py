@@ -9,7 +9,7 @@ from typing import Any, Final
 from ..residency.kv_extents import KVExtents
 from ..residency.kv_slots import Slice
 from ..residency.saving import Runs
-from .client import SPLIT, Offer
+from .client import INDICES_PER_SPLIT, Offer
 from .kv_read_plan import KVReadPlan
 from .kv_turns import KVTurns
 
@@ -74,7 +74,7 @@ class KVOffers:
         for each in self._way.slices():
             index = known.get(each[:3])
             while index is None or index in found:
-                index = _FIRST_SLICE + next(self._next) % (SPLIT - _FIRST_SLICE)
+                index = _FIRST_SLICE + next(self._next) % (INDICES_PER_SPLIT - _FIRST_SLICE)
                 index = None if index in self._slices else index
             found[index] = each
         self._slices = found

@@ -9,11 +9,9 @@ Note [Who calls]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from threading import Lock
 
 from ...allocator._native import Device, Group, Transfer
-from ...allocator.interrupts import Finalizer
 from ..policy.ahead import ahead, window
 from ..policy.peer import mean_seconds
 from ..policy.reclaim_order import Rung
@@ -28,8 +26,8 @@ from .kv_turns import KVTurns
 class KVTier:
     """The pages of one cache. Refers to its ranges weakly."""
 
-    def __init__(self, device: Device, group: Group, governor: GovernorApi, whose: str = "") -> None:
-        """`group`: of all its ranges; `whose`: the name of its model, for readers."""
+    def __init__(self, device: Device, group: Group, governor: GovernorApi, model_name: str = "") -> None:
+        """`group`: of all its ranges; `model_name`: of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
         self.patient = True  # did others give what they lease when they were waited for last?
         self.governor = governor
@@ -44,9 +42,8 @@ class KVTier:
         self._arrives = False  # are there bytes on their way to the device, as far as known?
         self._unsaid = 0  # pages that are full, which the governor does not know
         self._slot_changes = 0  # changes of slots that the governor was told of
-        self.client.whose = whose
+        self.client.model_name = model_name
         self.number = governor.add_client(self.client)
-        Finalizer(self, partial(governor.remove_client, self.number))
 
     def add(self, extent: KVExtent) -> int:
         """One more range. Returns its number."""
@@ -98,8 +95,8 @@ class KVTier:
             away = self.extents.away
         client.goal = 0
         if more:
-            client.goal = client.held + more * client.block
-            self.governor.exchange.needs(self.number, more * client.block)
+            client.goal = client.pages + more * client.grows_by
+            self.governor.exchange.needs(self.number, more * client.grows_by)
         if away or way.slots:
             self._arrange(stream, rows, away)
         else:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from ...allocator.interrupts import Guarded, guarded
-from ..policy.reclaim_order import Rung
-from .client import LAYERS
+from ..policy.reclaim_order import OF_LAYERS, Rung
+from .client import KEYS_PER_CLIENT
 from .overview import Overview
 from .reclaim_list import ReclaimList
 from .restore import plan_restore
@@ -27,7 +27,7 @@ class LadderPulls:
         keys, left = [], pages
         for candidate in self._reclaim.candidates():
             if left > 0 and candidate.rung is rung:
-                keys.append(candidate.client * LAYERS + candidate.index)
+                keys.append(candidate.client * KEYS_PER_CLIENT + candidate.index)
                 left -= candidate.pages
         return self._known.device.take(keys, pages) if keys else 0
 
@@ -53,19 +53,19 @@ class LadderPulls:
                 if candidate.rung > Rung.DUPLICATES and not wished:
                     wished = True
                     self._known.duplicates.wish(pages)
-                pages -= self._known.device.take([candidate.client * LAYERS + candidate.index])
+                pages -= self._known.device.take([candidate.client * KEYS_PER_CLIENT + candidate.index])
         if pages > 0 and not wished:
             self._known.duplicates.wish(pages)
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
-        kv = rung in (Rung.PREFIX, Rung.LEND, Rung.IDLE_KV, Rung.RUNNING_KV)
+        layers = rung in OF_LAYERS
         with self._known.lock:
             self._known.hear()
             now = self._known.clock()
             free = self._known.look(now)
             situation, held = self._known.situation(now, free), self._known.clients.held(now)
-            back = plan_restore(situation, held if kv else [], min(pages, situation.spare), models=not kv)
+            back = plan_restore(situation, [] if layers else held, min(pages, situation.spare), models=layers)
             self._known.grant(back)
             states = {state.number: state for state in situation.states}
             plans = sum(

@@ -20,7 +20,7 @@ from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Progress, StreamMarks
 from .candidates import Held, listed, of_models
-from .client import LAYERS, ModelClient
+from .client import KEYS_PER_CLIENT, ModelClient
 from .client_state import ModelState
 from .client_table import Clients
 from .decision import StreamDecision
@@ -104,7 +104,7 @@ class Overview:
 
     def _heard(self, taken: Sequence[tuple[int, int, int]]) -> None:
         for _, key, pages in taken:
-            self.clients.took(*divmod(key, LAYERS))
+            self.clients.took(*divmod(key, KEYS_PER_CLIENT))
             if self.list.comes_after(key, Rung.DUPLICATES):
                 self.duplicates.lack(pages)
         self.events.hear()

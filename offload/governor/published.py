@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 from ...allocator.events import Named, unnamed
 from ..policy.reclaim_order import Candidate, Rung
 from ..residency.backing import FAR
-from .client import LAYERS
+from .client import KEYS_PER_CLIENT
 from .client_state import ClientState
 
 _RUNGS: Final = {rung.label: rung for rung in Rung}
@@ -59,7 +59,7 @@ class Draft:
         """With what makes its lever, and the pages of what is divisible."""
         return [
             (
-                number * LAYERS + candidate.index,
+                number * KEYS_PER_CLIENT + candidate.index,
                 candidate.rung,
                 candidate.borrowed,
                 candidate.pages if candidate.divisible else 0,

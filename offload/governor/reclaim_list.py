@@ -113,8 +113,12 @@ class ReclaimList:
         with self._known.lock:
             active = self._known.clients.idleness.active(self._known.clock())
             caches = {state.number: cache for state, cache in self._known.clients.paged}
-            wanted = lacking(free + sum(cache.leaving for cache in caches.values()), total, self._known.tuning.peer)
+            wanted = lacking(
+                free + sum(cache.leaving_peer for cache in caches.values()), total, self._known.tuning.peer
+            )
             near = [
-                Near(number, cache.on_peer, number in active, cache.used) for number, cache in caches.items() if wanted
+                Near(number, cache.peer_pages, number in active, cache.used)
+                for number, cache in caches.items()
+                if wanted
             ]
         return [(caches[number], pages) for number, pages in leaving(near, wanted).items()]

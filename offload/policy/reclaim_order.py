@@ -71,6 +71,8 @@ LISTED: Final = (
     Rung.RUNNING_KV,
     Rung.LAST_WEIGHTS,
 )
+OF_LAYERS: Final = (Rung.IDLE_WEIGHTS, Rung.HIDDEN_WEIGHTS, Rung.STALLING_WEIGHTS, Rung.LAST_WEIGHTS)  # not of pages
+BORROWED: Final = (Rung.PREFIX, Rung.IDLE_KV)  # what may lie in pages that are due to others, see lending.py
 
 
 @dataclass(slots=True)
@@ -144,7 +146,7 @@ def claimed(candidates: Iterable[Candidate], owed: Mapping[int, int]) -> list[Ca
     left, found = dict(owed), []
     for candidate in ordered(candidates):
         due = left.get(candidate.owner, 0)
-        if candidate.rung in (Rung.PREFIX, Rung.IDLE_KV) and due > 0:
+        if candidate.rung in BORROWED and due > 0:
             if candidate.divisible and due < candidate.pages:
                 candidate, rest = candidate.split(due)
                 found.append(rest)

@@ -221,11 +221,11 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored(place: Place) ->
         for _ in range(3):
             for kv_range in cache.kv_ranges:
                 assert sum(kv_range.pages.movable.displace(piece) for piece in range(AWAY)) == AWAY
-            near = cache.tier.client.near
+            near = cache.tier.client.displaced_on_peer
             with held_copies(place, "host") as hold:
                 cache.tier.client.demote(room // 4)
                 cache.tier.client.write_behind(0)
-                assert hold.released or cache.tier.client.leaving == min(near, room // 4), (
+                assert hold.released or cache.tier.client.leaving_peer == min(near, room // 4), (
                     "it did not wait for the copies"
                 )
             for lane in lanes:
@@ -238,8 +238,8 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored(place: Place) ->
             before.lead()
             place.device.synchronize()
             cache.tier.client.write_behind(0)
-            assert cache.tier.client.leaving == 0
-            assert cache.tier.client.near == near - min(near, room // 4)
+            assert cache.tier.client.leaving_peer == 0
+            assert cache.tier.client.displaced_on_peer == near - min(near, room // 4)
             assert cache.tier.restore(AWAY * LAYERS, cache.kv_ranges[0].pages.stream) == AWAY * LAYERS
         assert near < room <= AWAY * LAYERS
         copied = place.device.snapshot()["copied"]

@@ -154,9 +154,9 @@ class Taker:
             elif choice == "down":
                 tier.client.demote(pages)
                 self._device.synchronize()
-                before = tier.client.leaving
+                before = tier.client.leaving_peer
                 tier.client.write_behind(0)
-                self.done["down"] += before - tier.client.leaving
+                self.done["down"] += before - tier.client.leaving_peer
             elif choice == "back":
                 self.done["back"] += tier.restore(pages, 0)
         for each in ranges:

@@ -72,7 +72,7 @@ class Calls:
         snapshot = devices.require().snapshot()
         calls, pages = snapshot["driver_calls"], snapshot["pages"]
         caches = [cache for _, cache in governors.of(devices.require())._known.clients.paged]
-        held = sum(cache.held for cache in caches)
+        held = sum(cache.pages for cache in caches)
         host = snapshot["host_pages"] - snapshot["host_free"]
         now = Step(calls["cuMemMap"], calls["cuMemUnmap"], held, pages["activations"], host)
         if self._before is not None and kwargs["input_ids"].shape[1] == 1:

@@ -58,7 +58,7 @@ def test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored(devi
     assert (kv_copied(device, "d2p"), kv_copied(device)) == (4, 2)
     pair.check()
     pair.tier.extents.look()
-    assert (pair.tier.client.displaced, pair.tier.client.near) == (6, 4)
+    assert (pair.tier.client.displaced, pair.tier.client.displaced_on_peer) == (6, 4)
     assert pair.tier.restore(3, 0) == 3  # those on the host first, as they cost more there, then the newest
     assert where(pair) == "pppddddd"
     assert (kv_copied(device, "h2d"), kv_copied(device, "p2d")) == (2, 1)
@@ -109,9 +109,9 @@ def test_nothing_leads_to_the_host_before_its_bytes_are_there(device: Device) ->
     pair.tier.client.demote(4)  # takes 60 ms
     pair.tier.client.write_behind(0)
     pair.check()
-    assert pair.tier.client.leaving == pair.tier.client.displaced - where(pair).count("h") > 0
+    assert pair.tier.client.leaving_peer == pair.tier.client.displaced - where(pair).count("h") > 0
     settled(pair)
-    assert (where(pair), pair.tier.client.leaving) == ("hhhhdddd", 0)
+    assert (where(pair), pair.tier.client.leaving_peer) == ("hhhhdddd", 0)
     pair.check()
 
 
@@ -143,7 +143,7 @@ def test_no_page_leaves_the_peer_under_another_threads_forward(device: Device) -
         return where(pair).count("h")
 
     assert elsewhere(other) == 0
-    assert pair.tier.client.leaving == 4
+    assert pair.tier.client.leaving_peer == 4
     pair.check()
     lease.close()
     assert elsewhere(other) == 4

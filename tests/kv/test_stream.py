@@ -22,7 +22,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.sequence import CachedSequence, Gone
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.governor.client import LAYERS as KEYS
+from ballonet.offload.governor.client import KEYS_PER_CLIENT as KEYS
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
@@ -332,7 +332,7 @@ def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     sequence.in_use = True
     with pytest.raises(Gone), sequence.leased(0):
         pass
-    streamed.tier.client.kept = True  # its slots go back
+    streamed.tier.client.only_cached = True  # its slots go back
     with sequence.leased(0):
         pass
     streamed.check()

@@ -164,11 +164,11 @@ def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(devic
         assert press(device, pages) == 0 or count > 3
         pair.tier.restore(99, 0)
         pair.kv_range.keep(True)
-        pair.tier.client.kept = True
+        pair.tier.client.only_cached = True
         assert press(device, pages) == pages
         assert pair.places() == "a" * pages
         pair.check()
-        pair.tier.client.kept = False
+        pair.tier.client.only_cached = False
         pair.kv_range.keep(False)
         for _ in range(20):  # where it lies, and beyond
             pair.update(1)

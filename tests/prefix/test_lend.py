@@ -211,7 +211,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
             with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
-                tier.iteration(0, 1, wanted // tier.client.block)
+                tier.iteration(0, 1, wanted // tier.client.grows_by)
         assert wanted <= pulled() < wanted + 4 * 12, "and little more: blocks of a sequence, and units"
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
         assert copied() == before
