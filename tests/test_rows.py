@@ -63,8 +63,8 @@ the ladder: one order, above every floor, and back without flapping
   cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
   cpu test_reclaim_order.py::test_what_costs_most_is_restored_first
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
-  streaming/test_levers.py::test_a_square_wave cpu streaming/test_levers.py::test_four_verbs gpu
-  gpu/test_balloon_tokens.py::test_several_models_and_threads figure:recover
+  cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
+  gpu gpu/test_balloon_tokens.py::test_several_models_and_threads figure:recover
 spill: pages of the host in the place of pages of the device, rather than a refusal
   cpu test_core_spill.py::test_what_fits_nowhere_lies_on_the_host
   cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
