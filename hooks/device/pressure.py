@@ -1,11 +1,12 @@
 """The stores of prefixes, which give up what they keep before tokens or weights are told that memory is out.
 
-What allocates in the middle of an operator asks nobody: it gets the pages of prefixes that the core may take.
+What allocates in the middle of an operator asks no store: it gets the pages of prefixes that the core may take.
 """
 
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from typing import Protocol
 
 from ...allocator import devices
@@ -15,23 +16,33 @@ from ...allocator._native import Device
 class Giver(Protocol):
     """A store of prefixes."""
 
+    @property
+    def priority(self) -> int:
+        """The priority of its model: those with the lowest give first."""
+
     def give_up(self, pages: int) -> int:
         """Up to so many pages of its device go back, or some more, as far as nobody uses them; how many do."""
 
 
-class _Givers(weakref.WeakSet[Giver]):
-    """The stores of one device."""
+class _Givers:
+    """The stores of one device, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self.stores = weakref.WeakValueDictionary[int, Giver]()
 
 
 def add(device: Device, giver: Giver) -> None:
-    """Until it is collected."""
-    _of(device).add(giver)
+    """Adds a store until it is collected."""
+    givers = _of(device)
+    givers.stores[next(givers.numbers)] = giver
 
 
 def give_up(device: Device, pages: int) -> int:
-    """Gives back so many device pages of cached prefixes, or as many as there are; returns how many."""
+    """Gives back so many device pages of cached prefixes, or as many as there are; returns how many. The store of the
+    model with the lowest priority gives first, of equals the one that came first."""
     gone = 0
-    for each in tuple(_of(device)):
+    for each in sorted(_of(device).stores.values(), key=lambda store: store.priority):
         if gone < pages:
             gone += each.give_up(pages - gone)
     return gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...allocator.interrupts import if_free
+from ...offload.governor.client import ModelClient
 from ..device import pressure
 from .contents import Contents
 
@@ -10,11 +11,17 @@ from .contents import Contents
 class Limit:
     """Evicts the least valuable blocks and states of one store."""
 
-    def __init__(self, contents: Contents, nbytes: int | None) -> None:
-        """`nbytes`: bytes of pages that may be kept, None for any number."""
+    def __init__(self, contents: Contents, nbytes: int | None, model: ModelClient) -> None:
+        """`nbytes`: bytes of pages that may be kept, None for any number. `model`: whose prefixes they are."""
         self._contents = contents
+        self._model = model
         self.nbytes = nbytes
         pressure.add(contents.device, self)
+
+    @property
+    def priority(self) -> int:
+        """The priority of the model."""
+        return self._model.priority
 
     def enforce(self) -> None:
         """Evicts down to the limit, and until the core could take all that is kept, in the middle of any operator, but

@@ -42,7 +42,7 @@ class PrefixStore:
         self.contents = Contents(type(model).__name__, device, governor)
         self.counts = self.contents.counts
         self.looks = Looks(model)
-        self.pressure = Limit(self.contents, limit)
+        self.pressure = Limit(self.contents, limit, governed)
         self.keeper = SequenceKeeper(self.contents, self.pressure, governed)
         self.filler = PromptFiller(self.contents, self.keeper)
 

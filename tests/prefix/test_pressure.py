@@ -12,6 +12,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
+from ballonet.hooks.device import pressure
 
 from ..models import build
 from ..pool import bytes_that_exist, in_pool, tiny_layers
@@ -51,6 +52,31 @@ def test_another_model_gets_the_room_of_prefixes(device: Device) -> None:
         with ballonet.manage(build("llama", intermediate_size=1000)) as other:
             assert other.report().streamed == ()
             assert both.store.pages < kept
+
+
+@pytest.mark.parametrize("priorities", [(0, 1), (1, 0), (2, 2)])
+def test_the_model_with_the_lowest_priority_gives_its_prefixes_first(
+    device: Device, priorities: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    models = [build("llama") for _ in priorities]
+    managed = [
+        ballonet.manage(model, prefix_cache=True, priority=priority)
+        for model, priority in zip(models, priorities, strict=True)
+    ]
+    for model in models:
+        for _ in range(4):
+            model.generate(words(generator, 300), max_new_tokens=2, do_sample=False)
+    stores = [each.prefixes for each in managed]
+    first, then = sorted(stores, key=lambda store: priorities[stores.index(store)])
+    before = then.pages
+    assert first.contents.device_pages > 0
+    assert pressure.give_up(device, 1) > 0
+    assert then.pages == before
+    assert pressure.give_up(device, 10**6) > 0
+    assert (first.contents.device_pages, then.contents.device_pages) == (0, 0)
+    for each in managed:
+        each.release()
 
 
 def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device) -> None:
