@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from .epoch_state import EpochState
 from .layer_moves import LayerMoves
 from .messages import Counted, Seen
 from .notes import machine
-from .place import Place
-from .setup import Setup
+from .replica_setup import ReplicaSetup
 
 
 class CountReport:
     """Used by one thread."""
 
-    def __init__(self, setup: Setup, place: Place, moves: LayerMoves) -> None:
+    def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves) -> None:
         self._setup = setup
-        self._place = place
+        self._state = state
         self._moves = moves
         self._machine = machine()
         self._told: Counted | None = None
@@ -31,7 +31,7 @@ class CountReport:
             times.look()
         measured = () if times is None else (times.busy, times.open, times.error)
         held = setup.layers - len(setup.holds.dropped)
-        found = Counted(self._place.sent, self._moves.sent, held, *measured)
+        found = Counted(self._state.sent, self._moves.sent, held, *measured)
         if found != self._told:
             self._told = found
             setup.supervisor.post(found)

@@ -11,7 +11,7 @@ from .messages import Counted
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class FleetState:
     """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
     went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
     `held`: requests that no group takes now; `replaced`: replicas that were started instead of lost ones; `layers`:
@@ -49,7 +49,7 @@ def state_of(
     declined: Mapping[str, int],
     told: Mapping[int, Counted],
     replaced: int,
-) -> State:
+) -> FleetState:
     """The state now. `controller`: None before the first replica; `requests` that have not ended; `counts`: of actions,
     by the names that ActionPerformer gives them; `told`: by each replica, also those that are gone; `replaced`:
     replicas that were started instead of others."""
@@ -59,7 +59,7 @@ def state_of(
         for group in groups
         for member, span in zip(group.members, group.spans, strict=True)
     }
-    return State(
+    return FleetState(
         epoch=0 if controller is None else controller.epoch,
         spans=spans,
         groups=tuple(sorted(group.members for group in groups)),

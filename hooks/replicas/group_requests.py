@@ -9,9 +9,9 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...offload.policy.request_slo import NOTHING
+from .group_settings import GroupSettings
 from .requests import Request, state_of
 from .scheduling import GroupPreemption, GroupScheduler
-from .settings import GroupSettings
 from .span_cache import SpanCache
 
 Told = Callable[[Request, Exception | None], object]  # of a request after each token, or that it has failed

@@ -48,7 +48,7 @@ class HandedOver:
 
 
 @dataclass(slots=True)
-class _Coming:
+class _Incoming:
     handed: Handed
     arrivals: dict[int, Arrival]  # by member of its new group
 
@@ -87,7 +87,7 @@ class Handover:
         self._sending: Iterator[bool] = iter(())
         self._sends = False
         self._mine: set[str] = set()  # requests whose layers come to this replica, and have not
-        self._coming: dict[str, _Coming] = {}  # requests that will go on here, where this one leads
+        self._incoming: dict[str, _Incoming] = {}  # requests that will go on here, where this one leads
         self._early: dict[str, dict[int, Arrival]] = {}  # what members told before the request was known
         self._header: dict[int, Piece] = {}  # of a piece whose bytes have not come
         self._cancelled: set[str] = set()
@@ -95,7 +95,7 @@ class Handover:
     @property
     def complete(self) -> bool:
         """Has this replica sent, and got, all that it has to?"""
-        return not (self._silent or self._sends or self._mine or self._coming)
+        return not (self._silent or self._sends or self._mine or self._incoming)
 
     def close(self) -> None:
         """Sends no more. What is being sent refers to this, and so to both caches, whose memory is needed at once."""
@@ -119,7 +119,7 @@ class Handover:
                 self._mine.add(name)
             if self._me == home.members[0]:
                 none = dict.fromkeys(home.members, Arrival.ABSENT) if not handed.held else {}
-                self._coming[name] = _Coming(handed, none | self._early.pop(name, {}))
+                self._incoming[name] = _Incoming(handed, none | self._early.pop(name, {}))
 
     def step(self) -> bool:
         """Takes in what has come, lets requests go on, and sends one piece. Did anything happen? LinkError."""
@@ -206,7 +206,7 @@ class Handover:
             self._links[first].send(tensor_of(json.dumps([name, arrival.value])), "arrival", urgent=True)
 
     def _note(self, name: str, member: int, arrival: Arrival) -> None:
-        arrivals = self._coming[name].arrivals if name in self._coming else self._early.setdefault(name, {})
+        arrivals = self._incoming[name].arrivals if name in self._incoming else self._early.setdefault(name, {})
         arrivals[member] = arrival
 
     # -- going on
@@ -215,22 +215,22 @@ class Handover:
         leader = self._stage.leader
         if leader is None:
             return False
-        done = [name for name, each in self._coming.items() if len(each.arrivals) == self._stage.group.size]
+        done = [name for name, each in self._incoming.items() if len(each.arrivals) == self._stage.group.size]
         for name in done:
-            coming = self._coming.pop(name)
-            request = coming.handed.request
-            if {*coming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
-                self._took(coming.handed)
-                leader.adopt(request, coming.handed.held)
+            incoming = self._incoming.pop(name)
+            request = incoming.handed.request
+            if {*incoming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
+                self._took(incoming.handed)
+                leader.adopt(request, incoming.handed.held)
                 continue
             leader.forget(name)
-            damaged = [member for member, each in coming.arrivals.items() if each is Arrival.DAMAGED]
+            damaged = [member for member, each in incoming.arrivals.items() if each is Arrival.DAMAGED]
             if name in self._cancelled:
                 continue
             if damaged:
                 self._damaged(damaged[0], name)
                 continue
-            self._took(coming.handed)
+            self._took(incoming.handed)
             leader.requests.add(request)
         return bool(done)
 

@@ -4,7 +4,7 @@ Note [A drop is a plan with a pinned span]
     Layers outside of the span stream, through one slot that they share; that is all there is to it. The pin is that no
     governor's plan has them (hooks/streaming/arrangement.py, Note [Dropped layers]). So a replica that has to run alone
     goes on at once, and slowly, where the paper restores first. Everything is done between two forwards, and takes no
-    copy to the host where the layers were made ready before (ready.py).
+    copy to the host where the layers were made ready before (ready_layers.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..streaming.arrangement import Arrangement
 from ..weights.layers import decoder_layers
 from .layer_bytes import Came, LayerBytes
 from .piecewise import Piecewise
-from .ready import ReadyLayers
+from .ready_layers import ReadyLayers
 from .restore_pages import RestorePages
 
 Source = Callable[[int], Mapping[str, torch.Tensor] | None]

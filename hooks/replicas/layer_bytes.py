@@ -22,7 +22,7 @@ from ..weights.ranges import Weights
 from ..weights.storages import like_over
 from .checksum import checksum
 from .piecewise import Piecewise
-from .ready import lying_in, sums
+from .ready_layers import lying_in, sums
 
 # What came to new pages: the checksums of a peer's bytes by range and offset, none of a file's; None: nothing did
 Came = dict[int, dict[int, bytes]] | None

@@ -27,8 +27,8 @@ from .errors import Interrupted, LinkError
 from .held_layers import Source
 from .link import Link
 from .messages import ENDS_PULL
-from .setup import Setup
-from .stage import Over
+from .replica_setup import ReplicaSetup
+from .stage import WatchedLink
 from .stage_link import tensor_of, text_of
 
 
@@ -36,7 +36,7 @@ class LayerMoves:
     """Used by one thread. `pulling`: layers come home; `ready`: all can be dropped at once, or it is said why not when
     that is asked for; `sent`: bytes of layers that went to others."""
 
-    def __init__(self, setup: Setup, beat: Callable[[], object], links: Callable[[], Iterable[Link]]) -> None:
+    def __init__(self, setup: ReplicaSetup, beat: Callable[[], object], links: Callable[[], Iterable[Link]]) -> None:
         """`beat`: is called while something is waited for; `links`: all that others may ask for layers over."""
         self.pulling = False
         self.ready = False
@@ -149,7 +149,7 @@ class LayerMoves:
 
     def _wait(self, link: Link, tag: str) -> torch.Tensor:
         ends = partial(self._setup.supervisor.waits, ENDS_PULL)
-        return Over(link, self._setup.tuning.beat, self._meanwhile, ends).recv(tag)
+        return WatchedLink(link, self._setup.tuning.beat, self._meanwhile, ends).recv(tag)
 
     def _meanwhile(self) -> None:
         self._beat()

@@ -16,15 +16,15 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
-from .follower_news import FollowerNews
-from .forming import Form, by_tokens
+from .follower_updates import FollowerUpdates
 from .group_requests import GroupRequests, Told
+from .group_settings import GroupSettings
+from .in_flight import FollowerRoom, Microbatch, split_iteration
 from .iterations import Iterations
+from .microbatch_split import SplitPolicy, split_by_tokens
 from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request
-from .settings import GroupSettings
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
 from .stage_link import StageLink, tensor_of, text_of
@@ -46,7 +46,7 @@ class Leader:
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
         reads: float = float("inf"),
-        form: Form = by_tokens,
+        split: SplitPolicy = split_by_tokens,
     ) -> None:
         """`after`, `last`: links to the next stage and to the last one, where there are others. `rooms`: tokens that
         each follower has memory for; `most`: that each could have if no request ran; `reads`: that each can read in a
@@ -57,12 +57,12 @@ class Leader:
         self._runner = runner
         self._after = after
         self._last = last
-        self._form = form
+        self._split = split
         self._stages = 1 + len(rooms)
-        self._rooms = left = Rooms(rooms)
+        self._rooms = left = FollowerRoom(rooms)
         self.requests = GroupRequests(cache, settings, self._stages, told, lambda: left.least, lambda: most)
         self._iterations = Iterations(cache, self.requests, reads)
-        self._news = FollowerNews(cache, self.requests)
+        self._updates = FollowerUpdates(cache, self.requests)
         self._queue: deque[Microbatch] = deque()  # planned
         self._flying: deque[Microbatch] = deque()  # and begun
         self._number = 0
@@ -71,11 +71,11 @@ class Leader:
     def adopt(self, request: Request, held: int) -> None:
         """Takes a request `held` tokens of which have KV in the caches of all stages."""
         self.requests.adopt(request, held)
-        self._news.have(request.name)
+        self._updates.have(request.name)
 
     def forget(self, request: str) -> None:
         """Has all stages free what they have of a request that is not here."""
-        self._news.have(request)
+        self._updates.have(request)
         self.cache.free_blocks(request)
 
     @property
@@ -139,7 +139,7 @@ class Leader:
 
     @property
     def _tells(self) -> bool:
-        return self._stages > 1 and bool(self._news)
+        return self._stages > 1 and bool(self._updates)
 
     def _plan(self) -> None:
         found = self._iterations.next(bool(self._flying))
@@ -148,7 +148,7 @@ class Leader:
         states = [each.state for each in found]
         chunks = [_chunk(each) for each in found]
         places = self._stages - len(self._flying)
-        self._queue.extend(formed(chunks, states, self._form, places))
+        self._queue.extend(split_iteration(chunks, states, self._split, places))
         for each in self._queue:
             self.requests.scheduler.in_flight.update(chunk.request for chunk in each.chunks)
 
@@ -158,7 +158,7 @@ class Leader:
     # -- computing
 
     def _begin(self, batch: Microbatch) -> None:
-        plan = Plan(self.epoch, self._number, tuple(batch.chunks), *self._news.take(batch.chunks))
+        plan = Plan(self.epoch, self._number, tuple(batch.chunks), *self._updates.take(batch.chunks))
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
             self._after.send(tensor_of(plan.to_json()), "plan", True)

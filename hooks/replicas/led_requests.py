@@ -6,14 +6,14 @@ from ...allocator.errors import BallonetError
 from .handover import Handed
 from .leader import Leader
 from .messages import Start, Told
+from .replica_setup import SupervisorChannel
 from .requests import Request
-from .setup import Speaks
 
 
 class LedRequests:
     """Remembers the assignment of each (ledger.py), and those that were given before their epoch has begun here."""
 
-    def __init__(self, supervisor: Speaks) -> None:
+    def __init__(self, supervisor: SupervisorChannel) -> None:
         self._supervisor = supervisor
         self._assignments: dict[str, int] = {}
         self._early: list[Start] = []

@@ -3,7 +3,7 @@
 Note [Two threads]
     A link that is idle has a receive outstanding, which can only be waited for, so there is a thread that receives and
     one that forms the link and then sends. Neither is ever waited for by a main loop: `send` returns once the tensor is
-    staged, `take` looks, and `recv` waits on the bell, which every link and the mailbox ring, so that who waits for a
+    staged, `take` looks, and `recv` waits on the wakeup, which every link and the mailbox ring, so that who waits for a
     tensor of one replica hears that another is gone. An error ends this link alone: its pair is closed, and what waits
     to be sent or received fails with LinkError.
 
@@ -25,12 +25,12 @@ from typing import Final
 import torch
 
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .bell import Bell
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from .outbox import Logged, Outbox
 from .pair import Connect, TwoRanks
-from .sending import Sending, State
+from .pending_send import LinkState, PendingSend
 from .staging import checksum, room, staged, unstaged
+from .wakeup import Wakeup
 from .wire import BYE, MESSAGE, WORDS, Header
 
 _CPU: Final = torch.device("cpu")
@@ -44,7 +44,7 @@ class Link:
         connect: Connect,
         epoch: int,
         peer: int,
-        bell: Bell,
+        wakeup: Wakeup,
         *,
         device: torch.device = _CPU,
         tuning: Replicas = DEFAULT.replicas,
@@ -55,16 +55,18 @@ class Link:
         self.peer = peer
         self.stale = 0  # messages that were dropped, as they were of another epoch
         self._connect = connect
-        self._bell = bell
+        self._wakeup = wakeup
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._direct = False  # does device memory go from device to device? Not before the link is formed
         self._linger = tuning.linger
         self._pair: TwoRanks | None = None
-        self._state = State.FORMING
+        self._state = LinkState.FORMING
         self._error: LinkError | None = None
         self._lock = threading.Lock()  # of the state and the inbox
-        self._outbox: Outbox[Sending | None] = Outbox(clock, tuning.log)  # None: the other end is told that this goes
+        self._outbox: Outbox[PendingSend | None] = Outbox(
+            clock, tuning.log
+        )  # None: the other end is told that this goes
         self._inbox: defaultdict[str, deque[torch.Tensor | ChecksumError]] = defaultdict(deque)
         name = f"ballonet link {epoch}/{peer}"
         self._receiver = threading.Thread(target=self._receive, name=f"{name} in", daemon=True)
@@ -75,7 +77,7 @@ class Link:
         return f"Link(epoch={self.epoch}, peer={self.peer}, {self._state.value})"
 
     @property
-    def state(self) -> State:
+    def state(self) -> LinkState:
         return self._state
 
     @property
@@ -103,7 +105,7 @@ class Link:
         """The latest messages that this end has sent; see outbox.py, Note [At most one chunk]."""
         return self._outbox.log
 
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> Sending:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> PendingSend:
         """Sends a copy of a tensor, which is made before this returns (staging.py): behind what is waiting if it is
         bulk, before all bulk that has not begun if it is `urgent`. `check`: the receiver compares a checksum. Waits for
         nothing, not even for the link to be formed. LinkError; ValueError: such a tensor or tag cannot be sent."""
@@ -112,7 +114,7 @@ class Link:
         header = Header(MESSAGE, self.epoch, tag, copy.dtype, copy.shape, nbytes, urgent, 0 if check else None)
         header = replace(header, direct=copy.direct)
         header.encode()  # which may raise, and not in the thread
-        sending = Sending(header, copy)
+        sending = PendingSend(header, copy)
         if not self._outbox.put(sending, tag, nbytes, urgent):
             raise self._ended()
         return sending
@@ -142,14 +144,14 @@ class Link:
 
     def recv(self, tag: str, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Waits for the next tensor of this tag; as `take`. Interrupted as soon as `unless` says so, which is asked at
-        each ring of the bell: something of the control plane is waiting. NoAnswer after `timeout` seconds."""
+        each ring of the wakeup: something of the control plane is waiting. NoAnswer after `timeout` seconds."""
 
         def look() -> torch.Tensor | None:
             if unless():
                 raise Interrupted(f"message {tag!r} of replica {self.peer}")
             return self.take(tag)
 
-        found = self._bell.wait(look, timeout)
+        found = self._wakeup.wait(look, timeout)
         if found is None:
             raise NoAnswer(f"message {tag!r} of replica {self.peer}", timeout or 0.0)
         return found
@@ -158,8 +160,8 @@ class Link:
         """Tells the other end that this one goes; what is not sent yet is not sent. Idempotent."""
         with self._lock:
             before = self._state
-        self._end(State.CLOSED, LinkClosed(self.epoch, self.peer, "this end has closed it"), bye=True)
-        if before is State.FORMING:
+        self._end(LinkState.CLOSED, LinkClosed(self.epoch, self.peer, "this end has closed it"), bye=True)
+        if before is LinkState.FORMING:
             with suppress(RuntimeError):  # of a store that is gone
                 self._connect.cancel()
 
@@ -185,11 +187,11 @@ class Link:
             return
         with self._lock:
             self._pair = pair
-            if self._state is State.FORMING:
-                self._state = State.OPEN
+            if self._state is LinkState.FORMING:
+                self._state = LinkState.OPEN
             self._direct = pair.direct
             self._receiver.start()
-        self._bell.ring()
+        self._wakeup.notify()
         while (waiting := self._outbox.next()) is not None:
             try:
                 self._send_one(pair, waiting.message)
@@ -202,7 +204,7 @@ class Link:
             if waiting.message is not None:
                 waiting.message.end()
 
-    def _send_one(self, pair: TwoRanks, sending: Sending | None) -> None:
+    def _send_one(self, pair: TwoRanks, sending: PendingSend | None) -> None:
         if sending is None:
             pair.send(_words(Header(BYE, self.epoch)))
             return
@@ -226,7 +228,9 @@ class Link:
                 is_first = False
                 header = Header.decode(words.tolist())
                 if header.kind == BYE:
-                    self._end(State.CLOSED, LinkClosed(self.epoch, self.peer, "the other end has closed it"), bye=True)
+                    self._end(
+                        LinkState.CLOSED, LinkClosed(self.epoch, self.peer, "the other end has closed it"), bye=True
+                    )
                     return
                 direct = header.direct
                 size = header.nbytes
@@ -246,13 +250,13 @@ class Link:
             found = ChecksumError(self.epoch, self.peer, header.tag)
         with self._lock:
             self._inbox[header.tag].append(found)
-        self._bell.ring()
+        self._wakeup.notify()
 
     def _lose(self, reason: str) -> None:
-        if self._end(State.LOST, LinkError(self.epoch, self.peer, reason), bye=False):
+        if self._end(LinkState.LOST, LinkError(self.epoch, self.peer, reason), bye=False):
             self._drop_pair()
 
-    def _end(self, state: State, error: LinkError, bye: bool) -> bool:
+    def _end(self, state: LinkState, error: LinkError, bye: bool) -> bool:
         """Only the first end of a link counts: returns whether this is it. `bye`: the other end is told."""
         with self._lock:
             if self._error is not None:
@@ -261,7 +265,7 @@ class Link:
         for sending in self._outbox.close(*((None,) if bye else ())):
             if sending is not None:
                 sending.end(error)
-        self._bell.ring()
+        self._wakeup.notify()
         return True
 
     def _drop_pair(self) -> None:

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.demand import KVSize, prompt_pages
-from .setup import Setup
+from .replica_setup import ReplicaSetup
 from .stage import Stage
 
 
 class LoadReport:
     """Counts the turns of the main loop, and tells the load now and then."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
         self._progress = 0
         self._told_at = -1.0

@@ -4,7 +4,7 @@ Note [Mail]
     Each member has a queue in the supervisor's store. What is sent at once, one message or several, is JSON behind its
     keyed hash (secret.py), and counts how often its sender sent to this reader before, so that what is sent again by
     somebody else is not read twice. Reading takes it out of the store, which does not grow. A member's own thread waits
-    for mail; its main loop takes what is here, or waits on the bell. What a message says, and of which epoch, is for
+    for mail; its main loop takes what is here, or waits on the wakeup. What a message says, and of which epoch, is for
     its reader (messages.py).
 """
 
@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from .bell import Bell
 from .errors import NoAnswer, SupervisorLost
 from .listener import Listener
 from .secret import proof, proves
 from .store import Store
+from .wakeup import Wakeup
 
 SUPERVISOR: Final = -1  # its number; members count from 0
 
@@ -37,18 +37,18 @@ class Mail:
 class Mailbox:
     """The mail of one member, or of the supervisor. Any thread may post; one takes. To be closed."""
 
-    def __init__(self, store: Store, me: int, secret: str, bell: Bell) -> None:
-        """`bell`: is rung when mail comes, or none will any more. SupervisorLost."""
+    def __init__(self, store: Store, me: int, secret: str, wakeup: Wakeup) -> None:
+        """`wakeup`: is rung when mail comes, or none will any more. SupervisorLost."""
         self.me = me
         self.refused = 0  # messages of who does not know the secret, or that were sent again
         self._store = store
         self._secret = secret
-        self._bell = bell
+        self._wakeup = wakeup
         self._sent: defaultdict[int, int] = defaultdict(int)  # messages, by receiver
         self._read: defaultdict[int, int] = defaultdict(int)  # number of the last one, by sender
         self._came: deque[Mail] = deque()
         self._posting = threading.Lock()
-        self._listener = Listener(store, _queue(me), self._hear, bell.ring)
+        self._listener = Listener(store, _queue(me), self._hear, wakeup.notify)
 
     def post(self, to: int, *texts: str) -> None:
         """Sends messages, behind all that this sent there before. SupervisorLost."""
@@ -88,7 +88,7 @@ class Mailbox:
             return
         self._read[sender] = number
         self._came.extend(Mail(sender, each) for each in texts)
-        self._bell.ring()
+        self._wakeup.notify()
 
 
 def _queue(member: int) -> str:

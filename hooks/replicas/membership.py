@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .bell import Bell
-from .door import DOOR, Door, Knock
+from .admission_protocol import JOIN_QUEUE, AdmissionClient, AdmissionServer
 from .errors import NoAnswer, SupervisorLost
 from .fingerprint import Fingerprint
 from .listener import Listener
 from .store import Store
+from .wakeup import Wakeup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Reception:
         store: Store,
         secret: str,
         served: Fingerprint | None,
-        bell: Bell,
+        wakeup: Wakeup,
         clock: Callable[[], float],
         within: float,
     ) -> None:
         """`served`: what all have to run; None: what the first one runs. `within`: seconds that a joiner has to
         answer."""
-        self.door = Door(secret, served, clock, within)
+        self.door = AdmissionServer(secret, served, clock, within)
         self._store = store
-        self._bell = bell
+        self._wakeup = wakeup
         self._came: deque[Admitted] = deque()
-        self._listener = Listener(store, DOOR, self._answer, bell.ring)
+        self._listener = Listener(store, JOIN_QUEUE, self._answer, wakeup.notify)
 
     def take(self) -> Admitted | None:
         """The next replica that has joined, None if there is none."""
@@ -60,18 +60,18 @@ class Reception:
             return  # the listener hears of it, too
         if reply.admitted is not None:
             self._came.append(Admitted(*reply.admitted))
-            self._bell.ring()
+            self._wakeup.notify()
 
 
 def join(store: Store, secret: str | None, fingerprint: Fingerprint, timeout: float) -> int:
     """Asks the supervisor of a store to be admitted, and returns the number that it gives. Waits `timeout` seconds for
     each of two answers. SecretRefused, OtherModel (with what differs), JoinRefused; NoAnswer, SupervisorLost."""
-    knock = Knock(secret, fingerprint)
+    knock = AdmissionClient(secret, fingerprint)
     asked = knock.hello()
     waiting = store.clone(timeout)
 
     def answer(said: str) -> str:
-        store.push(DOOR, said)
+        store.push(JOIN_QUEUE, said)
         found = waiting.pop(knock.queue, wait=True)
         if found is None:
             raise NoAnswer("the supervisor's answer to who joins", timeout)

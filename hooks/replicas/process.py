@@ -24,31 +24,31 @@ from ..options import ManageOptions
 from ..sectors.room import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
-from .bell import Bell
-from .children import end_with_parent
-from .costing import measured
+from .child_processes import end_with_parent
+from .cost_measurement import measure_cost
 from .errors import SupervisorLost
-from .faults import Faults, FaultyLayers, FaultyLink, FaultySpeaks
+from .fault_injection import Faults, FaultyChannel, FaultyLayers, FaultyLink
 from .fingerprint import fingerprint_of
-from .forming import by_cost
+from .group_settings import GroupSettings
 from .held_layers import HeldLayers
 from .link import Link
-from .mail import ToSupervisor
 from .mailbox import Mailbox
-from .member import Member, cache_of
 from .membership import join
 from .messages import Hello, Started, decoded
+from .microbatch_split import split_by_cost
 from .nccl import NcclConnect, available, stream_of
 from .notes import Notes
 from .pair import GlooConnect
 from .placement import Placement
 from .rendezvous import open_store
 from .replica import Replica
-from .settings import GroupSettings
-from .setup import Setup, Speaks
-from .spliced import SplicedLayers
+from .replica_model import ReplicaModel, cache_of
+from .replica_setup import ReplicaSetup, SupervisorChannel
+from .spliced_layers import SplicedLayers
 from .stage_times import Ran, StageTimes, marks_of
 from .store import Store
+from .typed_mailbox import ToSupervisor
+from .wakeup import Wakeup
 
 
 def run(
@@ -83,11 +83,11 @@ def run(
             told = None if started is None else decoded(started)
             assert told is None or isinstance(told, Started)
             cost = (None if told is None else told.cost) or cost
-            cost = cost or _measured(Member(name, model, runs, settings), layers, marks, say, tuning)
+            cost = cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
-            replica = Member(name, model, runs, settings, times)
+            replica = ReplicaModel(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             serves()
             while _live(me, store, secret, replica, handle, place, hello, notes, say, tuning):
@@ -101,7 +101,7 @@ def _live(
     me: int,
     store: Store,
     secret: str | None,
-    replica: Member,
+    replica: ReplicaModel,
     handle: Managed,
     place: torch.device,
     hello: Hello,
@@ -110,15 +110,15 @@ def _live(
     tuning: Replicas,
 ) -> bool:
     """The life of a member, until the supervisor ends it or is gone. Is it to join anew?"""
-    bell = Bell()
-    box = Mailbox(store, me, secret or "", bell)
-    supervisor: Speaks = ToSupervisor(box)
+    wakeup = Wakeup()
+    box = Mailbox(store, me, secret or "", wakeup)
+    supervisor: SupervisorChannel = ToSupervisor(box)
     make: Callable[..., Link] = Link
     path = Config.from_env().replica_faults
     if path is not None:
         faults = Faults(path, me)
         replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
-        supervisor, make = FaultySpeaks(supervisor, faults), partial(FaultyLink, faults)
+        supervisor, make = FaultyChannel(supervisor, faults), partial(FaultyLink, faults)
     gpu = available(place)
     stream = stream_of(place) if gpu else None
 
@@ -127,12 +127,14 @@ def _live(
         if stream is not None:
             ways: dict[str, Any] = {"gpu": gpu, "device": place, "stream": stream, "bulk": tuning.bulk}
             connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
-        return make(connects, epoch, peer, bell, device=place, tuning=tuning)
+        return make(connects, epoch, peer, wakeup, device=place, tuning=tuning)
 
     supervisor.post(hello)
-    form, held = by_cost(hello.cost), HeldLayers(handle)
-    setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning, notes)
-    loop = Replica(setup, bell)
+    split, held = split_by_cost(hello.cost), HeldLayers(handle)
+    setup = ReplicaSetup(
+        me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, split, tuning, notes
+    )
+    loop = Replica(setup, wakeup)
     try:
         return loop.run()
     except SupervisorLost:
@@ -144,10 +146,12 @@ def _live(
     return False
 
 
-def _measured(member: Member, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
+def _measured(
+    member: ReplicaModel, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas
+) -> ChunkCost:
     """What batches take here. ManageError."""
     try:
-        found = measured(member, layers, marks, tuning)
+        found = measure_cost(member, layers, marks, tuning)
     except ValueError as error:
         raise ManageError(f"what batches of {member.name} take cannot be measured: {error}") from error
     say(f"{member.name}: what a batch takes is predicted within {found.error:.1%} on average")
@@ -160,7 +164,7 @@ def _note(notes: Notes, ran: Ran) -> None:
     notes.bar("microbatches", f"{len(ran.sizes)} requests, {tokens} tokens", ran.begin, ran.end)
 
 
-def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
+def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
     """What this replica has to say of itself."""
     layers = tuple(elastic_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))

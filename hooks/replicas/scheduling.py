@@ -15,7 +15,7 @@ from ..batching.preemption import PagePreemption
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..sectors.room import memory_of, most_of
-from .settings import GroupSettings
+from .group_settings import GroupSettings
 from .span_cache import SpanCache
 
 

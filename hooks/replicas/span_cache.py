@@ -21,7 +21,7 @@ import torch
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
-from .settings import GroupSettings
+from .group_settings import GroupSettings
 
 
 def config_of(config: Any, layers: range) -> Any:
@@ -42,7 +42,7 @@ class SpanCache(ElasticPagedCache):
         """`batched`: what is known of the model (hooks/batching/seams.py). torch.OutOfMemoryError, DriverError."""
         self.layers = layers
         # returns who is told when a request gives its blocks back
-        self.who_is_told: Callable[[], Callable[[str], object] | None] = lambda: None
+        self.on_freed: Callable[[], Callable[[str], object] | None] = lambda: None
         keeps = getattr(model, "_supports_logits_to_keep", None)
         super().__init__(
             config_of(model.config.get_text_config(), layers),
@@ -79,7 +79,7 @@ class SpanCache(ElasticPagedCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As ElasticPagedCache's, and tells."""
         super().free_blocks(request_id, no_cache)
-        if (told := self.who_is_told()) is not None:
+        if (told := self.on_freed()) is not None:
             told(request_id)
 
     def give(self, request: str) -> None:

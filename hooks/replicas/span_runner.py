@@ -15,8 +15,8 @@ import torch
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
+from .group_settings import GroupSettings
 from .plan import Chunk
-from .settings import GroupSettings
 from .span_cache import SpanCache, config_of
 from .stage_times import StageTimes
 

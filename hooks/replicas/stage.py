@@ -10,15 +10,15 @@ import torch
 from ...offload.policy.replicas.groups import Group
 from .errors import NoAnswer
 from .follower import Follower
-from .forming import Form, by_tokens
 from .group_requests import Told
 from .leader import Leader
 from .link import Link
-from .member import Member, cache_of, most_tokens, room_of, runner_of
+from .microbatch_split import SplitPolicy, split_by_tokens
+from .replica_model import ReplicaModel, cache_of, most_tokens, room_of, runner_of
 from .stage_link import tensor_of, text_of
 
 
-class Over:
+class WatchedLink:
     """One end of a link as stages use it. `idle` is called every `beat` seconds while a message is waited for: who
     waits for another replica is alive. `unless`: somebody calls this one away, which raises Interrupted."""
 
@@ -46,13 +46,13 @@ class Stage:
 
     def __init__(
         self,
-        replica: Member,
+        replica: ReplicaModel,
         group: Group,
         me: int,
         epoch: int,
-        over: Mapping[int, Over],
+        over: Mapping[int, WatchedLink],
         told: Told,
-        form: Form = by_tokens,
+        split: SplitPolicy = split_by_tokens,
     ) -> None:
         """`me`: the number of this replica; `over`: the links to the others of the group, by their numbers.
         torch.OutOfMemoryError, DriverError."""
@@ -66,7 +66,7 @@ class Stage:
         self._runner = runner_of(replica, self.cache)
         self._over = over
         self._told = told
-        self._form = form
+        self._split = split
         self._before = over.get(group.members[number - 1])
         self._after = over.get(group.members[(number + 1) % group.size])
         self._follower: Follower | None = None
@@ -149,5 +149,5 @@ class Stage:
             rooms=tuple(room for room, _, _ in rooms),
             most=min((most for _, most, _ in rooms), default=float("inf")),
             reads=min((reads for _, _, reads in rooms), default=float("inf")),
-            form=self._form,
+            split=self._split,
         )

@@ -20,13 +20,13 @@ from ...offload.policy.replicas.decisions import Note, decide
 from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .action_performer import ActionPerformer, Tells
-from .bell import Bell
 from .client_requests import ClientRequests
-from .fleet_state import State, state_of
+from .fleet_state import FleetState, state_of
 from .messages import Counted, End, Hello, Message, Record, Seen, Told
 from .ranks import Processes, Ranks
 from .recording import Recording
 from .requests import Request
+from .wakeup import Wakeup
 
 
 class Hears(Tells, Protocol):
@@ -47,7 +47,7 @@ class Supervisor:
         make: Callable[[Hello], Controller],
         replicas: Hears,
         processes: Processes,
-        bell: Bell,
+        wakeup: Wakeup,
         clock: Callable[[], float],
         told: Callable[[Request, str | None], object],
         say: Callable[[str], object],
@@ -65,7 +65,7 @@ class Supervisor:
         self._make = make
         self._controller: Controller | None = None
         self._replicas = replicas
-        self._bell = bell
+        self._wakeup = wakeup
         self._clock = clock
         self._say = say
         self._tuning = tuning
@@ -110,7 +110,7 @@ class Supervisor:
         if not request.prompt:
             return "the prompt has no tokens"
         self._clients.ask(request)
-        self._bell.ring()
+        self._wakeup.notify()
         if self._ended:
             self._clients.drop(self._why)  # it was not told with the others
         return None
@@ -118,12 +118,12 @@ class Supervisor:
     def cancel(self, name: str) -> None:
         """The client of a request has gone away."""
         self._clients.cancel(name)
-        self._bell.ring()
+        self._wakeup.notify()
 
     def tell(self) -> None:
         """Ends all requests, without waiting; their clients are told."""
         self._ending = True
-        self._bell.ring()
+        self._wakeup.notify()
 
     @property
     def failed(self) -> str | None:
@@ -135,7 +135,7 @@ class Supervisor:
         """Requests that wait for their first token."""
         return len(self._clients.waiting)
 
-    def state(self) -> State:
+    def state(self) -> FleetState:
         """What is to be seen of it now."""
         counted = dict(self._counted)
         return state_of(
@@ -153,7 +153,7 @@ class Supervisor:
         try:
             while not self._ending:
                 self._turn()
-                self._bell.wait(lambda: self._has_news() or None, self._tuning.period)
+                self._wakeup.wait(lambda: self._has_news() or None, self._tuning.period)
         except Exception as error:
             self._failed = f"the supervisor has failed: {type(error).__name__}: {error}"
             self._say(self._failed)

@@ -21,7 +21,7 @@ from ..sectors.client import SectorClient
 from ..streaming.elastic import Elastic
 from .loops import VirtualLoop
 from .machine import Machine
-from .pretending import Clock
+from .virtual_model import Clock
 
 
 class Charges:

@@ -15,7 +15,7 @@ from ..batching.scheduler import ElasticScheduler
 from ..server.arrivals import BLOCK, RecordedArrival
 from ..server.load import Answered
 from .machine import Tenant
-from .pretending import Clock, Pretending
+from .virtual_model import Clock, VirtualModel
 
 Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # when, of which model, new tokens of each request
 
@@ -24,7 +24,7 @@ class VirtualLoop:
     """`answers`: what became of its requests; `looks`: how often nothing could run since something did."""
 
     def __init__(
-        self, tenant: Tenant, model: Pretending, clock: Clock, batching: dict[str, Any], asks: RequestSLO = NOTHING
+        self, tenant: Tenant, model: VirtualModel, clock: Clock, batching: dict[str, Any], asks: RequestSLO = NOTHING
     ) -> None:
         """`batching`: what ContinuousBatchingConfig takes; `asks`: what each request asks. What the cache raises."""
         self.tenant = tenant

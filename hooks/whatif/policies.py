@@ -14,7 +14,7 @@ from .machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class StockPolicy:
     """transformers' own cache and scheduler. `shared`: of the budget each model has an even part, else all of it while
     it is the one that is there."""
 
@@ -45,11 +45,13 @@ class ElasticPolicy:
         return replace(small, **changed)
 
 
-Policy = Peer | ElasticPolicy
+Policy = StockPolicy | ElasticPolicy
 POLICIES: Final[Mapping[str, Policy]] = {
-    "stock": Peer("transformers' own cache and scheduler, of one model", shared=True),
-    "split": Peer("the same, and each model has an even part of the budget", shared=True),
-    "swap": Peer("the same, with one model at a time on the device, whose weights are copied when it changes", False),
+    "stock": StockPolicy("transformers' own cache and scheduler, of one model", shared=True),
+    "split": StockPolicy("the same, and each model has an even part of the budget", shared=True),
+    "swap": StockPolicy(
+        "the same, with one model at a time on the device, whose weights are copied when it changes", False
+    ),
     "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
     "fast": ElasticPolicy("ballonet"),
     "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),

@@ -43,8 +43,8 @@ from ..server.load import summary
 from .charges import Charges
 from .loops import Decision, VirtualLoop
 from .machine import Machine, MachineSizes, Tenant, checked
-from .policies import ElasticPolicy, Peer, named
-from .pretending import Clock, Pretending
+from .policies import ElasticPolicy, StockPolicy, named
+from .virtual_model import Clock, VirtualModel
 
 SLOs = tuple[float | None, float | None]
 
@@ -71,7 +71,7 @@ def run(
     asks = RequestSLO(*slos) if ask else NOTHING
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        if isinstance(chosen, Peer):
+        if isinstance(chosen, StockPolicy):
             clients: _Clients = stack.enter_context(_stock(tenants, machine, chosen, clock, batching))
         else:
             clients = stack.enter_context(_elastic(tenants, machine, chosen, clock, batching, asks))
@@ -228,7 +228,7 @@ def _elastic(
         charges = Charges(device, here, clock, tuning.kv_reads.in_place)
         loops = []
         for tenant in tenants:
-            model = Pretending.of(tenant, machine)
+            model = VirtualModel.of(tenant, machine)
             handle = managed(model, policy.options, record=tenant.record(here, grid))
             undo.callback(handle.release)
             loop = VirtualLoop(tenant, model, clock, batching, asks)
@@ -243,14 +243,14 @@ def _elastic(
 
 @contextmanager
 def _stock(
-    tenants: Sequence[Tenant], machine: Machine, policy: Peer, clock: Clock, batching: dict[str, Any]
+    tenants: Sequence[Tenant], machine: Machine, policy: StockPolicy, clock: Clock, batching: dict[str, Any]
 ) -> Iterator[_Clients]:
     budget = machine.budget // (len(tenants) if policy.shared else 1)
     weights = [MachineSizes.of(tenant.config).total for tenant in tenants]
     loops: list[VirtualLoop] = []
     try:
         for tenant, nbytes in zip(tenants, weights, strict=True):
-            model = Pretending.of(tenant, machine, weights=False)
+            model = VirtualModel.of(tenant, machine, weights=False)
             try:
                 with _told(budget // machine.scale, nbytes // machine.scale):
                     loop = VirtualLoop(tenant, model, clock, batching)

@@ -9,7 +9,7 @@ from ballonet.hooks.replicas.messages import Message
 
 
 class Desk:
-    """See setup.Speaks. `said`: what it says; `late`: the same, while the replica waits for something else."""
+    """A SupervisorChannel. `said`: what it says; `late`: the same, while the replica waits for something else."""
 
     def __init__(self) -> None:
         self.said: deque[Message] = deque()

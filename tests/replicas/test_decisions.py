@@ -153,7 +153,7 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
         make,
         replicas,
         replicas,
-        replicas.bell,
+        replicas.wakeup,
         lambda: 7.0,
         lambda request, error: None,
         lambda line: None,

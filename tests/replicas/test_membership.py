@@ -1,4 +1,4 @@
-"""Joining over a store, mail and the bell, with both sides in one process."""
+"""Joining over a store, mail and the wakeup, with both sides in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost
 from ballonet.hooks.replicas.fingerprint import Fingerprint
 from ballonet.hooks.replicas.listener import Listener
@@ -19,6 +18,7 @@ from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mail, Mailbox
 from ballonet.hooks.replicas.membership import Reception, join
 from ballonet.hooks.replicas.secret import proof
 from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wakeup import Wakeup
 
 LONG = 120.0  # s, until a test is given up
 SERVED = Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")
@@ -32,7 +32,7 @@ def store() -> Store:
 
 @pytest.fixture
 def reception(store: Store) -> Iterator[Reception]:
-    found = Reception(store, SECRET, SERVED, Bell(), time.monotonic, LONG)
+    found = Reception(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
     yield found
     found.close()
 
@@ -40,7 +40,7 @@ def reception(store: Store) -> Iterator[Reception]:
 def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: Reception) -> None:
     for number in range(2):
         assert join(store, SECRET, SERVED, LONG) == number
-        admitted = reception._bell.wait(reception.take, LONG)
+        admitted = reception._wakeup.wait(reception.take, LONG)
         assert admitted is not None
         assert (admitted.member, admitted.fingerprint) == (number, SERVED)
     assert store.keys() == 0
@@ -74,7 +74,7 @@ def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, rec
 
 def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> None:
     before = threading.active_count()
-    reception = Reception(store, SECRET, SERVED, Bell(), time.monotonic, LONG)
+    reception = Reception(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
     reception.close()
     reception.close()
     assert threading.active_count() == before
@@ -84,7 +84,7 @@ def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> N
 def boxes(store: Store) -> Iterator[list[Mailbox]]:
     """The boxes of the supervisor, and of members 0 and 1, each over a connection of its own."""
     before = store.keys()
-    found = [Mailbox(store.clone(), me, SECRET, Bell()) for me in (SUPERVISOR, 0, 1)]
+    found = [Mailbox(store.clone(), me, SECRET, Wakeup()) for me in (SUPERVISOR, 0, 1)]
     yield found
     for box in found:
         box.close()
@@ -92,7 +92,7 @@ def boxes(store: Store) -> Iterator[list[Mailbox]]:
 
 
 def wait(box: Mailbox) -> Mail:
-    found = box._bell.wait(box.take, LONG)
+    found = box._wakeup.wait(box.take, LONG)
     assert found is not None
     return found
 
@@ -136,7 +136,7 @@ def test_mail_that_is_forged_or_sent_again_is_refused(store: Store, boxes: list[
 
 def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
     hosting = [Store.host(timeout=LONG)]
-    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Bell())
+    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Wakeup())
     gone = threading.Timer(0.1, hosting.clear)
     gone.start()
     begun = time.monotonic()
@@ -179,19 +179,19 @@ def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> N
 
 def test_a_wait_that_nothing_ends_is_as_long_as_was_asked() -> None:
     begun = time.monotonic()
-    assert Bell().wait(lambda: None, 0.05) is None
+    assert Wakeup().wait(lambda: None, 0.05) is None
     assert time.monotonic() - begun >= 0.05
 
 
 def test_a_ring_while_somebody_looks_is_not_missed() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
     looks: list[int] = []
 
     def look() -> bool | None:
         looks.append(1)
-        bell.ring()
+        wakeup.notify()
         return True if len(looks) == 3 else None
 
     begun = time.monotonic()
-    assert bell.wait(look, LONG) is True
+    assert wakeup.wait(look, LONG) is True
     assert time.monotonic() - begun < LONG / 2

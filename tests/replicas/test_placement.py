@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.hooks.replicas.children import placed
+from ballonet.hooks.replicas.child_processes import placed
 from ballonet.hooks.replicas.errors import NoAnswer, PlacementError, SupervisorLost, SupervisorPortInUse
 from ballonet.hooks.replicas.placement import Placement, as_replica, placement
 from ballonet.hooks.replicas.rendezvous import open_store

@@ -16,15 +16,15 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
+from ballonet.hooks.replicas.group_settings import GroupSettings
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.replica import Replica
+from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.replica_setup import ReplicaSetup
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.sending import State
-from ballonet.hooks.replicas.settings import GroupSettings
-from ballonet.hooks.replicas.setup import Setup
-from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
@@ -124,14 +124,17 @@ class Watched(Desk):
 class Loops:
     """Two replicas, which are on their own in epochs 1 and 2."""
 
-    def __init__(self, members: list[Member], holds: list[HeldLayers]) -> None:
+    def __init__(self, members: list[ReplicaModel], holds: list[HeldLayers]) -> None:
         self.clocks = LinkClock(), LinkClock()
         self.desks = Watched(self.clocks[0]), Watched(self.clocks[1])
         self.holds = holds
         self.links: dict[tuple[int, int], Pumped] = {}  # by epoch, and whose end
-        bell: Any = SimpleNamespace(wait=lambda look, timeout: look())
+        wakeup: Any = SimpleNamespace(wait=lambda look, timeout: look())
         self.loops = [
-            Replica(Setup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), self.clocks[n]), bell)
+            Replica(
+                ReplicaSetup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), self.clocks[n]),
+                wakeup,
+            )
             for n in (0, 1)
         ]
         for n in (0, 1):
@@ -233,7 +236,7 @@ def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
     with ExitStack() as stack:
         held = [HeldLayers(stack.enter_context(ballonet.manage(each))) for each in models]
         members = [
-            Member(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
+            ReplicaModel(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
             for n, each in enumerate(models)
         ]
         found = Loops(members, held)
@@ -539,11 +542,11 @@ def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loo
     """The link to it is lost as soon as it is made."""
     there, back = Pumped.pair()
     assert isinstance(there, Pumped)
-    there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), State.LOST  # type: ignore[misc]
+    there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), LinkState.LOST  # type: ignore[misc]
     loops.links[3, 0], loops.links[3, 1] = there, back  # type: ignore[assignment]
     loops.tell(0, Prepare(3, PAIR))
     loops.until(events.Suspected(0.0, 3, 0, 1))
-    assert (loops.loops[0]._change.coming, loops.loops[0]._place.epoch) == (None, 1)
+    assert (loops.loops[0]._change.pending, loops.loops[0]._place.epoch) == (None, 1)
 
 
 def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
@@ -31,7 +31,7 @@ class Played:
     """The replicas, and the processes of those on this machine."""
 
     def __init__(self) -> None:
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.started: list[tuple[int, ChunkCost | None]] = []
         self.killed: list[int] = []
         self._said: deque[tuple[int, Message]] = deque()
@@ -40,11 +40,11 @@ class Played:
 
     def says(self, member: int, message: Message) -> None:
         self._said.append((member, message))
-        self.bell.ring()
+        self.wakeup.notify()
 
     def ends(self, rank: int) -> None:
         self._gone.append((rank, "SIGKILL"))
-        self.bell.ring()
+        self.wakeup.notify()
 
     def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
         """What replicas were told of a kind, with their numbers, once there are so many."""
@@ -86,7 +86,7 @@ class Scene:
             make,
             self.replicas,
             self.replicas,
-            self.replicas.bell,
+            self.replicas.wakeup,
             lambda: self.now,
             lambda request, error: self.told.append((request, error)),
             lambda line: None,

@@ -18,15 +18,15 @@ from ....offload.policy.replicas.dispatch import Members
 from ....offload.policy.tuning import DEFAULT, Replicas
 from ...server.arrivals import RecordedArrival
 from ...server.load import Answered
-from .agenda import Agenda
+from .event_queue import EventQueue
 from .fleet import VirtualFleet
 from .jobs import Job
-from .pipes import Keeper, Pipe
-from .wires import Wire
+from .pipeline import MemoryPolicy, Pipeline
+from .virtual_link import VirtualLink
 
 
 class FleetRun:
-    """One run. `pipes`: the groups that compute, by their members; `wires`: all that bytes were moved over; `silent`:
+    """One run. `pipes`: the groups that compute, by their members; `links`: all that bytes were moved over; `silent`:
     replicas that compute nothing, as they are gone or stand still."""
 
     def __init__(
@@ -43,13 +43,13 @@ class FleetRun:
         self.tuning = tuning
         self.log = log
         self.silent: set[int] = set()
-        self.agenda = Agenda()
+        self.events = EventQueue()
         self.jobs = [Job(number, each) for number, each in enumerate(arrivals)]
-        self.wires: list[Wire] = []
-        self.pipes: dict[Members, Pipe] = {}
+        self.links: list[VirtualLink] = []
+        self.pipes: dict[Members, Pipeline] = {}
         self._left = len(self.jobs)
-        self._sent: dict[int, Wire] = {}
-        self._hosts: dict[tuple[int, bool], Wire] = {}
+        self._sent: dict[int, VirtualLink] = {}
+        self._hosts: dict[tuple[int, bool], VirtualLink] = {}
         self._busy = self._open = 0.0
 
     @property
@@ -57,23 +57,23 @@ class FleetRun:
         """Whether any request has not ended."""
         return self._left > 0
 
-    def wire(self, member: int) -> Wire:
+    def link_of(self, member: int) -> VirtualLink:
         """Returns what a replica sends to others."""
         if member not in self._sent:
-            self._sent[member] = Wire(self.agenda, self.fleet.network, self.fleet.part(self.cost))
-            self.wires.append(self._sent[member])
+            self._sent[member] = VirtualLink(self.events, self.fleet.network, self.fleet.part(self.cost))
+            self.links.append(self._sent[member])
         return self._sent[member]
 
-    def host_wire(self, member: int, *, back: bool) -> Wire:
+    def host_link(self, member: int, *, back: bool) -> VirtualLink:
         """Returns what a replica copies to its host, or `back`."""
         if (member, back) not in self._hosts:
-            self._hosts[member, back] = Wire(self.agenda, self.fleet.link, self.fleet.budget)
-            self.wires.append(self._hosts[member, back])
+            self._hosts[member, back] = VirtualLink(self.events, self.fleet.link, self.fleet.budget)
+            self.links.append(self._hosts[member, back])
         return self._hosts[member, back]
 
-    def wires_of(self, member: int) -> list[Wire]:
+    def links_of(self, member: int) -> list[VirtualLink]:
         """Returns all that a replica sends by."""
-        return [self.wire(member), self.host_wire(member, back=False), self.host_wire(member, back=True)]
+        return [self.link_of(member), self.host_link(member, back=False), self.host_link(member, back=True)]
 
     def every(self, period: float, act: Callable[[], None]) -> None:
         """Has `act` called once a period, until all requests have ended."""
@@ -81,18 +81,18 @@ class FleetRun:
         def again() -> None:
             if self.going_on:
                 act()
-                self.agenda.after(period, again)
+                self.events.after(period, again)
 
-        self.agenda.at(0.0, again)
+        self.events.at(0.0, again)
 
-    def open(self, members: Members, spans: Sequence[int], capacity: int, keeper: Keeper) -> Pipe:
+    def open(self, members: Members, spans: Sequence[int], capacity: int, policy: MemoryPolicy) -> Pipeline:
         """Returns a new group whose members have `spans` of so many layers, with room for `capacity` tokens of KV."""
-        wires = [self.wire(each) for each in members]
-        pipe = Pipe(self.agenda, self.fleet, self.cost, keeper, members, spans, wires, capacity, self.silent)
+        links = [self.link_of(each) for each in members]
+        pipe = Pipeline(self.events, self.fleet, self.cost, policy, members, spans, links, capacity, self.silent)
         self.pipes[members] = pipe
         return pipe
 
-    def close(self, pipe: Pipe) -> None:
+    def close(self, pipe: Pipeline) -> None:
         """The group is no more; the time of its stages counts."""
         del self.pipes[pipe.members]
         if len(pipe.members) > 1:
@@ -109,7 +109,7 @@ class FleetRun:
     @property
     def bytes_moved(self) -> int:
         """Bytes of KV and of weights that went over a link, between replicas or to and from the host."""
-        return sum(wire.moved for wire in self.wires)
+        return sum(link.moved for link in self.links)
 
     def over(self, job: Job, error: str = "") -> None:
         """The request has ended, well or with an error, for the first time."""
@@ -122,9 +122,9 @@ class FleetRun:
         """Plays all requests to their end, each given to `arrive` when it is due; returns what became of them. `note`:
         is called with the number that has ended."""
         for job in self.jobs:
-            self.agenda.at(job.arrival.at, lambda job=job: arrive(job))  # type: ignore[misc]
+            self.events.at(job.arrival.at, lambda job=job: arrive(job))  # type: ignore[misc]
         ended = 0
-        while self.going_on and self.agenda.step():
+        while self.going_on and self.events.step():
             if len(self.jobs) - self._left != ended:
                 ended = len(self.jobs) - self._left
                 note(ended)

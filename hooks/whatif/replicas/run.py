@@ -11,19 +11,19 @@ from ....offload.policy.replicas.decisions import Note
 from ....offload.policy.tuning import DEFAULT, Replicas
 from ...server.arrivals import RecordedArrival
 from ...server.load import summary
-from .dropping import Drop
-from .failing import play_faults
+from .drop_policy import DropPolicy
+from .fault_player import play_faults
 from .faults import PlayedFault
 from .fleet import VirtualFleet
 from .fleet_run import FleetRun
-from .keepers import Migrate, QueuePolicy, RecomputePolicy, Swap
+from .memory_policies import MigratePolicy, QueuePolicy, RecomputePolicy, SwapPolicy
 
 POLICIES: Final[Mapping[str, type[RecomputePolicy]]] = {
     "queue": QueuePolicy,
     "recompute": RecomputePolicy,
-    "swap": Swap,
-    "migrate": Migrate,
-    "drop": Drop,
+    "swap": SwapPolicy,
+    "migrate": MigratePolicy,
+    "drop": DropPolicy,
 }
 
 
@@ -55,13 +55,13 @@ def run(
     if faults and policy != "drop":
         raise ManageError(f"faults are played with policy drop: {policy} has no controller that would notice them")
     simulated = FleetRun(fleet, cost, arrivals, tuning, log)
-    keeper = POLICIES[policy](simulated)
-    if isinstance(keeper, Drop):
-        play_faults(keeper, faults)
-    answers = simulated.answers(keeper.arrive, note)
+    memory = POLICIES[policy](simulated)
+    if isinstance(memory, DropPolicy):
+        play_faults(memory, faults)
+    answers = simulated.answers(memory.arrive, note)
     drops = restores = 0
-    if isinstance(keeper, Drop):
-        drops, restores = keeper.changes.drops, keeper.changes.restores
+    if isinstance(memory, DropPolicy):
+        drops, restores = memory.changes.drops, memory.changes.restores
     return {
         "policy": policy,
         "replicas": fleet.replicas,

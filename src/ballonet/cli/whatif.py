@@ -230,7 +230,7 @@ def _config(name: str) -> Any:
 def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str, int], batching: Any) -> Any:
     """What steps of a model take: from its file, or measured and written there."""
     from ..hooks.whatif.machine import costs_of
-    from ..hooks.whatif.measuring import measured
+    from ..hooks.whatif.step_measurement import measured
 
     name = args.model[number]
     _config(name)

@@ -1,0 +1,164 @@
+"""Faults for tests: a replica that ends, stands still, cuts a link or damages bytes at a point that a file says.
+
+Note [Points]
+    What a replica does is counted by name: `microbatch`, `prefill` and `decode` (a forward is about to run), `hear X`
+    and `say X` (a message of the supervisor, or to it), `send X` and `take X` (a tensor of that tag on a link). The
+    file says at which count of which point of which replica what happens, and may be written anew while replicas run:
+    counts begin with it. So the same file and the same requests end a replica at the same place. Nothing of this is in
+    the way of a replica without such a file: process.py composes it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .link import Link
+from .messages import Message
+from .pending_send import PendingSend
+from .replica_setup import SupervisorChannel
+from .span_runner import RunsLayers, States
+
+_SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+HOW: Final = (*_SIGNALS, "cut", "damage")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Replica `member` does `how` at the `count`-th `point`, from 1 on."""
+
+    member: int
+    point: str
+    count: int
+    how: str
+
+    def line(self) -> str:
+        """As it stands in the file."""
+        return f"{self.member}\t{self.point}\t{self.count}\t{self.how}\n"
+
+
+def write(path: Path, faults: Sequence[Fault]) -> None:
+    """Has replicas that were started with this file do this from now on, and nothing else; `done` begins anew."""
+    done(path).unlink(missing_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text("".join(each.line() for each in faults))
+    new.replace(path)
+
+
+def done(path: Path) -> Path:
+    """The file with the faults that have happened, in their order."""
+    return path.with_suffix(".done")
+
+
+class Faults:
+    """What the file says of one replica. Used by its main loop."""
+
+    def __init__(self, path: Path, me: int) -> None:
+        self._path = path
+        self._me = me
+        self._read: tuple[int, int] | None = None  # which file that was
+        self._wanted: dict[tuple[str, int], str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def at(self, point: str) -> str | None:
+        """Counts a point. Ends the process, or stops it, where it is to; else returns what is to happen there."""
+        self._look()
+        self._counts[point] += 1
+        count = self._counts[point]
+        how = self._wanted.get((point, count))
+        if how is None:
+            return None
+        with done(self._path).open("a") as file:
+            file.write(Fault(self._me, point, count, how).line())
+        if how in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[how])
+        return how
+
+    def _look(self) -> None:
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return
+        if (found.st_ino, found.st_mtime_ns) == self._read:
+            return
+        self._read = found.st_ino, found.st_mtime_ns
+        self._counts.clear()
+        rows = (line.split("\t") for line in self._path.read_text().splitlines())
+        self._wanted = {(point, int(count)): how for member, point, count, how in rows if int(member) == self._me}
+
+
+class FaultyLayers:
+    """A RunsLayers with faults before a forward."""
+
+    def __init__(self, runs: RunsLayers, faults: Faults) -> None:
+        self._runs = runs
+        self._faults = faults
+
+    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
+        """See RunsLayers."""
+        self._faults.at("microbatch")
+        sequences = inputs["cu_seq_lens_q"].numel() - 1 if "cu_seq_lens_q" in inputs else 1
+        self._faults.at("prefill" if inputs["position_ids"].numel() > sequences else "decode")
+        return self._runs(layers, given, inputs)
+
+
+class FaultyChannel:
+    """The supervisor, with faults when a message has come, and before one is sent."""
+
+    def __init__(self, supervisor: SupervisorChannel, faults: Faults) -> None:
+        self._supervisor = supervisor
+        self._faults = faults
+
+    def take(self) -> Message | None:
+        """See SupervisorChannel."""
+        found = self._supervisor.take()
+        if found is not None:
+            self._faults.at(f"hear {type(found).__name__}")
+        return found
+
+    def has(self) -> bool:
+        """See SupervisorChannel."""
+        return self._supervisor.has()
+
+    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+        """See SupervisorChannel."""
+        return self._supervisor.waits(kinds)
+
+    def post(self, *messages: Message) -> None:
+        """See SupervisorChannel."""
+        for message in messages:
+            self._faults.at(f"say {type(message).__name__}")
+        self._supervisor.post(*messages)
+
+
+class FaultyLink(Link):
+    """A link with faults before a tensor is sent, and when one was taken. It may be cut, while both ends live, and what
+    is sent may be damaged."""
+
+    def __init__(self, faults: Faults, *args: Any, **kwargs: Any) -> None:
+        self._faults = faults
+        super().__init__(*args, **kwargs)
+
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> PendingSend:
+        """See Link."""
+        how = self._faults.at(f"send {tag}")
+        if how == "cut":
+            self._lose("a fault has cut it")
+        if how == "damage":
+            tensor = tensor.detach().clone()
+            tensor.view(torch.uint8).flatten()[0] ^= 1
+        return super().send(tensor, tag, urgent, check)
+
+    def take(self, tag: str) -> torch.Tensor | None:
+        """See Link."""
+        found = super().take(tag)
+        if found is not None and self._faults.at(f"take {tag}") == "cut":
+            self._lose("a fault has cut it")
+        return found

@@ -1,0 +1,92 @@
+"""Replicas of a simulation that join, stand still, end, and are fenced, as the controller hears of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ....offload.policy.replicas.events import Joined, Load, Lost
+
+if TYPE_CHECKING:
+    from .drop_policy import DropPolicy
+
+NOBODY_LEFT: Final = "no replica is left"
+
+
+class ReplicaLifecycle:
+    """`failed`: why nothing is served, None while something is; `is_shut_down`: the supervisor has ended."""
+
+    def __init__(self, policy: DropPolicy) -> None:
+        self.failed: str | None = None
+        self.is_shut_down = False
+        self._policy = policy
+        self._run = policy.run
+        self._members: set[int] = set()  # that have joined, until it is known that they have ended
+
+    def join(self, member: int) -> None:
+        """A replica that holds all layers, and nothing else, joins."""
+        self._members.add(member)
+        if self.failed == NOBODY_LEFT:
+            self.failed = None
+        self._policy.pulls.held[member] = {*range(len(self._run.fleet.shape.layers))}
+        self._policy.tell(Joined(self._run.events.now, member, self._run.fleet.pages))
+
+    def rejoin(self, member: int) -> None:
+        """A replica that was fenced, and goes on, joins anew; each is told again and again until it does."""
+        fenced = self._policy.processes.fenced
+        if member in fenced:
+            fenced.discard(member)
+            self._run.events.after(0.0, lambda: self.join(member))
+
+    def kill(self, member: int) -> None:
+        """The process of a replica ends. Nothing happens where it has ended."""
+        policy = self._policy
+        if member in self._members and member not in policy.processes.ended:
+            policy.processes.end(member)
+            policy.changes.part(member)
+            policy.pulls.lose(member)
+            self._run.events.after(self._run.tuning.period, lambda: self._lost(member))
+
+    def stop(self, member: int, seconds: float | None) -> None:
+        """A replica stands still for so long, or for good. Nothing happens where it does, or has ended."""
+        if member in self._members and member not in self._run.silent:
+            self._policy.processes.stop(member, returns=seconds is not None)
+            if seconds is not None:
+                self._run.events.after(seconds, lambda: self._go_on(member))
+
+    def shut(self, why: str) -> None:
+        """The supervisor ends, and so do all replicas and requests."""
+        policy = self._policy
+        policy.requests.end_all(why)
+        self.failed, self.is_shut_down = why, True
+        policy.changes.end()
+        for member in self._members:
+            policy.processes.end(member)
+            policy.active.part(member)
+
+    def fence(self, member: int) -> None:
+        """Nobody listens to a replica any more. Its process is ended, unless it stands still out of reach."""
+        self._policy.active.part(member)
+        if self._policy.processes.returns(member):
+            self._policy.processes.fenced.add(member)
+        else:
+            self.kill(member)
+
+    def _go_on(self, member: int) -> None:
+        policy, processes = self._policy, self._policy.processes
+        if member in processes.ended:
+            return
+        processes.go_on(member)
+        if (pipe := policy.active.pipe_of(member)) is not None:
+            pipe.stages.wake(member)
+        policy.changes.turn()
+        if member in processes.fenced:
+            policy.tell(Load(self._run.events.now, member, policy.active.epochs[member], 0, 0, 0, policy.looks))
+
+    def _lost(self, member: int) -> None:
+        """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
+        self._policy.active.part(member)
+        self._members.discard(member)
+        self._policy.tell(Lost(self._run.events.now, member))
+        if not self._members and self.failed is None:
+            self.failed = NOBODY_LEFT
+            self._policy.requests.leave_all(NOBODY_LEFT)

@@ -1,0 +1,84 @@
+"""Links in virtual time: one direction of each, in the order that policy/replicas/exchange.py decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ....offload.policy.replicas.exchange import LinkOrder
+from .event_queue import EventQueue
+
+
+@dataclass(slots=True)
+class _Message:
+    left: int  # bytes
+    then: Callable[[], None]
+    owner: object
+
+
+class VirtualLink:
+    """What one replica sends. `moved`: bytes that were not urgent, so far."""
+
+    def __init__(self, events: EventQueue, bandwidth: float, part: int) -> None:
+        """`bandwidth`: bytes per second; `part`: bytes that are sent at once of what is not urgent."""
+        self.order = LinkOrder(part)
+        self.moved = 0
+        self._events = events
+        self._bandwidth = bandwidth
+        self._messages: dict[str, _Message] = {}  # by tag
+        self._count = 0
+        self._stopped = False
+
+    def send(self, nbytes: int, then: Callable[[], None], *, urgent: bool = False, owner: object = None) -> None:
+        """Sends a message; `then` is called once all of it has come, unless `owner` has taken it back."""
+        self._count += 1
+        tag = str(self._count)
+        self._messages[tag] = _Message(nbytes, then, owner)
+        if not nbytes:
+            self._events.after(0.0, lambda: self._came(tag))
+            return
+        self.order.queue(tag, nbytes, self._events.now, urgent=urgent)
+        self._begin()
+
+    def take_back(self, owner: object) -> None:
+        """Messages of the owner that have not come never come."""
+        self._forget({tag for tag, each in self._messages.items() if each.owner is owner})
+
+    def stop(self) -> None:
+        """Sends nothing new until `go_on`; who sends stands still."""
+        self._stopped = True
+
+    def go_on(self) -> None:
+        """Ends a stop."""
+        self._stopped = False
+        self._begin()
+
+    def end(self) -> None:
+        """Nothing comes any more of what was sent: who sends is gone."""
+        self._forget({*self._messages})
+
+    def _forget(self, tags: set[str]) -> None:
+        for tag in tags:
+            del self._messages[tag]
+        self.order.forget(tags)
+
+    def _came(self, tag: str) -> None:
+        message = self._messages.pop(tag, None)
+        if message is not None:
+            message.then()
+
+    def _begin(self) -> None:
+        nbytes = None if self._stopped else self.order.begin(self._events.now)
+        if nbytes is not None:
+            self._events.after(nbytes / self._bandwidth, self._end)
+
+    def _end(self) -> None:
+        sent = self.order.end(self._events.now)
+        if not sent.urgent:
+            self.moved += sent.nbytes
+        message = self._messages.get(sent.tag)
+        if message is not None:
+            message.left -= sent.nbytes
+        self._begin()
+        if message is not None and not message.left:
+            self._came(sent.tag)
