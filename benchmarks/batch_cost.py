@@ -81,6 +81,6 @@ def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], chosen
         leader.requests.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
     while not leader.idle:
         stage.step()
-    while not times.told_all:
-        times.look()
+    while not times.all_timed:
+        times.poll()
     yield from ran

@@ -299,7 +299,7 @@ def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
 
 
 TWICE = {  # names that two classes have yet: one of them, as a rule, lies in hooks/replicas/
-    *("Changes", "Chunk", "ChunkCost", "CudaMarks", "HostMarks", "Placement", "Plan", "Prepared", "Record", "Replica"),
+    *("Chunk", "ChunkCost", "CudaMarks", "HostMarks", "Placement", "Plan", "Prepared", "Record", "Replica"),
     *("Request", "Restored", "Stage", "Waiting"),
 }
 

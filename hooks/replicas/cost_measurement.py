@@ -62,8 +62,8 @@ def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning
         stage.step()
     while not leader.idle:
         stage.step()
-    while not times.told_all:
-        times.look()
+    while not times.all_timed:
+        times.poll()
     yield from ran
 
 

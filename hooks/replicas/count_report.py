@@ -28,7 +28,7 @@ class CountReport:
         self._told_at = now
         times = setup.replica.times
         if times is not None:
-            times.look()
+            times.poll()
         measured = () if times is None else (times.busy, times.open, times.error)
         held = setup.layers - len(setup.holds.dropped)
         found = Counted(self._state.sent, self._moves.sent, held, *measured)

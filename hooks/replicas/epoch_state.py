@@ -57,7 +57,7 @@ class EpochState:
         setup = self._setup
         self._old = self.stage
         if setup.replica.times is not None:
-            setup.replica.times.works(0)
+            setup.replica.times.set_open_stages(0)
         before, self.links = self.links, pending.links
         self.release(before.values())
         self.take(pending.mine, pending.epoch, pending.links, moves)
@@ -95,7 +95,7 @@ class EpochState:
         if self.handover is not None:
             self.handover.close()
         if (times := self._setup.replica.times) is not None:
-            times.works(0)
+            times.set_open_stages(0)
         self.links, self.handover = {}, None
         self._requests.forget()
         self._old = self.stage = None

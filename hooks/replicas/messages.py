@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.text import KINDS, kinds, made, plain
+from ...offload.policy.replicas.json_values import KINDS, from_plain, kinds, to_plain
 from . import handover, plan, requests
 from .requests import Request
 
@@ -111,13 +111,13 @@ _KINDS: Final[Mapping[str, Any]] = {
 
 def encoded(message: Message) -> str:
     """The message as text."""
-    return json.dumps(plain(message))
+    return json.dumps(to_plain(message))
 
 
 def decoded(text: str) -> Message:
     """The message that `encoded` was called on. ValueError where it is none."""
     try:
-        found: Message = made(json.loads(text), _KINDS)
+        found: Message = from_plain(json.loads(text), _KINDS)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{text[:80]!r} is no message of this version: {error}") from None
     return found

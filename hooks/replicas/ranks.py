@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.replacing import Replacements
+from ...offload.policy.replicas.replacements import Replacements
 from ...offload.policy.tuning import Replicas
 
 

@@ -117,7 +117,7 @@ class Stage:
         happened = self.leader.collect() if self._answered() else False
         happened = self.leader.launch() or happened
         if (times := self._replica.times) is not None:
-            times.works(self.group.size if self.leader.in_flight else 0)
+            times.set_open_stages(self.group.size if self.leader.in_flight else 0)
         return happened
 
     def _answered(self) -> bool:

@@ -70,9 +70,9 @@ class StageTimes:
     def end(self, began: Mark, chunks: Sequence[Chunk], layers: int) -> None:
         """All of it is submitted."""
         self._running.append((began, self._mark(), chunks, layers))
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Takes in what has run since."""
         while self._running:
             begin, end, chunks, layers = self._running[0]
@@ -84,11 +84,11 @@ class StageTimes:
             self._take(Ran(began, ended, sizes, layers))
 
     @property
-    def told_all(self) -> bool:
+    def all_timed(self) -> bool:
         """Is nothing computed whose time is not known?"""
         return not self._running
 
-    def works(self, stages: int) -> None:
+    def set_open_stages(self, stages: int) -> None:
         """From now on so many stages are open: those of the group that this replica leads; 0: it has no work."""
         if self._since is None and stages < 2:
             return

@@ -20,8 +20,8 @@ from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, replayed, to_line
 from ballonet.offload.policy.replicas.demand import KVSize
+from ballonet.offload.policy.replicas.drop_gate import Verdict
 from ballonet.offload.policy.replicas.events import Arrived, Damaged, Joined, Load, PrepareFailed, Reason, Tick
-from ballonet.offload.policy.replicas.gate import Verdict
 from ballonet.offload.policy.replicas.groups import Group, Span
 from ballonet.offload.policy.replicas.restore_plan import Pull
 from ballonet.offload.policy.tuning import DEFAULT

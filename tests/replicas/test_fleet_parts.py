@@ -124,7 +124,7 @@ def test_a_request_that_ends_while_it_leaves_takes_no_room_with_it() -> None:
 
     def arrive(job: Job) -> None:
         members = (0 if job.number < 2 else 1,)
-        keeper._dispatcher.take(members, job.most)
+        keeper._dispatcher.promise(members, job.most)
         run.pipes[members].add(job)
 
     run.events.at(0.7, lambda: left.append(len(keeper._moves)))

@@ -19,7 +19,7 @@ from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, S
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Entry
 from ballonet.offload.policy.replicas.events import Reason
-from ballonet.offload.policy.replicas.exchange import waited
+from ballonet.offload.policy.replicas.link_order import waited
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
 from .fleets import COST, KV, PAGE, SHAPE, SLOW, burst, decided, fleet, played
@@ -124,7 +124,7 @@ def test_a_request_that_runs_leaves_a_replica_whose_queue_is_stuck() -> None:
 
         def arrive(job: Job, keeper: RecomputePolicy = keeper) -> None:
             members = (0 if job.number < 2 else 1,)
-            keeper._dispatcher.take(members, job.most)
+            keeper._dispatcher.promise(members, job.most)
             keeper.run.pipes[members].add(job)
 
         run.answers(arrive, lambda done: None)
@@ -164,7 +164,7 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
     keeper._dispatcher.add((0, 1), free.tokens)
 
     def arrive(job: Job) -> None:
-        keeper._dispatcher.take((0, 1), job.most)
+        keeper._dispatcher.promise((0, 1), job.most)
         pipe.waiting.append(job)
         if len(pipe.waiting) == len(arrivals):
             pipe.pump()

@@ -44,12 +44,12 @@ def test_the_bubble_is_that_of_the_timeline() -> None:
         for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             clock.now = begin
             if (number, stage) == (0, 0):
-                stages[0].works(2)
+                stages[0].set_open_stages(2)
             run(stages[stage], clock, begin, end - begin, 1, LAYERS // 2)
     clock.now = planned.seconds
-    stages[0].works(0)
+    stages[0].set_open_stages(0)
     clock.now += 100.0  # nobody asks anything
-    stages[0].works(0)
+    stages[0].set_open_stages(0)
     busy, opened = sum(each.busy for each in stages), sum(each.open for each in stages)
     assert (busy, opened) == (12.0, 2 * planned.seconds)
     assert 1 - busy / opened == pytest.approx(planned.bubble)
@@ -58,9 +58,9 @@ def test_the_bubble_is_that_of_the_timeline() -> None:
 def test_a_replica_on_its_own_counts_nothing() -> None:
     clock = Clock()
     alone = times(clock)
-    alone.works(1)
+    alone.set_open_stages(1)
     run(alone, clock, 0.0, 5.0, 5, LAYERS)
-    alone.works(0)
+    alone.set_open_stages(0)
     assert (alone.busy, alone.open) == (0.0, 0.0)
 
 
@@ -128,18 +128,18 @@ def test_moments_on_a_stream_are_those_of_the_host(monkeypatch: pytest.MonkeyPat
         device.submitted += seconds
         one.end(began, [chunk(1)], LAYERS)
     assert ran == []
-    assert not one.told_all
+    assert not one.all_timed
     device.reached, clock.now = 3.5, 1003.5
-    one.look()
+    one.poll()
     assert [each[:2] for each in ran] == [(1000.0, 1003.0)]
     device.reached, clock.now = 7.0, 1050.0  # the stream has nothing to do since
-    one.look()
+    one.poll()
     assert [each[:2] for each in ran] == [(1000.0, 1003.0), (1003.0, 1007.0)]
     began = one.begin()
     device.submitted, device.reached = 9.0, 9.0
     one.end(began, [chunk(1)], LAYERS)
     assert ran[-1][0] == 1050.0, "a stream without work begins when the host says so"
-    assert one.told_all
+    assert one.all_timed
 
 
 @pytest.mark.gpu
@@ -156,8 +156,8 @@ def test_a_gpu_s_moments_are_in_order() -> None:
             much = much @ much / 2048
         one.end(began, [chunk(1)], LAYERS)
     torch.cuda.synchronize()
-    one.look()
-    assert one.told_all
+    one.poll()
+    assert one.all_timed
     moments = [at for each in ran for at in each[:2]]
     assert len(ran) == 4
     assert moments == sorted(moments)

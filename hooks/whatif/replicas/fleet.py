@@ -8,7 +8,7 @@ from typing import Any
 from ....allocator.errors import ManageError
 from ....allocator.units import format_size
 from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.exchange import part_bytes
+from ....offload.policy.replicas.link_order import part_bytes
 from ..machine import MachineSizes
 
 

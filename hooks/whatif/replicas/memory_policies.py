@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ....offload.policy.replicas.dispatch import Dispatcher
-from ....offload.policy.replicas.exchange import shares
+from ....offload.policy.replicas.link_order import shares
 from ....offload.policy.tuning import DEFAULT
 from .jobs import Job
 from .pipeline import Pipeline
@@ -45,7 +45,7 @@ class RecomputePolicy:
         if members is None:
             self.run.over(job, "no replica can ever hold its KV")
             return
-        self._dispatcher.take(members, job.most)
+        self._dispatcher.promise(members, job.most)
         self.run.pipes[members].add(job)
 
     def admit(self, pipe: Pipeline) -> None:
@@ -79,13 +79,13 @@ class RecomputePolicy:
 
     def ended(self, pipe: Pipeline, job: Job) -> None:
         """The request has all its tokens."""
-        self._dispatcher.give(pipe.members, job.most)
+        self._dispatcher.release(pipe.members, job.most)
         self.run.over(job)
 
     def moved(self, job: Job, pipe: Pipeline, to: Pipeline) -> None:
         """The request belongs to another replica now."""
-        self._dispatcher.give(pipe.members, job.most)
-        self._dispatcher.take(to.members, job.most)
+        self._dispatcher.release(pipe.members, job.most)
+        self._dispatcher.promise(to.members, job.most)
 
     def landed(self, pipe: Pipeline, job: Job) -> None:
         """No request leaves."""

@@ -1,11 +1,11 @@
-"""Links in virtual time: one direction of each, in the order that policy/replicas/exchange.py decides."""
+"""Links in virtual time: one direction of each, in the order that policy/replicas/link_order.py decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ....offload.policy.replicas.exchange import LinkOrder
+from ....offload.policy.replicas.link_order import LinkOrder
 from .event_queue import EventQueue
 
 

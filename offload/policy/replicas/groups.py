@@ -41,8 +41,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Replicas in the order of their stages, and the span of each. The spans are all layers, each once, in order.
-    ValueError."""
+    """Replicas in the order of their stages, and the span of each. ValueError unless the spans are all layers, each
+    once, in order."""
 
     members: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Members, which are the stages of the pipeline."""
+        """Number of members, which are the stages of the pipeline."""
         return len(self.members)
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ballonet.offload.policy.replicas.actions import Decline, Prepare
+from ballonet.offload.policy.replicas.drop_gate import Work
 from ballonet.offload.policy.replicas.events import Load
-from ballonet.offload.policy.replicas.forecast import busiest, merged_work, split, work_of
-from ballonet.offload.policy.replicas.gate import Work
+from ballonet.offload.policy.replicas.group_work import busiest, merged_work, split, work_of
 from ballonet.offload.policy.replicas.groups import Group, Span
-from ballonet.offload.policy.replicas.requests import Request
+from ballonet.offload.policy.replicas.request_book import Request
 
 from .played import KV, Played
 

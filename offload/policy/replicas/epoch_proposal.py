@@ -1,12 +1,12 @@
-"""A change of configuration in two phases: prepared, which can be given up at any time, and committed.
+"""A change of the groups in two phases: an epoch is prepared, which can be given up at any time, and then committed.
 
 Note [Two phases]
     An epoch is proposed to the members of the groups that change; all others stay in theirs. While they form links,
     make host copies ready and reserve pages, they serve as before. If one of them fails, is lost or does not answer in
     time, the epoch is discarded: nothing was dropped, and its number is never used again. For a restore, the layers are
     pulled as the second half of this phase, behind activations, so a pipeline runs until each of its members is
-    complete. Once all are ready the epoch is committed, and there is no way back but another epoch: a member that does
-    not take it up is fenced. There is one epoch in preparation at a time.
+    complete. Once all are ready the epoch is committed, and only another epoch undoes it: a member that does not enter
+    it is fenced. There is one epoch in preparation at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from enum import Enum
 
 from ..tuning import Replicas as Tuning
 from .actions import Commit, Decline, Discard, Prepare, StartRestore
+from .controller_state import ControllerState
 from .dispatch import Members
 from .drop_plan import DropPlan
 from .events import Reason
 from .groups import Group, Span, alone
 from .restore_plan import Pull, group_restore, homes
-from .state import State
 
 
 class Kind(Enum):
@@ -34,8 +34,8 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Proposal:
-    """An epoch in preparation: `groups` instead of those of `old`. `waiting`: members that have not answered, since the
-    time `since`; `pulls`: layers that `members` need for it; `pulling`: they are pulled now."""
+    """An epoch in preparation: `groups` replace those of `old`. `waiting`: members that have not answered since the
+    time `since`; `pulls`: layers that `members` need for it; `pulling`: the pulls have started."""
 
     epoch: int
     kind: Kind
@@ -48,17 +48,18 @@ class Proposal:
     pulling: bool = False
 
 
-class Changes:
-    """The one epoch in preparation, and when the next drop or restore may be. See Note [Two phases]."""
+class EpochProposals:
+    """The epoch in preparation, if any. `drop_after`, `restore_after`: times before which none is proposed. See
+    Note [Two phases]."""
 
-    def __init__(self, state: State, tuning: Tuning) -> None:
+    def __init__(self, state: ControllerState, tuning: Tuning) -> None:
         self._state = state
         self._tuning = tuning
         self.proposal: Proposal | None = None
         self.drop_after = self.restore_after = 0.0
 
     def propose_drop(self, plan: DropPlan, at: float) -> None:
-        """Prepares the groups of a plan."""
+        """Starts preparing the groups of a plan."""
         cluster = self._state.cluster
         pulls: list[Pull] = []
         olds: list[Members] = []
@@ -72,7 +73,7 @@ class Changes:
         self._propose(Kind.DROP, olds, plan.formed, tuple(pulls), at)
 
     def propose_restore(self, groups: Iterable[Group], at: float) -> None:
-        """Prepares the end of groups, as far as all their requests find room with one of the members."""
+        """Starts preparing the end of groups, those whose requests all find room with one of the members."""
         old = [group for group in groups if self._homes(group) is not None]
         if not old:
             self.restore_after = at + self._tuning.again
@@ -82,7 +83,7 @@ class Changes:
         self._propose(Kind.RESTORE, [group.members for group in old], formed, pulls, at)
 
     def prepared(self, epoch: int, member: int, at: float) -> bool:
-        """A member is ready. Returns whether layers were dropped now, as it was the last."""
+        """Notes that a member is ready. Returns whether a drop was committed, as this was the last one."""
         proposal = self.proposal
         if proposal is None or proposal.epoch != epoch or proposal.pulling:
             return False
@@ -97,7 +98,7 @@ class Changes:
         return False
 
     def restored(self, epoch: int, member: int, at: float) -> None:
-        """A member holds all layers."""
+        """Notes that a member holds all layers; commits the restore once all do."""
         proposal = self.proposal
         if proposal is None or proposal.epoch != epoch or not proposal.pulling:
             return
@@ -110,12 +111,12 @@ class Changes:
         return self.proposal is not None and self.proposal.epoch == epoch and self.proposal.members.issuperset(members)
 
     def discard_with(self, members: Iterable[int], reason: Reason, at: float) -> None:
-        """Gives up what is in preparation if one of the members has part in it."""
+        """Gives up the epoch in preparation if one of these members is in it."""
         if self.proposal is not None and not self.proposal.members.isdisjoint(members):
             self.discard(reason, at)
 
     def discard(self, reason: Reason, at: float) -> None:
-        """Gives up what is in preparation, if anything. Memory that is needed again does not delay the next drop."""
+        """Gives up the epoch in preparation, if any. Giving up a restore does not delay the next drop."""
         proposal, self.proposal = self.proposal, None
         if proposal is None:
             return
@@ -126,12 +127,12 @@ class Changes:
             self.restore_after = at + self._tuning.again
 
     def decline(self, decline: Decline, at: float) -> None:
-        """No drop, and none for a while."""
+        """Declines a drop, and puts off the next one."""
         self.drop_after = at + self._tuning.again
         self._state.actions.append(decline)
 
     def expire(self, at: float) -> None:
-        """Gives up what takes too long."""
+        """Gives up an epoch whose preparation takes too long."""
         proposal = self.proposal
         if proposal is None:
             return
@@ -153,7 +154,7 @@ class Changes:
         self._state.actions.append(Prepare(epoch, tuple(groups), pulls if kind is Kind.DROP else ()))
 
     def _homes(self, group: Group) -> dict[str, int] | None:
-        """Where the requests of a group go when its members are on their own; None where one does not fit."""
+        """Returns the member that each request of a group goes to when the group ends; None where one does not fit."""
         cluster = self._state.cluster
         room = {member: cluster.tokens(alone(member, group.layers)) for member in group.members}
         return homes({each.name: each.demand for each in self._state.book.of(group.members)}, room)

@@ -1,11 +1,11 @@
 """Exchange of KV between the members of a group, and the order in which one link sends. Pure.
 
-Note [Who goes first]
-    After a drop a request's KV lies where the request was, and each member needs that of its own layers: of what it
-    has, each of k equal members sends (k - 1) / k (KunServe §4.2). The same link carries activations, which are small
-    and which a stage waits for. What is on the wire cannot be stopped, so KV goes in parts of whole pages that take
-    about a quarter of a stage's time, and before each part the link sends the activations that wait: an activation
-    waits for one part at most. `LinkOrder` decides; its log shows whether that held (`waited`).
+Note [Activations first]
+    After a drop a request's KV lies where the request was, and each member needs that of its own layers: each of k
+    equal members sends (k - 1) / k of its KV (KunServe §4.2). The same link carries activations, which are small and
+    which a stage waits for. A transfer that has begun cannot be stopped, so KV is sent in parts of whole pages that
+    take about a quarter of a stage's time, and before each part the link sends the queued activations: an activation
+    waits for at most one part. `LinkOrder` decides; `waited` checks its log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..tuning import DEFAULT
 
 
 def shares(used: int, layers: Sequence[int], own: int | None) -> tuple[int, ...]:
-    """Returns the bytes that member `own` sends to each member, to itself none, of KV that has `used` bytes over all
-    layers. `layers`: how many each member keeps; equal ones make (k - 1) / k. Nothing is lost: with what stays (the
-    rest of `used`) they add up. `own`: None where who sends is no member, but the host."""
+    """Returns the bytes that member `own` sends to each member (0 to itself) of KV with `used` bytes over all layers.
+    `layers`: how many each member keeps. The bytes sent and those that stay add up to `used`. `own`: None where the
+    sender is the host."""
     total, ends, passed = sum(layers), [0], 0
     for count in layers:
         passed += count
@@ -30,13 +30,14 @@ def shares(used: int, layers: Sequence[int], own: int | None) -> tuple[int, ...]
 
 
 def part_bytes(stage: float, bandwidth: float, page: int, part: float = DEFAULT.replicas.exchange_part) -> int:
-    """Returns the bytes of a part: whole pages, one at least, that take about `part` of a stage's seconds."""
+    """Returns the bytes of a part: whole pages, at least one, that take about the fraction `part` of `stage` seconds at
+    `bandwidth` bytes per second."""
     return max(1, int(stage * part * bandwidth / page)) * page
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What goes over a link: seconds when it was queued, began and ended; infinity as long as it has not."""
+    """A message, or a part of one. `queued`, `began`, `ended`: seconds; infinity as long as that is still to come."""
 
     tag: str
     nbytes: int
@@ -47,10 +48,10 @@ class Sent:
 
 
 class LinkOrder:
-    """What one direction of a link sends next. See Note [Who goes first]. `log`: what it has sent, in order."""
+    """Orders what one direction of a link sends. `log`: what was sent, in order. See Note [Activations first]."""
 
     def __init__(self, part: int) -> None:
-        """`part`: bytes that are sent at once of what is not urgent. ValueError."""
+        """`part`: bytes of a part of a message that is not urgent. ValueError where it is below 1."""
         if part < 1:
             raise ValueError(f"nothing can be sent in parts of {part} bytes")
         self.log: list[Sent] = []
@@ -60,16 +61,16 @@ class LinkOrder:
         self._sending: Sent | None = None
 
     def queue(self, tag: str, nbytes: int, now: float, *, urgent: bool) -> None:
-        """Adds a message. `urgent`: it goes whole, before all that is not; else in parts."""
+        """Queues a message. `urgent`: sent whole, before all others; else sent in parts."""
         (self._urgent if urgent else self._others).append(Sent(tag, nbytes, urgent, now, math.inf, math.inf))
 
     def forget(self, tags: Container[str]) -> None:
-        """Takes out messages that wait: nobody wants them any more. A part that is under way goes on."""
+        """Removes queued messages with these tags. A part that is under way is still sent."""
         self._urgent = deque(each for each in self._urgent if each.tag not in tags)
         self._others = deque(each for each in self._others if each.tag not in tags)
 
     def begin(self, now: float) -> int | None:
-        """Returns the bytes that the link sends from now on; None where something is under way, or nothing waits."""
+        """Begins the next part, and returns its bytes; None where one is under way, or nothing is queued."""
         if self._sending is not None or not (self._urgent or self._others):
             return None
         if self._urgent:
@@ -83,7 +84,7 @@ class LinkOrder:
         return first.nbytes
 
     def end(self, now: float) -> Sent:
-        """Returns what has been sent. RuntimeError where nothing was under way."""
+        """Ends the part under way, and returns it. RuntimeError where there is none."""
         if self._sending is None:
             raise RuntimeError("the link ends what it has not begun")
         self.log.append(replace(self._sending, ended=now))
@@ -92,7 +93,7 @@ class LinkOrder:
 
 
 def waited(log: Iterable[Sent]) -> int:
-    """Returns for how many parts that were not urgent the urgent message waited that waited for most of them."""
+    """Returns the largest number of non-urgent parts that any urgent message of a log waited for."""
     sent = list(log)
     others = [each for each in sent if not each.urgent]
     return max(

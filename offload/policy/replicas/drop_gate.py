@@ -3,23 +3,23 @@
 Note [Gate]
     Memory for KV helps where requests wait for memory. Where they wait for their prompts to be computed, a pipeline
     only adds bubbles and the exchange of KV (a simulation of 14B with 8 replicas had swapping before dropping).
-    Both cases are played through, round by round, with the same cost model. In a round every running request decodes
-    a token, and up to `chunk` tokens of prompts are computed beside them in each microbatch. A group of k runs k
-    microbatches in a round; each takes 1/k of its cost on a stage, so a round takes the sum of the costs over k, more
-    by the bubble. A queued request starts when its prompt and what it is expected to generate fit, in the order of the
-    queue; those that end make room. The queue is drained when the last prompt is computed.
+    Both cases are simulated round by round with the same cost model. In a round every running request decodes a token,
+    and up to `chunk` tokens of prompts are computed with them in each microbatch. A group of k runs k microbatches in a
+    round; each takes 1/k of its cost on a stage, so a round takes the sum of the costs divided by k, times 1 + bubble.
+    A queued request starts when its prompt and its expected answer fit, in the order of the queue; requests that end
+    make room. The queue is drained when the last prompt is computed.
     With the drop, requests that were running wait until their KV is exchanged, and so end later, while new prompts are
     computed meanwhile (§4.2).
 
-    Limits: between two changes of who runs, rounds that only decode are taken to last as long as the first of them; no
-    request fails or leaves.
+    Limits: rounds that only decode are assumed to last as long as the first of them, until a request starts or ends; no
+    request fails or is cancelled.
 
 Note [Demand goes on]
-    A drop lasts for the dwell at least. A queue that is drained sooner says little about it: two replicas that share
-    one gain as much as one of them had more to do, and pay for the pipeline with all that comes later. (In a simulation
-    of 14B with prompts of code eight replicas merged for 0.07 s, and P99 of the first token was 1.22 times that of the
-    best peer.) So requests like those in the queue follow, for the dwell, and what is compared is how fast they are
-    computed. Groups as they are count with their mean: the dispatcher evens out that one has more to do than another.
+    A drop lasts at least for the dwell. A queue that is drained sooner says little about it: the gain may only be that
+    two replicas share an uneven load, while all later requests pay for the pipeline. (In a simulation of 14B with
+    prompts of code eight replicas merged for 0.07 s, and the P99 TTFT was 1.22 times that of the best policy.) So
+    requests like the queued ones are assumed to follow for the dwell, and the times to compute all of them are
+    compared. The present groups count with their mean, as the dispatcher evens out their loads.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from ..tuning import Replicas as Tuning
 
 
 class ChunkCost(Protocol):
-    """Seconds that a replica with all layers computes. A chunk is (tokens before it, tokens in it)."""
+    """Seconds of compute on a replica with all layers. A chunk is (tokens before it, tokens in it)."""
 
     def seconds(self, before: int, new: int) -> float:
-        """One chunk alone."""
+        """Returns the seconds of one chunk alone."""
         ...
 
     def batch(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """All chunks of a microbatch together."""
+        """Returns the seconds of the chunks of one microbatch together."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one group has to do. `capacity`: tokens of KV; `stages`: replicas in it. `queued`: (tokens of the prompt,
+    """The requests of one group. `capacity`: tokens of KV; `stages`: replicas in it. `queued`: (tokens of the prompt,
     tokens that it is expected to generate) in order; `running`: (tokens of KV, tokens still to generate). `stall`:
-    seconds until those that run go on, as their KV is exchanged."""
+    seconds until running requests go on, as their KV is exchanged."""
 
     capacity: int
     stages: int
@@ -69,7 +69,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Replay:
-    """The state of one group while its queue is played through."""
+    """A simulation of one group until its queue is drained."""
 
     work: Work
     tuning: Tuning
@@ -87,7 +87,7 @@ class _Replay:
         self.free = self.work.capacity - sum(each.total for each in old)
 
     def admit(self) -> None:
-        """Starts what fits, in order."""
+        """Starts the queued requests that fit, in order."""
         if self.stalled and self.now >= self.work.stall:
             self.running.extend(self.stalled)
             self.stalled.clear()
@@ -96,7 +96,7 @@ class _Replay:
             self.prefill.append(self.queue.popleft())
 
     def round(self, cost: ChunkCost) -> None:
-        """Computes one round, or several that only decode and end with a change of who runs."""
+        """Advances by one round, or by the rounds that only decode until a request ends or a stall is over."""
         microbatches: list[list[tuple[int, int]]] = [[] for _ in range(self.work.stages)]
         for number, each in enumerate(self.running):
             microbatches[number % len(microbatches)].append((each.done, 1))
@@ -111,7 +111,7 @@ class _Replay:
         self.running.extend(computed)
 
     def _prompts(self, microbatches: list[list[tuple[int, int]]]) -> list[_Request]:
-        """Adds chunks of prompts to the microbatches; returns the requests whose prompts they complete."""
+        """Adds chunks of prompts to the microbatches. Returns the requests whose prompts they complete."""
         found = []
         for chunks in microbatches:
             room = self.tuning.chunk
@@ -126,7 +126,7 @@ class _Replay:
         return found
 
     def _until_change(self, seconds: float) -> int:
-        """Rounds until the first that runs ends, or those whose KV is exchanged go on."""
+        """Returns the rounds until the first running request ends, or the stalled ones go on."""
         ends = min(each.new for each in self.running)
         if not self.stalled or seconds <= 0:
             return ends
@@ -141,7 +141,7 @@ class _Replay:
 
 
 def drain_seconds(work: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> float:
-    """Seconds until the last prompt of the queue is computed; infinite where one never fits. See Note [Gate]."""
+    """Returns the seconds until the last queued prompt is computed; infinity where one never fits. See Note [Gate]."""
     replay = _Replay(work, tuning)
     for _ in range(tuning.rounds):
         replay.admit()
@@ -166,7 +166,7 @@ class Verdict:
 
 
 def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> Verdict:
-    """Compares the groups as they are, each for as many replicas as it has, with the group that they would become. See
+    """Compares the present groups (`kept`, weighted by their replicas) with the group into which they would merge. See
     Note [Demand goes on]."""
     parts = list(kept)
     seconds = _mean(parts, cost, tuning)
@@ -180,12 +180,12 @@ def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning =
 
 
 def _mean(parts: Sequence[Work], cost: ChunkCost, tuning: Tuning) -> float:
-    """Seconds to drain the queues, as a mean over replicas."""
+    """Returns the seconds to drain the queues, as a mean over replicas."""
     return sum(drain_seconds(work, cost, tuning) * work.stages for work in parts) / sum(work.stages for work in parts)
 
 
 def _dealt(parts: Sequence[Work], more: Sequence[tuple[int, int]]) -> list[Work]:
-    """The same with `more` requests behind, which each replica gets as many of."""
+    """Returns the work with `more` requests appended, dealt evenly to the replicas."""
     first, total, found = 0, sum(work.stages for work in parts), []
     for work in parts:
         mine = [each for n in range(first, first + work.stages) for each in more[n::total]]

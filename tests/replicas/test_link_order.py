@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas.exchange import LinkOrder, Sent, part_bytes, shares, waited
+from ballonet.offload.policy.replicas.link_order import LinkOrder, Sent, part_bytes, shares, waited
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.data())

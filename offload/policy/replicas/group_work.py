@@ -1,4 +1,4 @@
-"""What is asked of the gate: the work of groups as they are, and of the one that they would become."""
+"""The input of the drop gate: the work of the present groups, and of the group into which they would merge."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from .cluster import Cluster
 from .demand import KVSize
-from .gate import Work
+from .drop_gate import Work
 from .groups import Group
-from .requests import Request, RequestBook
+from .request_book import Request, RequestBook
 
 Tokens = list[tuple[int, int]]
 
 
 def split(requests: Sequence[Request], used: int, pending: int, kv: KVSize) -> tuple[Tokens, Tokens]:
-    """Requests of a group, in order, as (queued, running) of gate.Work. Pages: `used` for KV, `pending` of prompts.
+    """Splits a group's requests, in order, into (queued, running) of drop_gate.Work. `used`: pages of KV; `pending`:
+    pages of prompts that wait.
 
-    The controller is told pages, not who waits: the newest are taken to wait, until their prompts are what is pending,
-    and the others to be equally far with what they generate, so that their KV is what is used.
+    The controller knows pages, not which requests wait. So the newest are assumed to wait, until their prompts make up
+    what is pending, and the others to have generated the same part of their answers, so that their KV is what is used.
     """
     first = len(requests)
     while first and pending > 0:
@@ -34,7 +35,7 @@ def split(requests: Sequence[Request], used: int, pending: int, kv: KVSize) -> t
 
 
 def work_of(group: Group, cluster: Cluster, book: RequestBook) -> Work:
-    """The work of a group in force."""
+    """Returns the work of a group in force."""
     loads = [load for member in group.members if (load := cluster.replicas[member].load) is not None]
     used, pending = sum(load.used for load in loads), sum(load.pending for load in loads)
     queued, running = split(book.of(group.members), used, pending, cluster.kv)
@@ -42,8 +43,8 @@ def work_of(group: Group, cluster: Cluster, book: RequestBook) -> Work:
 
 
 def merged_work(group: Group, parts: Sequence[Work], cluster: Cluster, page_seconds: float) -> Work:
-    """The work of a group that others become, whose work is `parts`. Each member sends (k - 1)/k of its KV first, at
-    `page_seconds` a page."""
+    """Returns the work of the group into which groups with the work `parts` merge. Each of its k members first sends
+    (k - 1)/k of its KV, at `page_seconds` a page."""
     used = max((load.used for member in group.members if (load := cluster.replicas[member].load)), default=0)
     return Work(
         cluster.tokens(group),
@@ -55,10 +56,10 @@ def merged_work(group: Group, parts: Sequence[Work], cluster: Cluster, page_seco
 
 
 def busiest(groups: Sequence[Group], cluster: Cluster) -> Group:
-    """The group whose members have most pages pending, which a drop helps most. ValueError: none is given."""
+    """Returns the group whose members have most pages pending, which a drop helps most. ValueError: no groups."""
     return max(groups, key=lambda group: (pending(group, cluster), -group.members[0]))
 
 
 def pending(group: Group, cluster: Cluster) -> int:
-    """Pages of prompts that wait in the groups in force of these members."""
+    """Returns the pages of the prompts that wait in the present groups of these members."""
     return sum(load.pending for member in group.members if (load := cluster.replicas[member].load))

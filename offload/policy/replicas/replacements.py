@@ -1,11 +1,11 @@
-"""When a lost replica is replaced: what a supervisor does about processes that have ended (REPLICAS, process model).
+"""When the supervisor replaces a replica whose process has ended.
 
-Note [Again, and again]
-    Replicas of a machine are numbered by rank, and who replaces a lost one has its rank. That is done at once. Where
-    replicas are lost soon after they have joined, again and again, it is done later each time, twice as late as before:
-    what ends them may be the machine, or a request. A rank of which no replica has ever joined is given up, as what its
-    process said is the reason: a model that does not load, a budget that is too small. Where replicas have served
-    before, a start that fails is tried again, a few times.
+Note [Backoff]
+    Replicas of a machine are numbered by rank, and a replacement has the rank of the lost one. It is started at once.
+    Where replicas of a rank end soon after they have joined, the delay doubles each time: the cause may be the machine,
+    or a request. A rank of which no replica has ever joined is given up, as its process printed the reason: a model
+    that does not load, a budget that is too small. Where a replica has served before, a failed start is retried a few
+    times.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..tuning import Replicas as Tuning
 
 @dataclass(slots=True)
 class _Rank:
-    joined: float | None = None  # since when the replica that runs there is a member; None: it is none yet
+    joined: float | None = None  # when its present replica joined; None: not yet
     runs: bool = True
-    served: bool = False  # a replica of it has joined before
+    served: bool = False  # a replica of this rank has joined before
     short: int = 0  # replicas in a row that ended soon after they had joined
-    failed: int = 0  # starts in a row that did not come to join
+    failed: int = 0  # starts in a row that did not get to join
     due: float = 0.0  # when the next one is started
 
 
 class Replacements:
-    """The ranks of one supervisor. All of them start when it does."""
+    """The ranks of one supervisor, all of which start with it. See Note [Backoff]."""
 
     def __init__(self, ranks: int, tuning: Tuning = DEFAULT.replicas) -> None:
         self._tuning = tuning
@@ -35,12 +35,12 @@ class Replacements:
 
     @property
     def expected(self) -> bool:
-        """Whether a replica starts somewhere, or will."""
+        """Whether a replica is starting, or will be started."""
         return any(each.joined is None for each in self._ranks.values())
 
     def joined(self, rank: int, at: float) -> bool:
-        """The replica of a rank is a member, or not: False where no process of that rank runs, as it ended while it
-        joined, or one of it has joined already."""
+        """Notes that the replica of a rank has joined. False where that cannot be: no process of the rank runs, or its
+        replica has joined already."""
         found = self._ranks.get(rank)
         if found is None or not found.runs or found.joined is not None:
             return False
@@ -48,8 +48,8 @@ class Replacements:
         return True
 
     def ended(self, rank: int, at: float) -> float | None:
-        """The process of a rank has ended. Returns after how many seconds there is a new one; None: there is none any
-        more."""
+        """Notes that the process of a rank has ended. Returns the seconds until its replacement starts; None: there
+        will be none."""
         found = self._ranks.get(rank)
         if found is None:
             return None
@@ -68,7 +68,7 @@ class Replacements:
         return wait
 
     def due(self, at: float) -> list[int]:
-        """The ranks of which a new process is to be started now: each is returned once."""
+        """Returns the ranks whose replacement is to be started now, each once."""
         found = [number for number, each in self._ranks.items() if not each.runs and each.due <= at]
         for number in found:
             self._ranks[number].runs = True

@@ -1,4 +1,4 @@
-"""Requests that were accepted and have not ended: each is in one group, or held."""
+"""The requests that have not ended: each is in one group, or held."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .dispatch import Dispatcher, Members
 
 @dataclass(slots=True)
 class Request:
-    """A request, with tokens of its `prompt` and those that it is expected to generate, `new`. `group`: None if held;
-    `number`: its place in the order of arrival; `lives`: times that it may still be computed anew; `started`: a group
-    has had it, so the ledger may have tokens; `told`: the front end knows that it is held."""
+    """A request. Tokens: of its `prompt`, and `new` that it is expected to generate. `group`: None if held; `number`:
+    in the order of arrival; `lives`: times that it may still be computed anew; `started`: it was in a group, so the
+    ledger may have tokens; `told`: a `Hold` was returned for it."""
 
     name: str
     prompt: int
@@ -25,7 +25,7 @@ class Request:
 
     @property
     def demand(self) -> int:
-        """Tokens of KV that it is predicted to have at its end."""
+        """Tokens of KV that the request is predicted to have at its end."""
         return self.prompt + max(1, self.new)
 
 
@@ -37,7 +37,7 @@ class _Place:
 
 
 class RequestBook:
-    """Requests by group, and which groups take new ones. Whoever moves a request moves what was promised to it."""
+    """Requests by group, and which groups take new ones. Moving a request also moves the tokens promised to it."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -54,11 +54,11 @@ class RequestBook:
         return tuple(self._held.values())
 
     def of(self, group: Members) -> tuple[Request, ...]:
-        """Requests of a group, in the order of their arrival. KeyError."""
+        """Returns the requests of a group, in the order of their arrival. KeyError."""
         return tuple(sorted(self._places[group].requests.values(), key=lambda each: each.number))
 
     def arrive(self, name: str, prompt: int, new: int, lives: int) -> Request:
-        """A new request, which is held at first. ValueError: it is here already, or has no prompt."""
+        """Adds a request, held at first, and returns it. ValueError: it is here already, or has no prompt."""
         if name in self._requests:
             raise ValueError(f"request {name!r} has arrived already and has not ended")
         if prompt < 1:
@@ -68,7 +68,7 @@ class RequestBook:
         return found
 
     def end(self, name: str) -> Members | None:
-        """The request has ended. The group that had it; None where it was held, or had ended before."""
+        """Removes a request. Returns the group that had it; None where it was held, or had ended before."""
         request = self._requests.pop(name, None)
         if request is None:
             return None
@@ -89,24 +89,24 @@ class RequestBook:
         place.promised += request.demand
         request.group, request.started, request.told = group, True, False
         if group in self._dispatcher:
-            self._dispatcher.take(group, request.demand)
+            self._dispatcher.promise(group, request.demand)
 
     def choose(self, request: Request) -> Members | None:
-        """The group that the request should go to; None where no group that takes requests can hold it."""
+        """Returns the group that the request should go to; None where no open group can hold it."""
         return self._dispatcher.choose(request.demand)
 
     def add(self, group: Members, capacity: int) -> None:
-        """Adds a group of `capacity` tokens, which takes no requests yet."""
+        """Adds a closed group with room for `capacity` tokens of KV."""
         self._places[group] = _Place(capacity)
 
     def open(self, group: Members) -> None:
-        """The group takes requests. KeyError."""
+        """Has a group take requests. KeyError."""
         place = self._places[group]
         if group not in self._dispatcher:
             self._dispatcher.add(group, place.capacity, place.promised)
 
     def close(self, group: Members) -> None:
-        """The group takes no requests until it is opened."""
+        """Has a group take no requests until it is opened."""
         if group in self._dispatcher:
             self._dispatcher.remove(group)
 
@@ -120,11 +120,11 @@ class RequestBook:
         return found
 
     def all_open(self) -> bool:
-        """Whether there is a group, and all take requests."""
+        """Returns whether there is a group, and all groups take requests."""
         return 0 < len(self._places) == len(self._dispatcher)
 
     def check(self, groups: Iterable[Members]) -> None:
-        """Raises ValueError unless the groups are these, each request is in one or held, and promises add up."""
+        """Raises ValueError unless the book has these groups, each request is in one or held, and promises add up."""
         if {*groups} != {*self._places}:
             raise ValueError("the book has other groups than the controller")
         seen = [*self._held, *(name for place in self._places.values() for name in place.requests)]
@@ -138,7 +138,7 @@ class RequestBook:
                 raise ValueError(f"group {group} has {place.capacity - promised} tokens of room, not what is told")
 
     def _leave(self, request: Request) -> None:
-        """Takes the request from where it is."""
+        """Takes the request out of its group, or of those held."""
         self._held.pop(request.name, None)
         if request.group is None:
             return
@@ -146,5 +146,5 @@ class RequestBook:
         del place.requests[request.name]
         place.promised -= request.demand
         if request.group in self._dispatcher:
-            self._dispatcher.give(request.group, request.demand)
+            self._dispatcher.release(request.group, request.demand)
         request.group = None

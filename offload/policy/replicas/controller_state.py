@@ -1,4 +1,4 @@
-"""What all parts of the controller share: cluster, requests, the epoch, and the actions of the event at hand."""
+"""The state that the parts of the controller share: cluster, requests, the epoch, and the actions of this event."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .demand import KVSize
 from .dispatch import Members
 from .events import Reason
 from .groups import Group
-from .requests import Request, RequestBook
+from .request_book import Request, RequestBook
 
 
-class State:
-    """Groups and requests, changed together: whoever ends or forms a group does so here."""
+class ControllerState:
+    """Groups and their requests, which change together: groups are formed and ended only here."""
 
     def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning, full: float = 0.0) -> None:
         """`full`: see Heartbeat."""
@@ -25,12 +25,12 @@ class State:
         self.actions: list[Action] = []
 
     def next_epoch(self) -> int:
-        """A new number: epochs only grow."""
+        """Returns a new epoch number, larger than all before."""
         self.epoch += 1
         return self.epoch
 
     def form(self, group: Group, epoch: int, at: float, exchanging: Iterable[int] = ()) -> None:
-        """Puts a group in force, which may have to exchange KV first."""
+        """Puts a group in force. `exchanging`: members that have to exchange KV first."""
         self.cluster.place(Placement(group, epoch, at, {*exchanging}))
         self.book.add(group.members, self.cluster.tokens(group))
         self._open_or_close(group)
@@ -41,19 +41,19 @@ class State:
         return self.book.remove(members)
 
     def refresh(self, member: int) -> None:
-        """Opens or closes the group of a replica about which something has changed. What is held is not started."""
+        """Opens or closes the group of a replica whose state has changed. Starts no held requests."""
         placement = self.cluster.placement(member)
         if placement is not None:
             self._open_or_close(placement.group)
 
     def start(self, requests: Iterable[Request]) -> None:
-        """Starts requests that are held: new ones, and those that are computed anew, in the groups with most room."""
+        """Starts held requests, new ones and those that are computed anew, in the groups with most room."""
         again: dict[Members, list[str]] = {}
         for each in requests:
             started = each.started
             group = self.book.choose(each)
             if group is None:
-                self._no_group(each)
+                self._hold_or_refuse(each)
                 continue
             self.book.put(each, group)
             if started:
@@ -64,7 +64,7 @@ class State:
             self.actions.append(Recompute(tuple(names), self.cluster.groups[group].epoch, group))
 
     def start_held(self) -> None:
-        """Starts what is held, as there are more groups than before."""
+        """Starts all held requests that fit somewhere."""
         self.start(self.book.held)
 
     def refuse(self, request: Request, reason: Reason) -> None:
@@ -74,8 +74,8 @@ class State:
         if group is not None:
             self.actions.append(Cancel(request.name, self.cluster.groups[group].epoch, group))
 
-    def _no_group(self, request: Request) -> None:
-        """No group that takes requests can hold it: it waits for those that may take some later."""
+    def _hold_or_refuse(self, request: Request) -> None:
+        """Handles a request that fits no open group: refuses it if all groups are open, else holds it."""
         if self.book.all_open():
             self.refuse(request, Reason.TOO_LONG)
         elif not request.told:
