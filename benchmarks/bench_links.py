@@ -17,7 +17,7 @@ import torch
 from common import MIB, Figure, Options, Row, options, report
 
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
+from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
 from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.store import Store
 from ballonet.hooks.replicas.wakeup import Wakeup
@@ -76,7 +76,7 @@ def synchronize(device: torch.device) -> None:
 def link(store: Store, me: int, peer: int, name: str) -> Iterator[Link]:
     """One end, once it is formed."""
     device, wakeup = torch.device(name), Wakeup()
-    gpu = available(device)
+    gpu = gpu_name(device)
     made: dict[str, Any] = {"gpu": gpu, "device": device, "bulk": SECONDS}
     made["stream"] = stream_of(device) if gpu else nothing
     found = Link(NcclConnect(store, 1, me, peer, SECONDS, **made), 1, peer, wakeup, device=device)

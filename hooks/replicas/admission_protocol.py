@@ -1,10 +1,10 @@
-"""Who is admitted as a replica: what is said at the door, and decided, without I/O.
+"""The protocol by which the supervisor admits replicas, without I/O.
 
-Note [At the door]
-    Who wants to join says hello with a nonce. The supervisor answers with one of its own and a proof that it knows the
-    secret for both. The other proves the same, with its fingerprint in the proof, so neither number can be used again.
-    Only then is the fingerprint compared, and a number given, which nobody had before. What is no such message is not
-    answered; what was begun and is not gone on with is forgotten.
+Note [Admission]
+    A replica sends hello with a nonce. The supervisor answers with a nonce of its own and a proof for both that it
+    knows the secret. The replica proves the same, with its fingerprint in the proof; as both nonces are new, nothing
+    can be replayed. Then the supervisor compares the fingerprint, and assigns a member number, which was never used
+    before. Other texts are not answered, and an unfinished exchange is dropped after a deadline.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .errors import JoinRefused, OtherModel, SecretRefused
 from .fingerprint import Fingerprint
 from .secret import nonce, proof, proves
 
-JOIN_QUEUE: Final = "door"  # the supervisor's queue
+JOIN_QUEUE: Final = "join"  # the supervisor's queue in the store
 _SECRET: Final = "secret"
 _MODEL: Final = "model"
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the supervisor says to the queue of one who joins. `admitted`: its number, and what it runs."""
+    """A text for the `queue` of a joining replica. `admitted`: the member number and fingerprint, if it admits it."""
 
     queue: str
     text: str
@@ -34,39 +34,39 @@ class Reply:
 
 @dataclass(slots=True)
 class AdmissionServer:
-    """The supervisor's side. `served`: what all have to run; None: what the first one who joins does. `within`: seconds
-    of the clock that a joiner has to answer."""
+    """The supervisor's side. `served`: the fingerprint that all must have; None: that of the first replica. `within`:
+    seconds that a replica has to answer."""
 
     secret: str
     served: Fingerprint | None
     clock: Callable[[], float]
     within: float
-    ignored: int = 0  # texts that were no message of a joiner
+    ignored: int = 0  # texts that were no message of the protocol
     refused: int = 0
-    _asked: dict[str, tuple[str, float]] = field(default_factory=dict)  # by who asks: our nonce, and until when
+    _challenges: dict[str, tuple[str, float]] = field(default_factory=dict)  # replica's nonce: own nonce, deadline
     _next: int = 0
 
-    def on(self, text: str) -> Reply | None:
-        """What is answered to a text that came to the door; None: nothing."""
+    def reply_to(self, text: str) -> Reply | None:
+        """Returns the reply to a text of the join queue; None: no reply."""
         now = self.clock()
-        self._asked = {who: (said, until) for who, (said, until) in self._asked.items() if until > now}
+        self._challenges = {who: (said, until) for who, (said, until) in self._challenges.items() if until > now}
         try:
             said = json.loads(text)
             who = said["hello"]
             if not isinstance(who, str) or not who.isalnum():
                 raise ValueError(who)
-            return self._prove(who) if "proof" not in said else self._judge(who, said)
+            return self._challenge(who) if "proof" not in said else self._decide(who, said)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.ignored += 1
             return None
 
-    def _prove(self, who: str) -> Reply:
+    def _challenge(self, who: str) -> Reply:
         mine = nonce()
-        self._asked[who] = mine, self.clock() + self.within
+        self._challenges[who] = mine, self.clock() + self.within
         return _reply(who, nonce=mine, proof=proof(self.secret, "supervisor", who, mine))
 
-    def _judge(self, who: str, said: dict[str, Any]) -> Reply:
-        mine, _ = self._asked.pop(who, ("", 0.0))
+    def _decide(self, who: str, said: dict[str, Any]) -> Reply:
+        mine, _ = self._challenges.pop(who, ("", 0.0))
         text = str(said["fingerprint"])
         if not mine or not proves(str(said["proof"]), self.secret, "replica", who, mine, text):
             self.refused += 1
@@ -84,7 +84,7 @@ class AdmissionServer:
 
 @dataclass(slots=True)
 class AdmissionClient:
-    """The side of one who joins. `secret`: None if it has none."""
+    """The side of a joining replica. `secret`: None if it has none."""
 
     secret: str | None
     fingerprint: Fingerprint
@@ -92,17 +92,17 @@ class AdmissionClient:
 
     @property
     def queue(self) -> str:
-        """Where it is answered."""
+        """The queue of the store in which the replies come."""
         return _queue(self.who)
 
     def hello(self) -> str:
-        """The first thing that is said. SecretRefused: there is no secret."""
+        """Returns the first text. SecretRefused: there is no secret."""
         if not self.secret:
             raise SecretRefused("a supervisor admits only who knows its secret, and none was given: give the same one")
         return json.dumps({"hello": self.who})
 
     def prove(self, text: str) -> str:
-        """What is said to the first answer. SecretRefused: it is not of a supervisor with this secret."""
+        """Returns the text that answers the first reply. SecretRefused: the supervisor has another secret."""
         said = json.loads(text)
         theirs, claimed = str(said.get("nonce", "")), str(said.get("proof", ""))
         if not proves(claimed, self.secret or "", "supervisor", self.who, theirs):
@@ -119,7 +119,7 @@ class AdmissionClient:
         )
 
     def member(self, text: str) -> int:
-        """The number that the second answer gives. OtherModel, SecretRefused, JoinRefused."""
+        """Returns the member number in the second reply. OtherModel, SecretRefused, JoinRefused."""
         said = json.loads(text)
         if said.get("refused") == _SECRET:
             raise SecretRefused("the supervisor does not accept this replica's proof, or it came too late: try again")

@@ -1,4 +1,4 @@
-"""What a link is, and what it has on its way."""
+"""The state of a link, and a message that it sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .wire import Header
 
 
 class LinkState(Enum):
-    """What a link is. FORMING becomes OPEN, and both become CLOSED or LOST, which are the end."""
+    """The state of a link. FORMING becomes OPEN, and both become CLOSED or LOST, which are final."""
 
     FORMING = "forming"
     OPEN = "open"
@@ -22,7 +22,7 @@ class LinkState(Enum):
 
 @dataclass(eq=False, slots=True)
 class PendingSend:
-    """A message on its way."""
+    """A message that is queued or being sent."""
 
     header: Header
     staged: Staged
@@ -31,17 +31,17 @@ class PendingSend:
 
     @property
     def over(self) -> bool:
-        """Whether it is sent, or has failed."""
+        """Whether the message is sent, or has failed."""
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when it is sent. LinkError; NoAnswer after `timeout` seconds."""
+        """Waits until the message is sent. LinkError; NoAnswer after `timeout` seconds."""
         if not self._over.wait(timeout):
             raise NoAnswer(f"the other end of the link, for message {self.header.tag!r},", timeout or 0.0)
         if self._error is not None:
             raise self._error
 
     def end(self, error: LinkError | None = None) -> None:
-        """Called by the link."""
+        """Marks the message as sent, or as failed with an error. Called by the link."""
         self._error = error
         self._over.set()

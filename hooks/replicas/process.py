@@ -36,7 +36,7 @@ from .mailbox import Mailbox
 from .membership import join
 from .messages import Hello, Started, decoded
 from .microbatch_split import split_by_cost
-from .nccl import NcclConnect, available, stream_of
+from .nccl import NcclConnect, gpu_name, stream_of
 from .notes import Notes
 from .pair import GlooConnect
 from .placement import Placement
@@ -119,7 +119,7 @@ def _live(
         faults = Faults(path, me)
         replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
         supervisor, make = FaultyChannel(supervisor, faults), partial(FaultyLink, faults)
-    gpu = available(place)
+    gpu = gpu_name(place)
     stream = stream_of(place) if gpu else None
 
     def connect(epoch: int, peer: int) -> Link:

@@ -21,7 +21,7 @@ from .decision_file import DecisionFile
 from .fleet_metrics import FleetMetrics
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, ShapeOnly
 from .mailbox import SUPERVISOR, Mailbox
-from .membership import Reception
+from .membership import JoinListener
 from .messages import Hello, Started, encoded
 from .placement import Placement
 from .recording import Recording
@@ -76,7 +76,7 @@ class ReplicaServer:
         secret = fleet.secret or new_secret()
         store = open_store(fleet.where, tuning.store)
         self.port = store.port
-        self._reception = Reception(store, secret, None, self._wakeup, time.monotonic, tuning.joining)
+        self._joins = JoinListener(store, secret, None, self._wakeup, time.monotonic, tuning.joining)
         self._box = Mailbox(store, SUPERVISOR, secret, self._wakeup)
 
         def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -132,7 +132,7 @@ class ReplicaServer:
         self.supervisor.close()
         self._children.close(self._tuning.joining)
         self._write()
-        self._reception.close()
+        self._joins.close()
         self._box.close()
         if self._log is not None:
             self._log.close()

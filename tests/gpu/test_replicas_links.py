@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
+from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
 from ballonet.hooks.replicas.store import Store
 from ballonet.hooks.replicas.wakeup import Wakeup
 
@@ -37,7 +37,7 @@ def sent(device: torch.device) -> list[torch.Tensor]:
 
 
 def ended(store: Store, me: int, peer: int, device: torch.device) -> Link:
-    gpu = available(device)
+    gpu = gpu_name(device)
     more: dict[str, Any] = {"gpu": gpu, "device": device, "stream": stream_of(device), "bulk": SECONDS}
     return Link(NcclConnect(store, 1, me, peer, SECONDS, **more), 1, peer, Wakeup(), device=device)
 

@@ -35,8 +35,8 @@ def test_who_knows_the_secret_and_runs_the_same_gets_a_number() -> None:
     at = server()
     for number in range(3):
         client = AdmissionClient("a secret", SERVED)
-        said = client.prove(answered(at.on(client.hello())))
-        reply = at.on(said)
+        said = client.prove(answered(at.reply_to(client.hello())))
+        reply = at.reply_to(said)
         assert reply is not None
         assert (reply.queue, reply.admitted) == (client.queue, (number, SERVED))
         assert client.member(reply.text) == number
@@ -52,7 +52,7 @@ def test_without_a_secret_nothing_is_asked() -> None:
 def test_a_wrong_secret_is_refused_on_both_sides() -> None:
     at = server()
     client = AdmissionClient("another", SERVED)
-    first = answered(at.on(client.hello()))
+    first = answered(at.reply_to(client.hello()))
     with pytest.raises(SecretRefused, match="another secret than this replica"):
         client.prove(first)
 
@@ -64,7 +64,7 @@ def test_a_wrong_secret_is_refused_on_both_sides() -> None:
             return json.dumps({**real, "proof": "0" * 64})
 
     bold = Bold("another", SERVED)
-    reply = at.on(bold.prove(answered(at.on(bold.hello()))))
+    reply = at.reply_to(bold.prove(answered(at.reply_to(bold.hello()))))
     assert reply is not None
     assert reply.admitted is None
     assert at.refused == 1
@@ -83,17 +83,17 @@ def test_what_is_proved_is_the_parts_and_not_what_they_make_together() -> None:
 def test_a_proof_is_good_once_and_for_its_fingerprint() -> None:
     at = server()
     client = AdmissionClient("a secret", SERVED)
-    said = client.prove(answered(at.on(client.hello())))
+    said = client.prove(answered(at.reply_to(client.hello())))
     changed = json.loads(said)
     changed["fingerprint"] = replace(SERVED, weights="ffff").encode()
     for text in (json.dumps(changed), said):  # the challenge went with the first of them
-        reply = at.on(text)
+        reply = at.reply_to(text)
         assert reply is not None
         assert reply.admitted is None
     again = AdmissionClient("a secret", SERVED, client.who)
-    assert (good := at.on(again.prove(answered(at.on(again.hello()))))) is not None
+    assert (good := at.reply_to(again.prove(answered(at.reply_to(again.hello()))))) is not None
     assert good.admitted is not None
-    assert (replayed := at.on(said)) is not None
+    assert (replayed := at.reply_to(said)) is not None
     assert replayed.admitted is None
 
 
@@ -101,10 +101,10 @@ def test_who_answers_too_late_begins_again() -> None:
     clock = Clock()
     at = server(clock)
     client = AdmissionClient("a secret", SERVED)
-    said = client.prove(answered(at.on(client.hello())))
+    said = client.prove(answered(at.reply_to(client.hello())))
     clock.now = 31.0
     with pytest.raises(SecretRefused, match="too late"):
-        client.member(answered(at.on(said)))
+        client.member(answered(at.reply_to(said)))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_who_answers_too_late_begins_again() -> None:
 def test_who_runs_something_else_is_told_what_differs(changed: dict[str, str], differences: tuple[str, ...]) -> None:
     at = server()
     client = AdmissionClient("a secret", replace(SERVED, **changed))
-    reply = at.on(client.prove(answered(at.on(client.hello()))))
+    reply = at.reply_to(client.prove(answered(at.reply_to(client.hello()))))
     assert reply is not None
     assert reply.admitted is None
     with pytest.raises(OtherModel, match="this one differs") as caught:
@@ -133,7 +133,7 @@ def test_who_runs_something_else_is_told_what_differs(changed: dict[str, str], d
 )
 def test_what_is_no_message_is_not_answered(text: str) -> None:
     at = server()
-    assert at.on(text) is None
+    assert at.reply_to(text) is None
     assert at.ignored == 1
 
 

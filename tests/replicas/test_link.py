@@ -166,7 +166,7 @@ class Wire:
 
     direct = False
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
         raise RuntimeError("nothing comes to a device")
 
     def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
@@ -199,7 +199,7 @@ class Given:
     def cancel(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def delete_keys(self) -> None:
         pass
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from ballonet.hooks.replicas.admission_protocol import JOIN_QUEUE
 from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost
 from ballonet.hooks.replicas.fingerprint import Fingerprint
 from ballonet.hooks.replicas.listener import Listener
 from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mail, Mailbox
-from ballonet.hooks.replicas.membership import Reception, join
+from ballonet.hooks.replicas.membership import JoinListener, join
 from ballonet.hooks.replicas.secret import proof
 from ballonet.hooks.replicas.store import Store
 from ballonet.hooks.replicas.wakeup import Wakeup
@@ -31,13 +32,13 @@ def store() -> Store:
 
 
 @pytest.fixture
-def reception(store: Store) -> Iterator[Reception]:
-    found = Reception(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
+def reception(store: Store) -> Iterator[JoinListener]:
+    found = JoinListener(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
     yield found
     found.close()
 
 
-def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: Reception) -> None:
+def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: JoinListener) -> None:
     for number in range(2):
         assert join(store, SECRET, SERVED, LONG) == number
         admitted = reception._wakeup.wait(reception.take, LONG)
@@ -55,7 +56,12 @@ def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: R
     ],
 )
 def test_who_has_another_secret_or_model_is_refused(
-    store: Store, reception: Reception, secret: str | None, fingerprint: Fingerprint, error: type[Exception], why: str
+    store: Store,
+    reception: JoinListener,
+    secret: str | None,
+    fingerprint: Fingerprint,
+    error: type[Exception],
+    why: str,
 ) -> None:
     with pytest.raises(error, match=why):
         join(store, secret, fingerprint, LONG)
@@ -63,18 +69,18 @@ def test_who_has_another_secret_or_model_is_refused(
     assert store.keys() == 0
 
 
-def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, reception: Reception) -> None:
+def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, reception: JoinListener) -> None:
     for text in ("nothing", "{}", '{"hello": "x", "proof": "y"}', "[" * 100_000):
-        store.push("door", text)
+        store.push(JOIN_QUEUE, text)
     with pytest.raises(SecretRefused):
         join(store, "another", SERVED, LONG)
     assert join(store, SECRET, SERVED, LONG) == 0
-    assert reception.door.ignored == 4
+    assert reception.protocol.ignored == 4
 
 
 def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> None:
     before = threading.active_count()
-    reception = Reception(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
+    reception = JoinListener(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
     reception.close()
     reception.close()
     assert threading.active_count() == before

@@ -202,7 +202,7 @@ def test_what_one_end_forms_alone_leaves_no_key(store: Store) -> None:
     for way in ("there", "back"):  # as NCCL's own forming does
         store.set(f"epoch/{epoch}/link/1-2/{way}/0", "id")
     for end in ends:
-        end.forget()
+        end.delete_keys()
     assert store.keys() == before
     for each in pairs:
         each.close()
@@ -290,5 +290,5 @@ def test_what_is_received_is_allocated_on_the_stream_of_the_pair(
         return stock(*args, **given)
 
     monkeypatch.setattr(torch, "empty", empty)
-    assert found.room(16).numel() == 16
+    assert found.device_buffer(16).numel() == 16
     assert seen == ["pair"]

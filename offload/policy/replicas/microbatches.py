@@ -80,7 +80,7 @@ def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:
 
 
 def by_tokens(chunks: Sequence[Chunk], most: int) -> list[Batch]:
-    """Returns batches of `most` new tokens each, the last with the rest (Sarathi-Serve). ValueError where `most` is below
+    """Returns batches of `most` new tokens each (Sarathi-Serve). ValueError where `most` is below
     1."""
     if most < 1:
         raise ValueError(f"a batch cannot have {most} tokens at most")
