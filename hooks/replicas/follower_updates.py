@@ -1,4 +1,4 @@
-"""What followers of a group know of requests, and what they have to hear with the next plan."""
+"""What followers of a group know of its requests, and the updates that the next plan has for them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from .group_requests import GroupRequests
 from .plan import Chunk, Sampling
 from .span_cache import SpanCache
 
-# How requests are sampled that begin; those that are gone; those that wait, whose KV may leave the device
+# Sampling of new requests; requests whose KV is to be freed; preempted requests, whose KV may go to the host
 Updates = tuple[tuple[tuple[str, Sampling], ...], tuple[str, ...], tuple[str, ...]]
 
 
 class FollowerUpdates:
-    """Used by one thread. Requests whose blocks the cache of the first stage frees are gone."""
+    """Collects updates for followers: a request is gone once the first stage's cache frees its blocks. Used by one
+    thread."""
 
     def __init__(self, cache: SpanCache, requests: GroupRequests) -> None:
         self._requests = requests
-        self._known: set[str] = set()  # requests that followers have KV of
-        self._begun: set[str] = set()  # requests of which they know how they are sampled
-        self._gone: list[str] = []  # of those that they know, what they do not know to be gone
-        cache.on_freed = weakref.WeakMethod(self._freed)  # no cycle: memory goes with the group, at once
+        self._known: set[str] = set()  # requests of which followers have KV
+        self._begun: set[str] = set()  # requests whose sampling they have
+        self._gone: list[str] = []  # known requests that are gone, which they have not been told
+        cache.on_freed = weakref.WeakMethod(self._add_gone)  # no cycle: memory is freed with the group, at once
 
     def __bool__(self) -> bool:
-        """Is there anything to tell, although nothing begins?"""
+        """Whether there are updates other than the sampling of new requests."""
         return bool(self._gone or self._requests.preemption.aside)
 
-    def have(self, request: str) -> None:
-        """Followers have KV of a request that no plan told them of."""
+    def add_known(self, request: str) -> None:
+        """Notes that followers have KV of a request that was in no plan."""
         self._known.add(request)
 
     def take(self, chunks: Iterable[Chunk]) -> Updates:
-        """What goes with the plan of these chunks; it is no news any more."""
+        """Removes and returns the updates for the plan of these chunks."""
         begun = [each.request for each in chunks if each.request not in self._begun]
         names = tuple((name, self._requests.by_name[name].sampling) for name in begun)
         aside = tuple(name for name in self._requests.preemption.aside if name in self._known)
@@ -42,7 +43,7 @@ class FollowerUpdates:
         self._begun.update(begun)
         return names, gone, aside
 
-    def _freed(self, request: str) -> None:
+    def _add_gone(self, request: str) -> None:
         self._begun.discard(request)
         if request in self._known:
             self._known.discard(request)

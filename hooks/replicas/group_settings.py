@@ -1,4 +1,4 @@
-"""Settings of continuous batching that all stages of a group have in common."""
+"""Settings of continuous batching, the same on all stages of a group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """`batching`: the resolved ContinuousBatchingConfig; `helper`, `processors`: what transformers' cache and inputs
-    are made with. `block`: tokens of a block."""
+    """`batching`: the resolved ContinuousBatchingConfig; `helper`: transformers' distributed helper, for the cache;
+    `processors`: its logit processors, for the inputs."""
 
     batching: Any
     helper: Any
@@ -25,10 +25,10 @@ class GroupSettings:
 
     @classmethod
     def of(cls, model: Any, max_batch_tokens: int, **batching: Any) -> Self:
-        """Resolves them for a model, whose attention becomes one that can be batched. `max_batch_tokens`: new tokens of
+        """Resolves the settings for a model, and sets its attention to a paged one. `max_batch_tokens`: new tokens of
         an iteration, the same on all stages; `batching`: other settings of ContinuousBatchingConfig. Blocks are not
-        shared between requests, as each stage would forget other ones; no graph is captured, as a forward of a stage
-        ends in the middle of the model."""
+        shared between requests, as stages would evict different ones; no CUDA graph is captured, as the forward of a
+        stage ends in the middle of the model."""
         given = ContinuousBatchingConfig(
             **{
                 **batching,

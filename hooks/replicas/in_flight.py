@@ -1,4 +1,4 @@
-"""Microbatches of a group between their planning and their answer, and what followers have room for meanwhile."""
+"""Microbatches of a group that are planned or in flight, and the memory that followers have left for more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import Answer, Chunk
 
 @dataclass(slots=True)
 class Microbatch:
-    """`states`: of the requests of its chunks. `answer`: where the first stage is the last one, what it computed."""
+    """A microbatch. `states`: of the requests of its chunks. `answer`: set where the first stage is also the last."""
 
     chunks: Sequence[Chunk]
     states: Sequence[RequestState]
@@ -23,7 +23,7 @@ class Microbatch:
     answer: Answer | None = None
 
     def without(self, gone: Sequence[bool]) -> Microbatch:
-        """As it is, less these of its chunks."""
+        """Returns the microbatch without the chunks for which `gone` is true."""
         kept = [n for n, each in enumerate(gone) if not each]
         return Microbatch([self.chunks[n] for n in kept], [self.states[n] for n in kept])
 
@@ -31,7 +31,7 @@ class Microbatch:
 def split_iteration(
     chunks: Sequence[Chunk], states: Sequence[RequestState], split: SplitPolicy, places: int
 ) -> list[Microbatch]:
-    """The microbatches of an iteration: at most `places`, in order."""
+    """Returns the microbatches of an iteration, at most `places`, in order."""
     done = [0] * len(chunks)
     found = []
     for pieces in split([(chunk.before, len(chunk.ids)) for chunk in chunks], places):
@@ -48,24 +48,24 @@ def split_iteration(
 
 
 class FollowerRoom:
-    """Tokens that followers have memory for: what the last answer said, less what was planned since."""
+    """Tokens for which followers have memory: as of the last answer, less those planned since."""
 
     def __init__(self, rooms: Sequence[int]) -> None:
-        """`rooms`: of the followers, at the beginning."""
+        """`rooms`: tokens for which each follower has memory at first."""
         self._rooms = tuple(rooms)
         self._planned: deque[tuple[int, int]] = deque()  # microbatch, tokens of its new blocks
 
     @property
     def least(self) -> float:
-        """Tokens that every follower has memory for; infinity where there are none."""
+        """Tokens for which every follower has memory; infinity without followers."""
         return min(self._rooms, default=math.inf) - sum(tokens for _, tokens in self._planned)
 
     def planned(self, number: int, tokens: int) -> None:
-        """A microbatch takes blocks of so many tokens on every stage."""
+        """Notes that a microbatch takes blocks for so many tokens on every stage."""
         self._planned.append((number, tokens))
 
     def answered(self, number: int, rooms: Sequence[int]) -> None:
-        """What followers had room for after this microbatch."""
+        """Takes in the followers' room after this microbatch."""
         self._rooms = tuple(rooms)
         while self._planned and self._planned[0][0] <= number:
             self._planned.popleft()

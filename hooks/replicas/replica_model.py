@@ -1,4 +1,4 @@
-"""A replica's model as its stages use it, and the memory that there is for its KV."""
+"""A replica's model as its stages use it, and the memory for its KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stage_times import StageTimes
 
 @dataclass(frozen=True, slots=True)
 class ReplicaModel:
-    """A managed model, and what runs a part of it. `times`: takes in what microbatches take; None: nobody does."""
+    """A managed model. `runs`: runs some of its layers; `times`: measures microbatches; None: they are not measured."""
 
     name: str
     model: Any
@@ -26,7 +26,7 @@ class ReplicaModel:
 
 
 def cache_of(member: ReplicaModel, layers: range) -> SpanCache:
-    """A new cache for these layers. ManageError where the model is not managed; torch.OutOfMemoryError."""
+    """Returns a new cache for these layers. ManageError where the model is not managed; torch.OutOfMemoryError."""
     known = batched(member.model)
     if known is None:
         raise ManageError(f"the model of replica {member.name} is not managed: call ballonet.manage first")
@@ -34,16 +34,16 @@ def cache_of(member: ReplicaModel, layers: range) -> SpanCache:
 
 
 def room_of(cache: SpanCache) -> int:
-    """Bytes that there are for KV beyond what the cache has."""
+    """Returns the bytes that KV may take beyond the cache's present ones."""
     return memory_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving).usable
 
 
 def most_tokens(cache: SpanCache) -> int:
-    """Tokens that the cache could have if no request ran."""
+    """Returns the tokens of KV for which there would be memory if no request ran."""
     most = most_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving)
     return int(most.usable / cache.token_bytes)
 
 
 def runner_of(member: ReplicaModel, cache: SpanCache) -> SpanRunner:
-    """What computes microbatches of the layers of a cache."""
+    """Returns a runner for the layers of a cache."""
     return SpanRunner(member.model, member.runs, cache, member.settings, member.times)

@@ -1,4 +1,4 @@
-"""A spliced model as what a stage runs."""
+"""Adapts a spliced model to the interface that a stage runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .span_runner import States
 class SplicedLayers:
     """Runs layers of the model of a Splice, whose span it sets.
 
-    Made before the model's attention becomes one for batches (`GroupSettings.of`): the proof that its layers can run in
-    parts calls the whole model, without a paged cache.
+    To be made before `GroupSettings.of` sets paged attention: the proof that the layers can run in parts calls the
+    whole model without a paged cache.
     """
 
     def __init__(self, splice: Splice) -> None:
-        """SpliceError where the model cannot run in parts."""
+        """Raises SpliceError where the model cannot run in parts."""
         if len(splice.layers) > 1:
             before, splice.span = splice.span, Span(0, 1)
             splice.span = before
@@ -26,7 +26,7 @@ class SplicedLayers:
         self._stage = Stage(splice)
 
     def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
-        """See span_runner.RunsLayers. What the model raises, and SpliceError."""
+        """Runs these layers, see span_runner.RunsLayers. SpliceError, and what the model raises."""
         span = Span(layers.start, layers.stop)
         if self.splice.span != span:
             self.splice.span = span

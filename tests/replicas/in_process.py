@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ballonet.hooks.replicas.follower import Follower
-from ballonet.hooks.replicas.group_requests import Told
+from ballonet.hooks.replicas.group_requests import Notify
 from ballonet.hooks.replicas.handover import Handed, HandedOver, Handover
 from ballonet.hooks.replicas.leader import Leader
 from ballonet.hooks.replicas.microbatch_split import SplitPolicy, split_by_tokens
@@ -77,7 +77,7 @@ class InProcess:
         epoch: int,
         members: Sequence[ReplicaModel],
         spans: Sequence[range],
-        told: Told,
+        told: Notify,
         split: SplitPolicy = split_by_tokens,
     ) -> None:
         """`spans`: of layers, by member. A member that is there again and again is a replica of its own each time."""

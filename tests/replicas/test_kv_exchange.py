@@ -213,7 +213,7 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
 
     def act(group: InProcess, change: Regroup) -> None:
         if not served:
-            group.leader.requests._told = lambda request, error: (heard if request.name.startswith("n") else stock)(
+            group.leader.requests._notify = lambda request, error: (heard if request.name.startswith("n") else stock)(
                 request, error
             )
             for each in more:
