@@ -1,4 +1,4 @@
-"""What a replica tells the supervisor of what it has done: bytes moved, layers held, and what microbatches took."""
+"""Reports a replica's counts to the supervisor: bytes moved, layers held, and times of microbatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .replica_setup import ReplicaSetup
 
 
 class CountReport:
-    """Used by one thread."""
+    """Sends `Counted` and `Seen`. Used by one thread."""
 
     def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves) -> None:
         self._setup = setup
@@ -20,8 +20,8 @@ class CountReport:
         self._told: Counted | None = None
         self._told_at = -float("inf")
 
-    def tell(self, at_once: bool = False) -> None:
-        """Tells what has changed, `at_once` or now and then. SupervisorLost."""
+    def send(self, at_once: bool = False) -> None:
+        """Sends the counts that have changed, at most once a period unless `at_once`. SupervisorLost."""
         setup, now = self._setup, self._setup.clock()
         if not at_once and now - self._told_at < setup.tuning.counting:
             return

@@ -127,9 +127,9 @@ class FaultyChannel:
         """See SupervisorChannel."""
         return self._supervisor.has()
 
-    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
         """See SupervisorChannel."""
-        return self._supervisor.waits(kinds)
+        return self._supervisor.has_kind(kinds)
 
     def post(self, *messages: Message) -> None:
         """See SupervisorChannel."""

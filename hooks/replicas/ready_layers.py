@@ -1,15 +1,15 @@
-"""Makes layers ready to be dropped: backings that have their bytes before anybody needs the pages.
+"""Prepares layers to be dropped: fills their backings before the pages are needed.
 
 Note [What a drop would wait for]
-    A layer that leaves unprepared is copied to the host then, or compared with the weights' file byte by byte. Both
-    take as long as the link or the file, in the middle of a burst. So both are done once, when a replica has others. At
-    the drop a checksum on the device says whether the layer is still what was copied or compared (checksum.py), and the
-    file's inode, size and time whether that is.
+    An unprepared layer is copied to the host at the drop, or compared with the weights' file byte by byte. Both take as
+    long as the link or the file, in the middle of a burst. So both are done once, before an epoch is committed. At the
+    drop a checksum on the device shows whether the layer has changed since (checksum.py), and the file's inode, size
+    and time whether the file has.
 
 Note [The file, or the host]
-    Where all of a layer lies in the weights' file, that is its backing: it takes no host page, and all replicas of a
-    machine share the page cache. That is for layers to which nobody holds a reference but their modules
-    (offload/residency/backing.py, Note [File backings]). All others have host pages.
+    Where all of a layer lies in the weights' file, the file is its backing: it takes no host page, and all replicas of
+    a machine share the page cache. That needs that only the layer's modules refer to its tensors
+    (offload/residency/backing.py, Note [File backings]). Other layers get host pages.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .piecewise import Piecewise
 if TYPE_CHECKING:
     from ...offload.residency.safetensors import TensorEntry
 
-Lying = dict[str, tuple[Range, torch.Tensor]]
+Lying = dict[str, tuple[Range, torch.Tensor]]  # tensors by name, with the range in which each lies
 
 
 class ReadyLayers:
-    """The backings of one model's resident layers that are ready. One thread at a time."""
+    """Prepares backings of one model's resident layers. One thread at a time."""
 
     def __init__(self, model: nn.Module, weights: Weights, pieces: Piecewise, interpreter: Interpreter = THIS) -> None:
         self._weights = weights
@@ -53,16 +53,17 @@ class ReadyLayers:
         self._name = type(model).__name__
 
     def look_for_files(self, model: nn.Module) -> None:
-        """Finds out once what weights files may hold of the model. Its modules are asked for all that they hold."""
+        """Finds the weights files that may hold the model's tensors, once. Reads all parameters and buffers of its
+        modules."""
         if self._places is None:
             self._places = possible_places(model)
 
     def is_ready(self, layer: int) -> bool:
-        """Has each range of the layer a backing with its bytes, as far as known?"""
+        """Returns whether each range of the layer has a backing with its bytes, as far as known."""
         return all(is_away(opened) or opened.address in self._weights.backings.ready for opened in self._ranges(layer))
 
     def check(self) -> None:
-        """WeightsFileChanged where something that is ready lies in a file which is another one; nothing that does is
+        """Raises WeightsFileChanged where the file of a ready layer has changed; layers in such files are no longer
         ready then."""
         try:
             for backing in list(self._weights.backings.ready.values()):
@@ -72,9 +73,9 @@ class ReadyLayers:
             raise
 
     def make(self, layer: int, module: nn.Module) -> None:
-        """Makes the layer ready, while forwards run; layers are neither moved nor taken meanwhile. DropRefused where
-        there are no host pages for it, or somebody writes to it; WeightsFileChanged, and the next attempt looks at the
-        files anew; DriverError. Nothing is ready then."""
+        """Makes the layer ready while forwards run; no layer is moved or taken meanwhile. On an error it is not ready:
+        DropRefused where there are no host pages for it, or its weights are written to; WeightsFileChanged, and the
+        next attempt searches the files anew; DriverError."""
         lease = Lease()
         lease.enter(self._weights.group)
         try:
@@ -90,9 +91,9 @@ class ReadyLayers:
             lease.close()
 
     def still(self, layer: int, module: nn.Module) -> bool:
-        """Is the layer what is ready of it, and can that serve? Else nothing is ready of it any more. Called while no
-        forward runs. WeightsFileChanged, DriverError."""
-        alone = self._alone(module)  # before anything here refers to what it holds
+        """Returns whether the layer still has the bytes of its ready backings, and these can be used; if not, it is no
+        longer ready. Called while no forward runs. WeightsFileChanged, DriverError."""
+        alone = self._alone(module)  # before anything here refers to its tensors
         ready, lying = self._weights.backings.ready, lying_in(self._ranges(layer), module)
         resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
         backings = [ready.get(opened.address) for opened in resident]
@@ -113,7 +114,7 @@ class ReadyLayers:
         return True
 
     def _forget_changed(self) -> None:
-        """Nothing is ready any more that lies in a file which is another one."""
+        """Marks layers whose file has changed as not ready."""
         self._places = None
         for layer in [each for each in self._weights.ranges if each is not None]:
             for opened in self._ranges(layer):
@@ -125,7 +126,7 @@ class ReadyLayers:
 
     def _make(self, layer: int, module: nn.Module) -> None:
         self._weights.backings.forget_ready(self._weights.of([layer]))
-        alone = self._alone(module)  # before anything here refers to what it holds
+        alone = self._alone(module)  # before anything here refers to its tensors
         lying = lying_in(self._ranges(layer), module)
         resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
         before = {opened.address: sums(opened, lying, self._pieces) for opened in resident}
@@ -156,7 +157,7 @@ class ReadyLayers:
         return backing
 
     def _file(self, opened: Range, lying: Lying) -> FileBacking | None:
-        """The file that has all of the range, None where none has."""
+        """Returns a backing of the file that has all of the range; None where none has."""
         tensors = [tensor for its, tensor in lying.values() if its is opened]
         found: dict[int, FileSpan] = {}
         with open("/proc/self/mem", "rb", buffering=0) as memory:
@@ -169,7 +170,7 @@ class ReadyLayers:
         return self._weights.backings.file(opened, spans(tensors, {}), found)
 
     def _alone(self, module: nn.Module) -> bool:
-        """Does nobody but the layer's modules refer to what they hold?"""
+        """Returns whether only the layer's modules refer to their tensors."""
         found: list[Any] = []
         for each in module.modules():
             for kind in ("_parameters", "_buffers"):
@@ -182,7 +183,7 @@ class ReadyLayers:
 
 
 def lying_in(ranges: Iterable[Range], module: nn.Module) -> Lying:
-    """The tensors of a module that lie in these ranges, by name, each with its range."""
+    """Returns the tensors of a module that lie in these ranges, by name, each with its range."""
     bounds = [(opened, opened.address, opened.address + opened.nbytes) for opened in ranges]
     return {
         name: (opened, tensor)
@@ -194,7 +195,8 @@ def lying_in(ranges: Iterable[Range], module: nn.Module) -> Lying:
 
 
 def sums(opened: Range, lying: Lying, pieces: Piecewise) -> dict[int, bytes]:
-    """The checksums of the tensors that lie in a range, by their offset in it. `pieces`: is told after each."""
+    """Returns the checksums of the tensors that lie in a range, by their offset in it. `pieces`: reports progress after
+    each."""
     found: dict[int, bytes] = {}
     for its, tensor in lying.values():
         if its is opened:

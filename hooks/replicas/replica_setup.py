@@ -1,4 +1,4 @@
-"""What a replica is made of, and the supervisor as it sees it."""
+"""The parts of a replica, and its interface to the supervisor."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .replica_model import ReplicaModel
 
 
 class SupervisorChannel(Protocol):
-    """The supervisor, as a replica sees it."""
+    """Messages to and from the supervisor."""
 
     def take(self) -> Message | None:
-        """What it says next; None where nothing is here. SupervisorLost."""
+        """Removes and returns the next message; None where none has come. SupervisorLost."""
 
     def has(self) -> bool:
-        """Is anything here?"""
+        """Returns whether a message has come, or the supervisor is lost."""
 
-    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
-        """Is a message of one of these kinds here? SupervisorLost."""
+    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
+        """Returns whether a message of one of these kinds has come. SupervisorLost."""
 
     def post(self, *messages: Message) -> None:
-        """Tells it something. Several at once cost little more than one."""
+        """Sends messages. Several in one call cost little more than one. SupervisorLost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetup:
-    """The same in all epochs. `me`: the number of this replica; `layers`: how many the model has; `connect`: (epoch,
-    peer) begins to form a link; `clock`: in seconds; `form`: makes microbatches; `notes`: for a timeline."""
+    """The parts of a replica, the same in all epochs. `me`: its number; `layers`: of the model; `connect(epoch, peer)`:
+    starts to form a link; `clock`: in seconds; `split`: makes microbatches; `notes`: bars of a timeline."""
 
     me: int
     replica: ReplicaModel

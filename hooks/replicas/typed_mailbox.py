@@ -25,7 +25,7 @@ class ToSupervisor:
         """See setup.SupervisorChannel."""
         return bool(self._came) or self._box.has()
 
-    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
         """See setup.SupervisorChannel. SupervisorLost."""
         self._fill()
         return any(isinstance(each, kinds) for each in self._came)

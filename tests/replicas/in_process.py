@@ -171,7 +171,7 @@ class Regroup:
         }
         for part in self.parts.values():
             for one in told:
-                part.hear(one)
+                part.take_in(one)
 
     @property
     def left(self) -> int:

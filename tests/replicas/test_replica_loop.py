@@ -382,8 +382,8 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
     loops.step(6)
     loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
     assert loops.loops[1].run()
-    assert loops.loops[1]._place.stage is None
-    assert loops.loops[1]._place.links == {}
+    assert loops.loops[1]._state.stage is None
+    assert loops.loops[1]._state.links == {}
 
 
 def test_who_goes_on_alone_has_all_its_layers_at_once(
@@ -525,14 +525,14 @@ def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loo
     loops.tell_all(Commit(3))
     loops.tell(0, Cancel("q1", 3, (0, 1)))
     loops.both(events.Exchanged, 3)
-    leader = loops.loops[0]._place.leader
+    leader = loops.loops[0]._state.leader
     assert leader is not None
     assert {*leader.requests.by_name} == {each.name for each in asked} - {"q1"}
     assert {*loops.loops[0]._requests._assignments} == {*leader.requests.by_name}
     loops.tell(0, *(Cancel(each.name, 3, (0, 1)) for each in asked))
     loops.step(20)
     assert not loops.loops[0]._requests._assignments
-    stage = loops.loops[1]._place.stage
+    stage = loops.loops[1]._state.stage
     assert stage is not None
     assert stage.follower is not None
     assert not stage.follower.held
@@ -546,7 +546,7 @@ def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loo
     loops.links[3, 0], loops.links[3, 1] = there, back  # type: ignore[assignment]
     loops.tell(0, Prepare(3, PAIR))
     loops.until(events.Suspected(0.0, 3, 0, 1))
-    assert (loops.loops[0]._change.pending, loops.loops[0]._place.epoch) == (None, 1)
+    assert (loops.loops[0]._change.pending, loops.loops[0]._state.epoch) == (None, 1)
 
 
 def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:
