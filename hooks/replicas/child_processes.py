@@ -1,10 +1,10 @@
-"""Processes of replicas on this machine: started as `ballonet serve --join`, and ended with the supervisor.
+"""The processes of replicas on this machine: started as `ballonet serve --join`, and ended with the supervisor.
 
-Note [Where they come from]
-    torch and transformers take seconds to import. So replicas are forks of one process that has done this and nothing
-    else (Python's forkserver): a replica that replaces a lost one is there at once, and all share the memory of what
-    was imported. CUDA does not survive a fork, and whoever looks for devices initializes it: with GPUs each is a
-    process of its own that imports for itself, which takes less there than loading a model.
+Note [Forks]
+    torch and transformers take seconds to import. So replicas are forks of one process that has only imported them
+    (Python's forkserver): a replacement starts at once, and all share the memory of imported modules. CUDA does not
+    survive a fork, and is initialized by any code that looks for devices: with GPUs each replica is spawned and imports
+    for itself, which takes less time there than loading a model.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ...allocator.config import change_environment, environment
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from .placement import as_replica
 
-SECRET: Final = "BALLONET_REPLICA_SECRET"  # the variable that replicas read the supervisor's secret from
-STARTED: Final = "BALLONET_REPLICA_STARTED"  # and this one what it tells those that it starts (messages.Started)
+SECRET: Final = "BALLONET_REPLICA_SECRET"  # the environment variable with the supervisor's secret
+STARTED: Final = "BALLONET_REPLICA_STARTED"  # that with the messages.Started of a started replica
 _IMPORTED: Final = ("ballonet.hooks.replicas.process", "ballonet.allocator.install")
 
-# (arguments of `python -m ballonet serve`, environment) of the replica of a rank, which takes chunks to cost that
+# (rank, cost of chunks) -> (arguments of `python -m ballonet serve`, environment) of the replica of this rank
 Recipe = Callable[[int, ChunkCost | None], tuple[Sequence[str], Mapping[str, str]]]
 
 
 class ChildProcesses:
-    """See ranks.Processes. Used by one thread at a time. To be closed."""
+    """Child processes, a ranks.Processes. Used by one thread at a time. To be closed."""
 
     def __init__(self, recipe: Recipe, forks: bool = True) -> None:
-        """`forks`: see Note [Where they come from]."""
+        """`recipe`: makes arguments and environment of a process; `forks`: see Note [Forks]."""
         self._recipe = recipe
         self._running: dict[int, BaseProcess] = {}  # by rank
-        # Any: BaseContext has neither Process nor what else differs
+        # Any: BaseContext lacks the attributes in which contexts differ, such as Process
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload([*_IMPORTED])
@@ -54,22 +54,22 @@ class ChildProcesses:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Ids of those that run."""
+        """Ids of the running processes."""
         return tuple(each.pid for each in self._running.values() if each.pid is not None)
 
     def ended(self) -> list[tuple[int, str]]:
-        """See ranks.Processes."""
+        """Returns the ranks of the processes that have ended since the last call, and how each did."""
         gone = {rank: each.exitcode for rank, each in self._running.items() if each.exitcode is not None}
         self._running = {rank: each for rank, each in self._running.items() if rank not in gone}
         return [(rank, _how(code)) for rank, code in gone.items()]
 
     def end(self, rank: int) -> None:
-        """See ranks.Processes."""
+        """Kills the process of a rank, if there is one."""
         if rank in self._running:
             self._running[rank].kill()
 
     def close(self, patience: float) -> None:
-        """Waits for all to end, so many seconds each, and then ends them."""
+        """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""
         for each in self._running.values():
             each.join(patience)
             if each.exitcode is None:
@@ -79,7 +79,7 @@ class ChildProcesses:
 
 
 def placed(number: int, devices: int) -> dict[str, str]:
-    """The environment of replica `number` of a machine with so many GPUs; see placement.as_replica."""
+    """Returns the environment of replica `number` of a machine with so many GPUs; see placement.as_replica."""
     environ = environment()
     changes = as_replica(environ, number, devices)
     kept = {name: value for name, value in environ.items() if name not in changes}
@@ -87,22 +87,22 @@ def placed(number: int, devices: int) -> dict[str, str]:
 
 
 def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
-    """The process of a replica."""
+    """Runs `ballonet serve` as the process of a replica."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    os.setsid()  # Ctrl-C is for the supervisor, which tells replicas when requests have ended
-    tqdm.set_lock(threading.RLock())  # its own has a semaphore with a name, which who is killed leaves behind
+    os.setsid()  # Ctrl-C is for the supervisor, which ends replicas when requests have ended
+    tqdm.set_lock(threading.RLock())  # tqdm's own has a named semaphore, which a killed process leaves behind
     change_environment({**dict.fromkeys(environment()), **environ})
     sys.argv = ["ballonet", "serve", *arguments]
     try:
         runpy.run_module("ballonet", run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves them out
+        atexit._run_exitfuncs()  # multiprocessing skips them
 
 
 def end_with_parent(say: Callable[[str], object]) -> Callable[[], object]:
-    """Ends this process at once when the supervisor that started it does, whatever this waits for, until what it
-    returns is called: by one that has joined, which hears of that from the store, and unwinds."""
+    """Has this process exit at once when the supervisor that started it ends. Returns a function that stops this, for a
+    replica that has joined: it notices the end by the store, and unwinds."""
     parent, joined = parent_process(), threading.Event()
 
     def watch() -> None:

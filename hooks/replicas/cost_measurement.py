@@ -1,13 +1,13 @@
-"""What microbatches take on this machine, measured on the model as it is served.
+"""Measures the cost of microbatches on this machine, on the model as it is served.
 
 Note [Measured as served]
-    A forward of the whole model with one prompt says little of a batch: there KV lies in blocks, chunks of several
-    requests are computed together, and others decode beside them. A cost that was fitted to such forwards was wrong by
-    56 % of what batches took, one that is fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a
-    group of one replica serves made-up requests, which come one after the other, as its stages will.
+    A forward of the whole model with one prompt says little about a batch, in which KV lies in blocks, chunks of
+    several requests are computed together, and other requests decode. A cost fitted to such forwards was wrong by 56 %
+    of the batches' times, one fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a group of one
+    replica serves synthetic requests, which arrive one after the other, as its stages will.
 
-    What disturbs a batch shows in single runs, so the least of several counts; and so the batches are the same in each
-    round: a scheduler that learns what steps take chooses others each time, most of which come once.
+    Disturbances only make a run longer, so the least time of several rounds counts. The batches have to be the same in
+    each round; a scheduler that learns the costs of steps would choose others each time, so it does not learn here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .stage_times import Mark, Ran, StageTimes
 def measure_cost(
     member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas
 ) -> Fit:
-    """Serves the same requests several times, and fits a cost to the least that each batch took: what disturbs a batch,
-    or loads kernels, makes it longer. Where that says nothing it is done again, as all of it may have been disturbed.
-    `layers`: of the model. ValueError where it says nothing in the end; torch.OutOfMemoryError."""
+    """Serves the same requests several times, and fits a cost to the least time of each batch. Repeats that where no
+    cost can be fitted, as all rounds may have been disturbed. `layers`: of the model; `mark`: records marks on the
+    device. ValueError where no cost can be fitted in the end; torch.OutOfMemoryError."""
     least: dict[tuple[tuple[int, int], ...], float] = {}
     for left in reversed(range(tuning.tries_measured)):
         for _ in range(tuning.rounds_measured):
@@ -47,7 +47,7 @@ def measure_cost(
 
 
 def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
-    """The batches of one round, the same in each."""
+    """Yields the batches of one round, the same in each round."""
     ran: list[Ran] = []
     times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
     stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
@@ -68,20 +68,20 @@ def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning
 
 
 class Unlearned(StepCosts):
-    """Costs of steps with which batches do not depend on what earlier ones took, and the layers of the model stay: what
-    is measured is not their copies."""
+    """Costs of steps that learn nothing, so batches do not depend on earlier times, and that keep the layers resident,
+    so their copies are not measured."""
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learns nothing."""
 
     def faster(self, one: Step, other: Step) -> bool:
-        """Prefers the step whose memory the layers do not give."""
+        """Prefers the step for which no layers are evicted."""
         return True
 
 
 def sample_requests(tuning: Replicas, most: int) -> Iterator[Request]:
-    """Requests with prompts of some batches of `most` tokens, but most are short. The last one outlives the others, so
-    that there are batches with one row."""
+    """Yields synthetic requests: most prompts are short, the longest have some batches of `most` tokens. The last
+    request outlives the others, so there are batches with one row."""
     random, longest, last = Random(0), tuning.answer_measured, tuning.requests_measured - 1
     for number in range(tuning.requests_measured):
         prompt = max(2, round(most * tuning.batches_measured * random.random() ** 4))

@@ -1,11 +1,11 @@
-"""Faults for tests: a replica that ends, stands still, cuts a link or damages bytes at a point that a file says.
+"""Faults for tests: a replica is killed or stopped, cuts a link or damages bytes at a point given in a file.
 
 Note [Points]
-    What a replica does is counted by name: `microbatch`, `prefill` and `decode` (a forward is about to run), `hear X`
-    and `say X` (a message of the supervisor, or to it), `send X` and `take X` (a tensor of that tag on a link). The
-    file says at which count of which point of which replica what happens, and may be written anew while replicas run:
-    counts begin with it. So the same file and the same requests end a replica at the same place. Nothing of this is in
-    the way of a replica without such a file: process.py composes it.
+    A replica counts its actions by name: `microbatch`, `prefill` and `decode` (before a forward), `hear X` and `say X`
+    (a message from or to the supervisor), `send X` and `take X` (a tensor with this tag on a link). The file lists
+    faults: at which count of which point, on which replica. It may be rewritten while replicas run; counts then start
+    anew. So the same file and the same requests fail a replica at the same place. Replicas without such a file have
+    none of this: process.py adds the wrappers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOW: Final = (*_SIGNALS, "cut", "damage")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Replica `member` does `how` at the `count`-th `point`, from 1 on."""
+    """Replica `member` does `how` (see HOW) at the `count`-th `point`, from 1 on."""
 
     member: int
     point: str
@@ -40,12 +40,12 @@ class Fault:
     how: str
 
     def line(self) -> str:
-        """As it stands in the file."""
+        """Returns the fault as a line of the file."""
         return f"{self.member}\t{self.point}\t{self.count}\t{self.how}\n"
 
 
 def write(path: Path, faults: Sequence[Fault]) -> None:
-    """Has replicas that were started with this file do this from now on, and nothing else; `done` begins anew."""
+    """Writes the faults for the replicas that were started with this file, replacing earlier ones; empties `done`."""
     done(path).unlink(missing_ok=True)
     new = path.with_suffix(".new")
     new.write_text("".join(each.line() for each in faults))
@@ -53,23 +53,24 @@ def write(path: Path, faults: Sequence[Fault]) -> None:
 
 
 def done(path: Path) -> Path:
-    """The file with the faults that have happened, in their order."""
+    """Returns the path of the file with the faults that have happened, in order."""
     return path.with_suffix(".done")
 
 
 class Faults:
-    """What the file says of one replica. Used by its main loop."""
+    """The faults of one replica. Used by its main loop."""
 
     def __init__(self, path: Path, me: int) -> None:
         self._path = path
         self._me = me
-        self._read: tuple[int, int] | None = None  # which file that was
+        self._read: tuple[int, int] | None = None  # inode and time of the file that was read
         self._wanted: dict[tuple[str, int], str] = {}
         self._counts: Counter[str] = Counter()
 
     def at(self, point: str) -> str | None:
-        """Counts a point. Ends the process, or stops it, where it is to; else returns what is to happen there."""
-        self._look()
+        """Counts a point. Kills or stops the process if such a fault is due; returns any other one, "cut" or "damage";
+        None: no fault."""
+        self._reload()
         self._counts[point] += 1
         count = self._counts[point]
         how = self._wanted.get((point, count))
@@ -81,7 +82,7 @@ class Faults:
             os.kill(os.getpid(), _SIGNALS[how])
         return how
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
@@ -95,14 +96,14 @@ class Faults:
 
 
 class FaultyLayers:
-    """A RunsLayers with faults before a forward."""
+    """A RunsLayers with faults before each forward."""
 
     def __init__(self, runs: RunsLayers, faults: Faults) -> None:
         self._runs = runs
         self._faults = faults
 
     def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
-        """See RunsLayers."""
+        """Runs these layers, see RunsLayers."""
         self._faults.at("microbatch")
         sequences = inputs["cu_seq_lens_q"].numel() - 1 if "cu_seq_lens_q" in inputs else 1
         self._faults.at("prefill" if inputs["position_ids"].numel() > sequences else "decode")
@@ -110,44 +111,44 @@ class FaultyLayers:
 
 
 class FaultyChannel:
-    """The supervisor, with faults when a message has come, and before one is sent."""
+    """A SupervisorChannel with faults when a message is taken, and before one is sent."""
 
     def __init__(self, supervisor: SupervisorChannel, faults: Faults) -> None:
         self._supervisor = supervisor
         self._faults = faults
 
     def take(self) -> Message | None:
-        """See SupervisorChannel."""
+        """Removes and returns the next message; None where none has come. SupervisorLost."""
         found = self._supervisor.take()
         if found is not None:
             self._faults.at(f"hear {type(found).__name__}")
         return found
 
     def has(self) -> bool:
-        """See SupervisorChannel."""
+        """Returns whether a message has come, or the supervisor is lost."""
         return self._supervisor.has()
 
     def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
-        """See SupervisorChannel."""
+        """Returns whether a message of one of these kinds has come. SupervisorLost."""
         return self._supervisor.has_kind(kinds)
 
     def post(self, *messages: Message) -> None:
-        """See SupervisorChannel."""
+        """Sends messages. SupervisorLost."""
         for message in messages:
             self._faults.at(f"say {type(message).__name__}")
         self._supervisor.post(*messages)
 
 
 class FaultyLink(Link):
-    """A link with faults before a tensor is sent, and when one was taken. It may be cut, while both ends live, and what
-    is sent may be damaged."""
+    """A Link with faults before a tensor is sent, and after one is taken: the link is cut, while both ends live, or the
+    sent bytes are damaged."""
 
     def __init__(self, faults: Faults, *args: Any, **kwargs: Any) -> None:
         self._faults = faults
         super().__init__(*args, **kwargs)
 
     def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> PendingSend:
-        """See Link."""
+        """Sends a copy of a tensor, see Link."""
         how = self._faults.at(f"send {tag}")
         if how == "cut":
             self._lose("a fault has cut it")
@@ -157,7 +158,7 @@ class FaultyLink(Link):
         return super().send(tensor, tag, urgent, check)
 
     def take(self, tag: str) -> torch.Tensor | None:
-        """See Link."""
+        """Removes and returns the next tensor of this tag, see Link."""
         found = super().take(tag)
         if found is not None and self._faults.at(f"take {tag}") == "cut":
             self._lose("a fault has cut it")

@@ -1,4 +1,4 @@
-"""What a supervisor adds to the figures of its process (hooks/watch/registry.py): replicas, groups and epochs."""
+"""Prometheus metrics of a supervisor, added to those of its process (hooks/watch/registry.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .fleet_state import FleetState
 
 
 class FleetMetrics(Addition):
-    """Asks the supervisor when it is asked, from now until `close()`."""
+    """Metrics of replicas, groups and epochs, read from the supervisor at each scrape, until `close()`."""
 
     def __init__(self, state: Callable[[], FleetState]) -> None:
         self._state = state
         super().__init__()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus-client."""
+        """Yields the metrics. Called by prometheus-client."""
         now = self._state()
         yield GaugeMetricFamily("ballonet_replicas_epoch", "The last epoch that was given out.", now.epoch)
         yield GaugeMetricFamily("ballonet_replicas", "Replicas that serve.", len(now.spans))

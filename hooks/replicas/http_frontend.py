@@ -1,4 +1,4 @@
-"""What the handlers of transformers' server take for a model and its generation loop: requests go to the supervisor."""
+"""Stands in for the model and the generation loop in transformers' server: sends requests to the supervisor."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from ..server.tenants import asked_seed, asked_slo
 from .plan import Sampling
 from .requests import Request
 
-_SLO = SLOError.__name__  # how an error begins that a replica tells, of an SLO that cannot be kept
+_SLO = SLOError.__name__  # begin of a replica's error message where an SLO cannot be kept
 _options: ContextVar[Any] = ContextVar("options")  # the GenerationConfig of the request that is handled
 
 
 class RequestSink(Protocol):
-    """A supervisor, as far as its clients' side concerns it. Called on any thread."""
+    """The supervisor's methods for clients. Thread-safe."""
 
-    def ask(self, request: Request) -> str | None:
-        """RequestSink a request; says why where it does not."""
+    def submit(self, request: Request) -> str | None:
+        """Takes a request. Returns why it is refused; None: it is taken."""
 
     def cancel(self, name: str) -> None:
-        """The client of a request has gone away."""
+        """Cancels a request whose client has gone away."""
 
-    def tell(self) -> None:
-        """Ends all requests, without waiting; their clients are told."""
+    def end_requests(self) -> None:
+        """Begins to end all requests, and notifies their clients. Does not wait."""
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to begin."""
+        """Number of requests that wait for their first token."""
 
 
 @dataclass(slots=True)
 class _Status:
-    """As transformers' BackgroundThreadStatus, of a loop that does not die."""
+    """Stands in for transformers' BackgroundThreadStatus: no fatal error."""
 
     fatal_error: str | None = None
 
 
 class FrontendManager:
-    """Stands for the ContinuousBatchingManager of one model. `told` is called by the supervisor, on its thread; all
+    """Stands in for the ContinuousBatchingManager of one model. `deliver` is called on the supervisor's thread, all
     else on the event loop's."""
 
     def __init__(self, supervisor: RequestSink) -> None:
         self.background_thread_status = _Status()
         self._supervisor = supervisor
         self._handlers: dict[str, tuple[Callable[[Any], None], asyncio.AbstractEventLoop]] = {}
-        self._early: dict[str, GenerationOutput | None] = {}  # of requests whose handler comes after them
+        self._early: dict[str, GenerationOutput | None] = {}  # outputs of requests without a handler so far
         self._whole: set[str] = set()  # requests whose clients want the whole answer at once
         self._lock = threading.Lock()
 
@@ -72,7 +72,7 @@ class FrontendManager:
         eos_token_id: int | list[int] | None = None,
         **_: Any,
     ) -> str:
-        """As ContinuousBatchingManager's. HTTPException where the supervisor refuses the request."""
+        """Sends a request to the supervisor, and returns its name. HTTPException where the supervisor refuses it."""
         name = request_id or f"request-{secrets.token_hex(8)}"
         ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
         ttft, tpot = asked_slo.get() or (None, None)
@@ -83,13 +83,13 @@ class FrontendManager:
                 self._early[name] = None
             if not streaming:
                 self._whole.add(name)
-        if (why := self._supervisor.ask(request)) is not None:
+        if (why := self._supervisor.submit(request)) is not None:
             self._forget(name)
             raise HTTPException(413, why)
         return name
 
     def has(self, name: str) -> bool:
-        """Has a request of this name not ended?"""
+        """Returns whether a request of this name has not ended."""
         with self._lock:
             return name in self._handlers or name in self._early
 
@@ -102,12 +102,12 @@ class FrontendManager:
             self._deliver(early)
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request, of which nothing is told any more."""
+        """Cancels a request; its callback is not called any more."""
         self._forget(request_id)
         self._supervisor.cancel(request_id)
 
-    def told(self, request: Request, error: str | None = None) -> None:
-        """Something has become of a request: more tokens, or an error that ends it."""
+    def deliver(self, request: Request, error: str | None = None) -> None:
+        """Passes a request's new tokens, or the error that ends it, to its callback."""
         over = request.over or error is not None
         if not over and request.name in self._whole:
             return
@@ -127,7 +127,7 @@ class FrontendManager:
                 self._handlers.pop(name, None)
                 self._whole.discard(name)
         if handler is not None:
-            with suppress(RuntimeError):  # its event loop is closed: nobody waits for it any more
+            with suppress(RuntimeError):  # its event loop is closed: no client waits for it
                 handler[1].call_soon_threadsafe(handler[0], output)
 
     def _forget(self, name: str) -> None:
@@ -137,12 +137,12 @@ class FrontendManager:
             self._whole.discard(name)
 
     def stop(self, *_: Any, **__: Any) -> None:
-        """Tells all clients that the server ends."""
-        self._supervisor.tell()
+        """Ends all requests, without waiting; their clients are notified."""
+        self._supervisor.end_requests()
 
 
 def sampling_of(options: Any) -> Sampling:
-    """What a GenerationConfig, and the `seed` of the request that is handled, say of the choice of tokens."""
+    """Returns the sampling that a GenerationConfig and the `seed` of the present request ask for."""
     seed = asked_seed.get()
     seed = secrets.randbits(31) if seed is None else seed
     if not options.do_sample:
@@ -152,9 +152,9 @@ def sampling_of(options: Any) -> Sampling:
 
 
 class FrontendLoop(CBGenerateManager):
-    """The generation of a model that replicas hold. 429 where too many requests wait, 400 where one has no tokens, 409
-    where another of its x-request-id has not ended, 413 where it can never run, or is longer than the model, 422 where
-    a replica cannot keep its SLO, with the nearest that it can."""
+    """Generation by replicas. HTTP 429 where too many requests wait, 400 for a prompt without tokens, 409 where another
+    request of its x-request-id has not ended, 413 where it can never run, or is longer than the model's context, 422
+    where a replica cannot keep its SLO, with the nearest that it can."""
 
     def __init__(self, front: FrontendManager, supervisor: RequestSink, most_waiting: int) -> None:
         super().__init__()
@@ -163,20 +163,20 @@ class FrontendLoop(CBGenerateManager):
         self._most_waiting = most_waiting
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Notes the options of the request that is handled: each may have its own."""
+        """Keeps the options of the present request, as each may have its own."""
         _options.set(gen_config)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers', or HTTPException."""
+        """Streams an answer, as transformers does. HTTPException."""
         self._admit(request_id, model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """As transformers', or HTTPException; the request is cancelled where its client goes away."""
+        """Returns an answer, as transformers does. HTTPException. Cancels the request where its client goes away."""
         self._admit(request_id, model, inputs, gen_config)
         try:
             found: tuple[str, int, list[int]] = await super().generate_non_streaming(
@@ -199,7 +199,7 @@ class FrontendLoop(CBGenerateManager):
 
 
 class FrontendState(GenerationState):
-    """The one loop of all handlers."""
+    """Stands in for transformers' GenerationState: all handlers use one loop."""
 
     def __init__(self, loop: FrontendLoop, front: FrontendManager) -> None:
         super().__init__(continuous_batching=True)
@@ -207,23 +207,23 @@ class FrontendState(GenerationState):
         self._front = front
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """The loop of the model, whichever is asked for."""
+        """Returns the loop, for any model id."""
         return self._loop
 
     def tell(self) -> None:
-        """Ends all requests without waiting; their clients are told."""
+        """Ends all requests, without waiting; their clients are notified."""
         self._front.stop()
 
     def shutdown(self) -> None:
-        """As `tell`."""
+        """Ends all requests, without waiting; their clients are notified."""
         self._front.stop()
 
 
 class ShapeOnly(Models):
-    """Finds a model's configuration and tokenizer, and its class without weights: those are with the replicas."""
+    """Loads a model's configuration and tokenizer, and the model without weights, which the replicas have."""
 
     def _load_model(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
-        """The model on torch's meta device. ManageError."""
+        """Returns the model on torch's meta device. ManageError."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -235,6 +235,6 @@ class ShapeOnly(Models):
         except (OSError, ValueError) as error:
             raise ManageError(f"{name} cannot be served: {error}") from None
         model.name_or_path = name
-        with suppress(OSError):  # where it has none of its own: what its configuration says
+        with suppress(OSError):  # it has none: the one from its configuration stays
             model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
         return model

@@ -64,10 +64,10 @@ def run(
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
-    """Serves as a replica of the supervisor that `placement` says. `started`: what a supervisor has told who it started
-    (messages.Started); `cost`: what chunks take, where that does not say it; None: it is measured; `batching`: what
-    ContinuousBatchingConfig takes, the same for all. ManageError, SpliceError; JoinRefused, SupervisorLost where there
-    is none; torch.OutOfMemoryError."""
+    """Serves as a replica of the supervisor at `placement`, until that ends. `say`: prints a line; `started`: a
+    messages.Started, from a supervisor that has started this process; `cost`: of chunks, where `started` has none;
+    None: it is measured; `batching`: arguments of ContinuousBatchingConfig, the same on all replicas. ManageError,
+    SpliceError; JoinRefused, SupervisorLost where there is no supervisor; torch.OutOfMemoryError."""
     serves = end_with_parent(say)
     store = open_store(placement, tuning.joining)
     model = loaded(name, device, say)
@@ -79,7 +79,7 @@ def run(
             place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(place)
             fingerprint = fingerprint_of(model, device)
-            me = join(store, secret, fingerprint, tuning.joining)  # who is refused hears it before it measures
+            me = join(store, secret, fingerprint, tuning.joining)  # before it measures, as it may be refused
             told = None if started is None else decoded(started)
             assert told is None or isinstance(told, Started)
             cost = (None if told is None else told.cost) or cost
@@ -109,7 +109,7 @@ def _live(
     say: Callable[[str], object],
     tuning: Replicas,
 ) -> bool:
-    """The life of a member, until the supervisor ends it or is gone. Is it to join anew?"""
+    """Runs as member `me`, until the supervisor ends it or is lost. Returns whether it has to join anew."""
     wakeup = Wakeup()
     box = Mailbox(store, me, secret or "", wakeup)
     supervisor: SupervisorChannel = ToSupervisor(box)
@@ -149,7 +149,7 @@ def _live(
 def _measured(
     member: ReplicaModel, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas
 ) -> ChunkCost:
-    """What batches take here. ManageError."""
+    """Measures the cost of chunks. ManageError where that fails."""
     try:
         found = measure_cost(member, layers, marks, tuning)
     except ValueError as error:
@@ -159,18 +159,18 @@ def _measured(
 
 
 def _note(notes: Notes, ran: Ran) -> None:
-    """A microbatch, for the timeline."""
+    """Adds a microbatch to the timeline."""
     tokens = sum(new for _, new in ran.sizes)
     notes.bar("microbatches", f"{len(ran.sizes)} requests, {tokens} tokens", ran.begin, ran.end)
 
 
 def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
-    """What this replica has to say of itself."""
+    """Returns this replica's Hello."""
     layers = tuple(elastic_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
     token = round(cache.token_bytes)
     now = memory_of(device, cache.pages.client, cache.pages.client.governor.tuning.serving)
     cache.user = lambda: None
-    own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of what is no layer
+    own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
     free = device.budget // device.page_size - own - now.reserve // device.page_size
     return Hello(os.getpid(), platform.node(), max(0, free), layers, token, device.page_size, cost, rank)

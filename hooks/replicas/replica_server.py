@@ -1,4 +1,4 @@
-"""A server of one model on several replicas: the supervisor, its replicas, and transformers' application in front."""
+"""A server of one model on several replicas: the supervisor, its replicas, and transformers' HTTP application."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .wakeup import Wakeup
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What replicas there are. `here`: how many this machine starts, with these `arguments` of `ballonet serve` each,
-    and `devices` GPUs for them; `where` they and others join; `secret`: None: one is made; `cost`: what chunks take;
-    None: the first ones measure it."""
+    """The replicas of a server. `here`: number that this machine starts, with these `arguments` of `ballonet serve`
+    each and `devices` GPUs in all; `where`: the placement at which they and others join; `secret`: None: a random one;
+    `cost`: of chunks; None: the first replicas measure it."""
 
     here: int
     arguments: Sequence[str]
@@ -48,7 +48,7 @@ class Fleet:
 
 
 class ReplicaServer:
-    """Call `run`."""
+    """A server. Call `run`."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class ReplicaServer:
         log: Path | None = None,
         timeline: str | None = None,
     ) -> None:
-        """Starts the replicas, and waits until one of them serves. `log`: the file of what the controller was told and
-        answered; `timeline`: a file of all processes, written at the end. PortInUse, ManageError; ConfigError where
-        there can be no such file."""
+        """Starts the replicas, and waits until one of them serves. `say`: prints a line; `log`: file of the
+        controller's decisions; `timeline`: file of the timeline of all processes, written at the end. PortInUse,
+        ManageError; ConfigError where that file cannot be written."""
         if timeline is not None:
             check(timeline)
         self._timeline = timeline
         self._recording = None if timeline is None else Recording(time.monotonic)
         self._say = say
         self.address = address
-        self.cost = fleet.cost  # then what the first replica has measured
+        self.cost = fleet.cost  # later that of the first replica
         self._tuning = tuning
         self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._wakeup = Wakeup()
@@ -123,11 +123,11 @@ class ReplicaServer:
         return self._children.processes
 
     def run(self) -> None:
-        """Serves until SIGINT or SIGTERM. Requests that run may end, or are told after a while; then replicas end."""
+        """Serves until SIGINT or SIGTERM. Running requests may end within a while, then fail; then replicas end."""
         self._application.run(self.close)
 
     def close(self) -> None:
-        """Tells all who wait, and ends supervisor and replicas. Idempotent."""
+        """Ends all requests, the supervisor and the replicas. Idempotent."""
         self._figures.close()
         self.supervisor.close()
         self._children.close(self._tuning.joining)
@@ -158,4 +158,4 @@ class ReplicaServer:
             self._log(entry)
 
     def _told(self, request: Request, error: str | None) -> None:
-        self._front.told(request, error)
+        self._front.deliver(request, error)

@@ -1,4 +1,4 @@
-"""The control plane as replica and supervisor use it: typed messages in mailboxes."""
+"""Mailboxes with typed messages (messages.py): a replica's, and the supervisor's."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from .messages import Message, decoded, encoded
 
 
 class ToSupervisor:
-    """What a replica hears from the supervisor, and tells it. Used by one thread."""
+    """A replica's mailbox, a replica_setup.SupervisorChannel. Used by one thread."""
 
     def __init__(self, box: Mailbox) -> None:
         self._box = box
-        self._came: deque[Message] = deque()
+        self._received: deque[Message] = deque()
 
     def take(self) -> Message | None:
-        """See setup.SupervisorChannel."""
+        """Removes and returns the next message; None where none has come. SupervisorLost."""
         self._fill()
-        return self._came.popleft() if self._came else None
+        return self._received.popleft() if self._received else None
 
     def has(self) -> bool:
-        """See setup.SupervisorChannel."""
-        return bool(self._came) or self._box.has()
+        """Returns whether a message has come, or the supervisor is lost."""
+        return bool(self._received) or self._box.has()
 
     def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
-        """See setup.SupervisorChannel. SupervisorLost."""
+        """Returns whether a message of one of these kinds has come. SupervisorLost."""
         self._fill()
-        return any(isinstance(each, kinds) for each in self._came)
+        return any(isinstance(each, kinds) for each in self._received)
 
     def post(self, *messages: Message) -> None:
-        """See setup.SupervisorChannel. SupervisorLost."""
+        """Sends messages to the supervisor. SupervisorLost."""
         self._box.post(SUPERVISOR, *map(encoded, messages))
 
     def _fill(self) -> None:
         while (mail := self._box.take()) is not None:
-            self._came.append(decoded(mail.text))
+            self._received.append(decoded(mail.text))
 
 
 class FromReplicas:
-    """What the supervisor hears, with the number of who said it, and tells."""
+    """The supervisor's mailbox, with the member number of each sender."""
 
     def __init__(self, box: Mailbox) -> None:
         self._box = box
 
     def take(self) -> tuple[int, Message] | None:
-        """The next message; None where nothing is here. ValueError: it is none of this version."""
+        """Removes and returns the next message, (member, message); None where none has come. ValueError: it is no
+        message of this version."""
         mail = self._box.take()
         return None if mail is None else (mail.sender, decoded(mail.text))
 
     def has(self) -> bool:
-        """Is anything here?"""
+        """Returns whether a message has come."""
         return self._box.has()
 
     def post(self, member: int, message: Message) -> None:
-        """Tells one replica something."""
+        """Sends a message to one replica."""
         self._box.post(member, encoded(message))

@@ -34,13 +34,13 @@ class Takes:
 
     waiting = 0
 
-    def ask(self, request: Request) -> str | None:
+    def submit(self, request: Request) -> str | None:
         self.asked.append(request)
         return None
 
     def cancel(self, name: str) -> None: ...
 
-    def tell(self) -> None: ...
+    def end_requests(self) -> None: ...
 
 
 @pytest.mark.parametrize("slo", [None, (0.5, None), (None, 0.02)])

@@ -163,7 +163,7 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
     try:
         replicas.says(0, hello(None))
         supervisor.ready.wait()
-        assert supervisor.ask(Request("a", (1, 2), 3)) is None
+        assert supervisor.submit(Request("a", (1, 2), 3)) is None
         wait(lambda: any(isinstance(each, Decision) and each.event == Arrived(7.0, "a", 2, 3) for each in tuple(log)))
     finally:
         supervisor.close()

@@ -43,11 +43,11 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended() -> No
         other = asyncio.ensure_future(asked("b"))
         await asyncio.sleep(0)
         for number, each in enumerate(taking.asked):
-            front.told(each.with_token(7 + number))
+            front.deliver(each.with_token(7 + number))
         assert [(await each)[0] for each in (first, other)] == ["[7]", "[8]"]
         again = asyncio.ensure_future(asked())
         await asyncio.sleep(0)
-        front.told(taking.asked[-1].with_token(9))
+        front.deliver(taking.asked[-1].with_token(9))
         assert (await again)[0] == "[9]"
 
     asyncio.run(scene())
@@ -60,5 +60,5 @@ def test_who_is_told_after_its_event_loop_has_ended_is_no_error() -> None:
     loop.close()
     ending: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=loop.call_soon_threadsafe)
     front._handlers["a"] = print, ending
-    front.told(replace(Request("a", (1,), 1), delivered=(7,)))
+    front.deliver(replace(Request("a", (1,), 1), delivered=(7,)))
     assert not front.has("a")
