@@ -68,7 +68,7 @@ def run(
     messages.Started, from a supervisor that has started this process; `cost`: of chunks, where `started` has none;
     None: it is measured; `batching`: arguments of ContinuousBatchingConfig, the same on all replicas. ManageError,
     SpliceError; JoinRefused, SupervisorLost where there is no supervisor; torch.OutOfMemoryError."""
-    serves = end_with_parent(say)
+    keep_running = end_with_parent(say)
     store = open_store(placement, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
@@ -76,8 +76,8 @@ def run(
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
             settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
-            place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
-            layers, marks = len(splice.layers), marks_of(place)
+            torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+            layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
             me = join(store, secret, fingerprint, tuning.joining)  # before it measures, as it may be refused
             told = None if started is None else decoded(started)
@@ -89,21 +89,21 @@ def run(
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
             replica = ReplicaModel(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
-            serves()
-            while _live(me, store, secret, replica, handle, place, hello, notes, say, tuning):
+            keep_running()
+            while _run_member(me, store, secret, replica, handle, torch_device, hello, notes, say, tuning):
                 say(f"replica {me} was taken for lost, and joins anew")
                 me = join(store, secret, fingerprint, tuning.joining)
     finally:
         handle.release()
 
 
-def _live(
+def _run_member(
     me: int,
     store: Store,
     secret: str | None,
     replica: ReplicaModel,
     handle: Managed,
-    place: torch.device,
+    torch_device: torch.device,
     hello: Hello,
     notes: Notes,
     say: Callable[[str], object],
@@ -119,15 +119,15 @@ def _live(
         faults = Faults(path, me)
         replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
         supervisor, make = FaultyChannel(supervisor, faults), partial(FaultyLink, faults)
-    gpu = gpu_name(place)
-    stream = stream_of(place) if gpu else None
+    gpu = gpu_name(torch_device)
+    stream = stream_of(torch_device) if gpu else None
 
     def connect(epoch: int, peer: int) -> Link:
         connects = GlooConnect(store, epoch, me, peer, tuning.forming)
         if stream is not None:
-            ways: dict[str, Any] = {"gpu": gpu, "device": place, "stream": stream, "bulk": tuning.bulk}
+            ways: dict[str, Any] = {"gpu": gpu, "device": torch_device, "stream": stream, "bulk": tuning.bulk}
             connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
-        return make(connects, epoch, peer, wakeup, device=place, tuning=tuning)
+        return make(connects, epoch, peer, wakeup, device=torch_device, tuning=tuning)
 
     supervisor.post(hello)
     split, held = split_by_cost(hello.cost), HeldLayers(handle)

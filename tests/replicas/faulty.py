@@ -71,7 +71,7 @@ def outcome(
     play_faults(keeper, faults)
 
     def hurries() -> None:
-        assert run.events.now < 1000, f"requests {[*keeper.requests.asked]} wait for nothing"
+        assert run.events.now < 1000, f"requests {[*keeper.requests.by_name]} wait for nothing"
         keeper.controller.check()
 
     run.every(1.0, hurries)
@@ -92,14 +92,14 @@ def check(found: Outcome) -> None:
         assert job.answer.times == sorted(job.answer.times)
         assert len(job.answer.times) == job.made <= job.arrival.new
         assert bool(job.answer.error) != (job.made == job.arrival.new), job
-        assert (job.kv if job.answer.error else 0, job.held, job.flying, job.stalled, job.leaving) == (0,) * 5, job
+        assert (job.kv if job.answer.error else 0, job.held, job.in_flight, job.stalled, job.leaving) == (0,) * 5, job
     _is_empty(keeper)
     assert all(one == other for one, other in replayed(found.log))
     if keeper.replicas.is_shut_down:
         return
     keeper.controller.check()
     assert [*keeper.controller.book.held] == []
-    assert keeper.requests.asked == {}
+    assert keeper.requests.by_name == {}
     placed = [member for members in keeper.controller.cluster.groups for member in members]
     assert sorted(placed) == sorted(member for members in found.run.pipes for member in members)
     assert {*keeper.controller.cluster.groups} == {*keeper.active.groups}
@@ -114,7 +114,7 @@ def check(found: Outcome) -> None:
 def _is_empty(keeper: DropPolicy) -> None:
     """No memory of a device or a host is in use, and nothing is on its way."""
     for pipe in keeper.run.pipes.values():
-        assert (pipe.used, pipe.flying, pipe.everybody(), pipe.stages.halted) == (0, 0, set(), False), pipe.members
+        assert (pipe.used, pipe.in_flight, pipe.all_jobs(), pipe.stages.halted) == (0, 0, set(), False), pipe.members
         host = keeper.host(pipe)
         assert (host.room, host.away, host.copies) == (len(pipe.members) * keeper.run.fleet.host_budget, [], [])
     assert {*keeper._hosts} <= {*keeper.run.pipes.values()}

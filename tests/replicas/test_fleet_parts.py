@@ -44,7 +44,7 @@ def test_what_is_taken_back_never_comes_and_takes_no_time() -> None:
     link = VirtualLink(events, 10.0, 4)
     link.send(10, lambda: seen.append(("old", events.now)), owner=owner)
     link.send(4, lambda: seen.append(("other", events.now)))
-    events.at(0.1, lambda: link.take_back(owner))
+    events.at(0.1, lambda: link.cancel(owner))
     to_the_end(events)
     assert seen == [("other", pytest.approx(0.8))], "behind the part that was under way"
     assert link.moved == 8
@@ -140,14 +140,14 @@ def test_what_a_member_sends_is_what_others_need() -> None:
     job.kv = 100
     whole = 100 * KV
     pair = Group((0, 1), (Span(0, 3), Span(3, 8)))
-    assert keeper.changes.leaves(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
-    assert keeper.changes.leaves(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
+    assert keeper.changes.bytes_to_send(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
+    assert keeper.changes.bytes_to_send(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
     four = Group((0, 2, 1, 3), (Span(0, 2), Span(2, 3), Span(3, 6), Span(6, 8)))
-    assert keeper.changes.leaves(job, 0, Span(0, 3), [four], {}) == whole // 8
-    assert keeper.changes.leaves(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
+    assert keeper.changes.bytes_to_send(job, 0, Span(0, 3), [four], {}) == whole // 8
+    assert keeper.changes.bytes_to_send(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
     apart = [alone(0, 8), alone(1, 8)]
-    assert keeper.changes.leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
-    assert keeper.changes.leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
+    assert keeper.changes.bytes_to_send(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
+    assert keeper.changes.bytes_to_send(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
 
 
 def test_a_layer_that_was_asked_for_again_comes_once() -> None:
@@ -160,13 +160,13 @@ def test_a_layer_that_was_asked_for_again_comes_once() -> None:
     done: list[float] = []
     layers = [Pull(0, layer, 1) for layer in (4, 5, 6, 7)]
     keeper.pulls.begin(0, layers, lambda: done.append(run.events.now), lambda why: None)
-    keeper.processes.stop(0, returns=True)
+    keeper.processes.pause(0, resumes=True)
     to_the_end_of(run.events, 1.0)
     assert held[0] == {0, 1, 2, 3}, "one has come, and is not looked at"
     keeper.processes.end(1)
     keeper.pulls.lose(1)
     began = run.events.now
-    keeper.processes.go_on(0)
+    keeper.processes.resume(0)
     run.events.after(2.5 * SHAPE.layers[4] / run.fleet.link, lambda: done.append(-len(held[0])))
     to_the_end_of(run.events, 2.0)
     assert done[0] == -6, "the first was there, and was read again with the next two behind it"

@@ -69,9 +69,9 @@ def test_all_tokens_are_made_in_order_and_all_memory_is_given_back(policy: str, 
         assert len(job.answer.times) == job.answer.tokens == job.arrival.new
         assert job.answer.times == sorted(job.answer.times)
         assert job.answer.ttft >= COST.seconds(0, job.arrival.prompt) / max(1, replicas) - 1e-9
-        assert (job.held, job.flying, job.stalled) == (0, 0, False)
+        assert (job.held, job.in_flight, job.stalled) == (0, 0, False)
     for pipe in found.pipes.values():
-        assert (pipe.used, pipe.flying, [*pipe.jobs()], [*pipe.waiting], pipe.stalled) == (0, 0, [], [], [])
+        assert (pipe.used, pipe.in_flight, [*pipe.jobs()], [*pipe.waiting], pipe.stalled) == (0, 0, [], [], [])
     if isinstance(keeper, DropPolicy):
         keeper.controller.check()
 

@@ -1,4 +1,4 @@
-"""Groups of replicas that drop parameters, in virtual time: how they begin and end, and who is in which."""
+"""The groups in force of replicas that drop layers, in virtual time: how they begin and end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ActiveGroups:
-    """`groups`: in force, by members; `epochs`: that each replica is in."""
+    """The groups in force. `groups`: by their members; `epochs`: of each replica."""
 
     def __init__(self, policy: DropPolicy) -> None:
         self.groups: dict[Members, Group] = {}
@@ -27,23 +27,23 @@ class ActiveGroups:
         self._group_of: dict[int, Members] = {}
 
     def pipe_of(self, member: int) -> Pipeline | None:
-        """The group that a replica is in, if it is in one."""
+        """Returns the group of a replica, if it has one."""
         return self._run.pipes.get(self._group_of.get(member, ()))
 
     def capacity(self, group: Group) -> int:
-        """Tokens of KV that a group has room for."""
+        """Returns the tokens of KV that a group can hold."""
         fleet = self._run.fleet
         room = kv_pages(group, dict.fromkeys(group.members, fleet.pages), fleet.layer_pages)
         return group_tokens(group, room, self._policy.kv)
 
-    def form(self, group: Group, epoch: int, jobs: Iterable[Job]) -> Pipeline:
-        """Returns a new group with requests whose KV is on the way, and others."""
+    def begin(self, group: Group, epoch: int, jobs: Iterable[Job]) -> Pipeline:
+        """Begins a group with these requests, stalled while their KV is on the way, and returns it."""
         policy, requests = self._policy, self._policy.requests
         pipe = self._run.open(group.members, [*map(len, group.spans)], self.capacity(group), policy)
         host = policy.host(pipe)
         self.groups[group.members] = group
         for job in jobs:
-            requests.belongs(job, pipe)
+            requests.assign(job, pipe)
             pipe.used += job.held
             if job.held and job.kv:
                 job.stalled = True
@@ -56,7 +56,7 @@ class ActiveGroups:
             else:
                 pipe.waiting.append(job)
         for job in requests.early.pop(group.members, ()):
-            requests.belongs(job, pipe)
+            requests.assign(job, pipe)
             pipe.waiting.append(job)
         for member in group.members:
             self.epochs[member] = epoch
@@ -65,24 +65,24 @@ class ActiveGroups:
             def says(member: int = member) -> None:
                 policy.tell(Committed(self._run.events.now, epoch, member))
 
-            policy.processes.does(member, says)
-        self._refresh(pipe)
+            policy.processes.schedule(member, says)
+        self._update_streamed(pipe)
         self._run.events.after(0.0, pipe.pump)
         return pipe
 
     def hand_over(self, pipe: Pipeline) -> list[Job]:
-        """Returns the requests of a group that ends with nothing under way."""
+        """Ends the memory of a group with nothing in flight, and returns its requests."""
         assert not pipe.stalled, "no group changes before its KV is exchanged"
         return [*pipe.jobs(), *pipe.waiting, *self._policy.close(pipe).away]
 
     def abort(self, pipe: Pipeline) -> None:
-        """A group is no more, with all that it was computing. Its requests are nowhere until the controller says."""
+        """Ends a group with everything in flight. Its requests are in no group until the controller assigns them."""
         pipe.stages.halt()
         host = self._policy.host(pipe)
         for member in pipe.members:
             for link in self._run.links_of(member):
-                link.take_back(pipe)
-        for job in {*pipe.everybody(), *host.away, *host.copies}:
+                link.cancel(pipe)
+        for job in {*pipe.all_jobs(), *host.away, *host.copies}:
             self._policy.requests.forget(job)
             job.reset()
         self._policy.changes.exchanging.discard(pipe)
@@ -91,16 +91,16 @@ class ActiveGroups:
         self._run.close(pipe)
 
     def halt(self, member: int) -> None:
-        """The group of a replica computes nothing until the controller says what becomes of it."""
+        """Stops the group of a replica until the controller ends it."""
         if (pipe := self.pipe_of(member)) is not None:
             pipe.stages.halt()
 
-    def part(self, member: int) -> None:
-        """Whatever a replica was part of is no more."""
+    def detach(self, member: int) -> None:
+        """Ends the group, the changes and the pulls of a replica."""
         if member not in self.epochs:
             return
         policy = self._policy
-        policy.changes.part(member)
+        policy.changes.detach(member)
         policy.pulls.cancel(member)
         early = policy.requests.early
         for members in [each for each in early if member in each]:
@@ -108,12 +108,12 @@ class ActiveGroups:
         if (pipe := self.pipe_of(member)) is not None:
             self.abort(pipe)
 
-    def layer_came(self, member: int) -> None:
-        """The replica has one layer more."""
+    def on_layer_pulled(self, member: int) -> None:
+        """Notes that a replica has pulled a layer."""
         if (pipe := self.pipe_of(member)) is not None:
-            self._refresh(pipe)
+            self._update_streamed(pipe)
 
-    def _refresh(self, pipe: Pipeline) -> None:
-        """A replica on its own reads what it lacks from its backing."""
+    def _update_streamed(self, pipe: Pipeline) -> None:
+        """Sets the bytes that a lone replica reads from its backing in each microbatch: the layers that it lacks."""
         if len(pipe.members) == 1:
             pipe.stages.streamed = self._policy.pulls.missing(pipe.members[0])

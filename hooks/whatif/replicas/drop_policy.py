@@ -52,64 +52,64 @@ class DropPolicy(SwapPolicy):
         self.requests = OpenRequests(self)
         self.active = ActiveGroups(self)
         self.processes = ProcessStates(run)
-        self.pulls = LayerPulls(run, self.processes, self.active.layer_came)
+        self.pulls = LayerPulls(run, self.processes, self.active.on_layer_pulled)
         self.changes = EpochChanges(self)
         self.replicas = ReplicaLifecycle(self)
-        self.looks = 0
+        self.ticks = 0
         super().__init__(run)
-        run.every(run.tuning.period, self._look)
+        run.every(run.tuning.period, self._tick)
 
     def _open(self) -> None:
         for member in range(self.run.fleet.replicas):
             self.replicas.join(member)
 
-    # What groups ask
+    # MemoryPolicy, called by groups
 
     def arrive(self, job: Job) -> None:
-        """The controller says where it goes."""
+        """Passes a request to the controller, or fails it where no replica is left."""
         if self.replicas.failed is not None:
-            self.run.over(job, self.replicas.failed)
+            self.run.finish(job, self.replicas.failed)
         else:
-            self.requests.came(job)
+            self.requests.arrive(job)
 
     def ended(self, pipe: Pipeline, job: Job) -> None:
-        """The controller is told, unless the client was gone."""
+        """Ends a request that has all its tokens, and tells the controller, unless its client is gone."""
         self.requests.forget(job)
         if not job.over:
-            self.requests.over(job)
+            self.requests.finish(job)
             self.tell(Finished(self.run.events.now, str(job.number)))
 
     def admit(self, pipe: Pipeline) -> None:
-        """As `SwapPolicy`, but while KV is exchanged only new requests begin."""
+        """Begins requests as `SwapPolicy`; while KV is exchanged none is swapped in."""
         if pipe in self.changes.exchanging:
             RecomputePolicy.admit(self, pipe)
         else:
             super().admit(pipe)
 
-    def landed(self, pipe: Pipeline, job: Job) -> None:
-        """A request that was cancelled is in no microbatch now."""
+    def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
+        """Removes a cancelled request that is in no microbatch now."""
         self.requests.take_out(pipe, job)
 
-    def _went(self, pipe: Pipeline, job: Job) -> None:
-        super()._went(pipe, job)
-        self.requests.copied(pipe, job)
+    def _swapped_out(self, pipe: Pipeline, job: Job) -> None:
+        super()._swapped_out(pipe, job)
+        self.requests.finish_cancel(pipe, job)
 
-    def _came(self, pipe: Pipeline, job: Job) -> None:
-        super()._came(pipe, job)
-        self.requests.copied(pipe, job)
+    def _swapped_in(self, pipe: Pipeline, job: Job) -> None:
+        super()._swapped_in(pipe, job)
+        self.requests.finish_cancel(pipe, job)
 
     # The controller
 
     def tell(self, event: Event) -> None:
-        """Tells the controller an event, and does what it answers. Nothing once there is none."""
+        """Passes an event to the controller, and performs its actions. Nothing after the shutdown."""
         if not self.replicas.is_shut_down:
             for action in decide(self.controller, event, self.run.log):
-                self._do(action)
+                self._perform(action)
 
-    def _look(self) -> None:
-        """Loads of all replicas that run, and then a look of the controller."""
+    def _tick(self) -> None:
+        """Sends the loads of all running replicas to the controller, and then a tick."""
         now, kv, formed = self.run.events.now, self.kv, self.active
-        self.looks += 1
+        self.ticks += 1
         for members, group in formed.groups.items():
             pipe = self.run.pipes[members]
             queued = prompt_pages((job.known for job in chain(pipe.waiting, self.host(pipe).away)), kv)
@@ -119,26 +119,26 @@ class DropPolicy(SwapPolicy):
                 part = len(span) / group.layers
                 used, free = (int(each * part * kv.token / kv.page) for each in (pipe.used, max(0, pipe.free)))
                 if pipe.stages.halted:
-                    used = free = queued = 0  # it has forgotten all
-                pending = 0 if stage else queued  # the first one tells it for all
-                self.tell(Load(now, member, formed.epochs[member], used, free, pending, self.looks))
+                    used = free = queued = 0  # it has dropped all requests
+                pending = 0 if stage else queued  # the first stage reports for all
+                self.tell(Load(now, member, formed.epochs[member], used, free, pending, self.ticks))
         self.tell(Tick(now))
 
-    def _do(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:
         requests = self.requests
         match action:
             case actions.Dispatch():
-                requests.give(requests.named(action.request), action.members)
+                requests.give(requests.get(action.request), action.members)
             case actions.Recompute():
                 for name in action.requests:
-                    requests.again(requests.named(name), action.members)
+                    requests.restart(requests.get(name), action.members)
             case actions.Refuse():
-                requests.over(requests.named(action.request), action.reason.value)
+                requests.finish(requests.get(action.request), action.reason.value)
             case actions.Cancel():
                 requests.cancel(self.run.jobs[int(action.request)])
             case actions.Alone():
-                self.active.part(action.member)
-                self.active.form(alone(action.member, len(self.run.fleet.shape.layers)), action.epoch, ())
+                self.active.detach(action.member)
+                self.active.begin(alone(action.member, len(self.run.fleet.shape.layers)), action.epoch, ())
             case actions.Prepare():
                 self.changes.prepared.prepare(action)
             case actions.StartRestore():
@@ -152,4 +152,4 @@ class DropPolicy(SwapPolicy):
             case actions.Rejoin():
                 self.replicas.rejoin(action.member)
             case actions.Hold() | actions.Decline():
-                pass  # the controller keeps it, and says when it starts; and `make_room` is what else there is
+                pass  # the controller starts a held request later; without a drop, `make_room` swaps or recomputes

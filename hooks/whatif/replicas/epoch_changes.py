@@ -1,15 +1,16 @@
-"""Epochs of a simulation that are committed: old groups end, new ones begin, and KV goes where it belongs.
+"""Committed epochs of a simulation: old groups end, new ones begin, and KV is exchanged.
 
-Note [Bonds]
-    Replicas of one epoch, or of one that is prepared, have links to each other. Who ends, or is told to go on alone,
-    closes its links, and a link can be lost while both its ends live. Whoever hears that says so of the epoch that the
-    link was of. In one that is prepared it goes on as before; in one that is in force, or committed, it forgets all
-    requests that it has, and computes nothing until it is told what becomes of it.
+Note [Links]
+    Replicas of one epoch, or of one in preparation, have links to each other. A replica that ends, or is told to run
+    alone, closes its links, and a link can be lost while both its ends live. A replica that notices this reports it,
+    with the epoch of the link. If that epoch is in preparation it goes on as before; if it is in force, or committed,
+    it drops all requests, and computes nothing until the controller's next action for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ....offload.policy.replicas.events import Damaged, Exchanged, Suspected
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Change:
-    """Groups of a committed epoch that change together: `olds` end and `news` begin, and then their KV is exchanged.
-    `homes`: where requests go if there are several new ones; `left`: what is waited for, groups that compute or members
-    that send; `switched`: the new groups are there; `broken`: a member is gone, and nothing becomes of it."""
+    """Groups of a committed epoch that change together: `olds` end, `news` begin, and then their KV is exchanged.
+    `homes`: the new member for each request, if there are several new groups; `left`: number of groups that still
+    compute, then of members that still send; `switched`: the new groups exist; `broken`: given up, as a member is gone.
+    """
 
     epoch: int
     olds: list[Pipeline]
@@ -39,13 +41,13 @@ class Change:
 
     @property
     def members(self) -> list[int]:
-        """Replicas that change."""
+        """The replicas concerned."""
         return members_of(self.news)
 
 
 class EpochChanges:
-    """See Note [Bonds]. `drops`, `restores`: epochs of each kind that were committed; `prepared`: those that are not;
-    `damaging`: replicas that get a request's KV damaged; `exchanging`: groups whose KV is on the way."""
+    """Changes of committed epochs. `drops`, `restores`: number of epochs committed; `prepared`: epochs in preparation;
+    `damaging`: replicas that will receive damaged KV; `exchanging`: groups whose KV is on the way. See Note [Links]."""
 
     def __init__(self, policy: DropPolicy) -> None:
         self.drops = self.restores = 0
@@ -54,13 +56,13 @@ class EpochChanges:
         self.exchanging: set[Pipeline] = set()
         self._policy = policy
         self._run = policy.run
-        self._committed: dict[int, int] = {}  # the last epoch that each replica was to take up
+        self._committed: dict[int, int] = {}  # the latest committed epoch of each replica
         self._changes: list[Change] = []
 
     # Commit
 
     def commit(self, epoch: int, homes: dict[str, int]) -> None:
-        """At the next boundary of all groups concerned, the new ones are formed."""
+        """Commits an epoch: its groups begin once the old ones have finished their microbatches."""
         groups = self.prepared.take(epoch)
         drops = len(groups[0].members) > 1
         if drops:
@@ -81,30 +83,31 @@ class EpochChanges:
             change = Change(epoch, olds, news, homes, len(olds))
             self._changes.append(change)
             for old in olds:
-                old.pause(lambda old=old, change=change: self._policy.settled(old, lambda: self._one_less(change)))  # type: ignore[misc]
+                settled = partial(self._policy.call_when_settled, old, partial(self._count_down, change))
+                old.pause(settled)
 
-    def turn(self) -> None:
-        """Goes on with changes that waited for a replica that stood still."""
+    def retry_switches(self) -> None:
+        """Goes on with changes that waited for a paused replica."""
         for change in [*self._changes]:
-            self._turn(change)
+            self._try_switch(change)
 
-    def _one_less(self, change: Change) -> None:
+    def _count_down(self, change: Change) -> None:
         change.left -= 1
-        self._turn(change)
+        self._try_switch(change)
 
-    def _can_turn(self, change: Change) -> bool:
+    def _can_switch(self, change: Change) -> bool:
         ready = not (change.broken or change.switched or change.left or any(old.stages.halted for old in change.olds))
         return ready and self._run.silent.isdisjoint(change.members)
 
-    def _turn(self, change: Change) -> None:
-        if self._can_turn(change) and not change.switching:
+    def _try_switch(self, change: Change) -> None:
+        if self._can_switch(change) and not change.switching:
             change.switching = True
             self._run.events.after(self._run.tuning.dropping, lambda: self._switch(change))
 
     def _switch(self, change: Change) -> None:
-        """Old groups end, new ones begin, and KV goes where it belongs."""
+        """Ends the old groups, begins the new ones, and sends KV."""
         change.switching = False
-        if not self._can_turn(change):
+        if not self._can_switch(change):
             return
         change.switched = True
         policy = self._policy
@@ -113,7 +116,7 @@ class EpochChanges:
             held = policy.active.groups.pop(old.members)
             mine = policy.active.hand_over(old)
             for member, span in zip(held.members, held.spans, strict=True):
-                sends[member] += sum(self.leaves(job, member, span, change.news, change.homes) for job in mine)
+                sends[member] += sum(self.bytes_to_send(job, member, span, change.news, change.homes) for job in mine)
             jobs += mine
             self._run.close(old)
         jobs.sort(key=lambda job: job.number)
@@ -122,7 +125,7 @@ class EpochChanges:
             if group.is_dropped:
                 for member, span in zip(group.members, group.spans, strict=True):
                     policy.pulls.held[member] = {*span.layers}
-            self.exchanging.add(policy.active.form(group, change.epoch, own))
+            self.exchanging.add(policy.active.begin(group, change.epoch, own))
         self._send(change, sends)
 
     def _send(self, change: Change, sends: dict[int, int]) -> None:
@@ -139,8 +142,8 @@ class EpochChanges:
         if not any(sends.values()):
             self._run.events.after(0.0, sent)
 
-    def leaves(self, job: Job, member: int, span: Span, news: list[Group], homes: dict[str, int]) -> int:
-        """Returns the bytes of the request's KV that a member has and must send."""
+    def bytes_to_send(self, job: Job, member: int, span: Span, news: list[Group], homes: dict[str, int]) -> int:
+        """Returns the bytes of a request's KV that a member has and must send. `span`: its old one."""
         here = job.kv * self._run.fleet.shape.kv * len(span) // len(self._run.fleet.shape.layers)
         if len(news) > 1:
             return 0 if homes[str(job.number)] == member else here
@@ -154,7 +157,7 @@ class EpochChanges:
         for group in change.news:
             pipe = self._run.pipes[group.members]
             self.exchanging.discard(pipe)
-            damaged = self._damaged(pipe, change.epoch)
+            damaged = self._take_damaged(pipe, change.epoch)
             stalled, pipe.stalled = pipe.stalled, [damaged] if damaged is not None else []
             for job in stalled:
                 if job is not damaged:
@@ -164,34 +167,34 @@ class EpochChanges:
                 def says(member: int = member) -> None:
                     policy.tell(Exchanged(events.now, change.epoch, member))
 
-                policy.processes.does(member, says)
+                policy.processes.schedule(member, says)
             pipe.pump()
 
-    def _damaged(self, pipe: Pipeline, epoch: int) -> Job | None:
-        """The request whose KV has come with a wrong checksum, if one has; its member says so."""
+    def _take_damaged(self, pipe: Pipeline, epoch: int) -> Job | None:
+        """Returns the request whose KV has come damaged, if any; its member reports that."""
         member = next((each for each in pipe.members if each in self.damaging), None)
         if member is None or not pipe.stalled:
             return None
         self.damaging.discard(member)
         job, events = pipe.stalled[0], self._run.events
-        self._policy.processes.does(
+        self._policy.processes.schedule(
             member, lambda: self._policy.tell(Damaged(events.now, epoch, member, str(job.number)))
         )
         return job
 
-    # What goes wrong: Note [Bonds]
+    # What goes wrong: Note [Links]
 
-    def part(self, member: int) -> None:
-        """A replica closes its links: what it was part of ends, and others hear of it."""
-        bonds = self._bonds(member)
+    def detach(self, member: int) -> None:
+        """Closes the links of a replica: its changes are given up, and its peers notice."""
+        linked = self._links_of(member)
         for change in [each for each in self._changes if member in each.members]:
             self._break(change)
-        for epoch, other in sorted(bonds):
+        for epoch, other in sorted(linked):
             self._lose(epoch, other, member)
 
     def lose_link(self, one: int, other: int) -> None:
-        """Two replicas that live have no link any more, if they had one."""
-        for epoch, each in sorted(self._bonds(one)):
+        """Cuts the links between two live replicas, if they have any."""
+        for epoch, each in sorted(self._links_of(one)):
             if each != other:
                 continue
             for change in [change for change in self._changes if one in change.members and change.switched]:
@@ -202,7 +205,7 @@ class EpochChanges:
             self._lose(epoch, other, one)
 
     def end(self) -> None:
-        """Nothing becomes of any epoch any more."""
+        """Gives up all epochs."""
         for change in [*self._changes]:
             self._break(change)
         self.prepared.groups.clear()
@@ -211,13 +214,13 @@ class EpochChanges:
         self._changes.remove(change)
         change.broken = True
         for member in change.members:
-            self._run.link_of(member).take_back(change)
+            self._run.link_of(member).cancel(change)
         if not change.switched:
             for old in change.olds:
                 self._policy.active.abort(old)
 
-    def _bonds(self, member: int) -> set[tuple[int, int]]:
-        """Epochs and members of the links that a replica has."""
+    def _links_of(self, member: int) -> set[tuple[int, int]]:
+        """Returns (epoch, other member) of the links of a replica."""
         policy = self._policy
         pipe = policy.active.pipe_of(member)
         group = () if pipe is None else pipe.members
@@ -232,7 +235,7 @@ class EpochChanges:
         return {(epoch, other) for epoch, other in found if other != member}
 
     def _lose(self, epoch: int, by: int, of: int) -> None:
-        """The main loop of a replica finds that its link to another is lost."""
+        """Has replica `by` notice that its link to `of` is lost."""
 
         def finds() -> None:
             if epoch not in self.prepared.groups:
@@ -241,4 +244,4 @@ class EpochChanges:
                 self._policy.active.halt(by)
             self._policy.tell(Suspected(self._run.events.now, epoch, by, of))
 
-        self._policy.processes.does(by, finds, self._run.tuning.noticing)
+        self._policy.processes.schedule(by, finds, self._run.tuning.noticing)

@@ -53,7 +53,7 @@ class EpochPreparation:
                     lambda why: policy.tell(PrepareFailed(self._run.events.now, action.epoch, member, why)),
                 )
 
-            policy.processes.does(member, ready, links * self._run.tuning.linking)
+            policy.processes.schedule(member, ready, links * self._run.tuning.linking)
             for other in policy.processes.ended.intersection(members_of(action.groups)):
                 self._lose(action.epoch, member, other)
 

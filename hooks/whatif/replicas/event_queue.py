@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, in order."""
+"""Virtual time: a queue of actions, ordered by the time at which they happen."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 class EventQueue:
-    """Actions by the second at which they happen; those of one moment in the order in which they were added. `now`:
-    the moment of the last one."""
+    """Actions by their time in seconds; those of one time in the order in which they were added. `now`: the time of the
+    latest action performed."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,16 +16,16 @@ class EventQueue:
         self._added = 0
 
     def at(self, when: float, act: Callable[[], None]) -> None:
-        """Has `act` called at that moment, or now where it has passed."""
+        """Schedules `act` at that time, or now if that has passed."""
         self._added += 1
         heapq.heappush(self._queue, (max(when, self.now), self._added, act))
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Has `act` called so many seconds from now."""
+        """Schedules `act` in so many seconds."""
         self.at(self.now + seconds, act)
 
     def step(self) -> bool:
-        """Goes on to the next moment at which something happens. Returns whether there was one."""
+        """Advances to the next action, and performs it. Returns whether there was one."""
         if not self._queue:
             return False
         self.now, _, act = heapq.heappop(self._queue)

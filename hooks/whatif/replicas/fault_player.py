@@ -22,7 +22,7 @@ from .faults import (
 
 
 def play_faults(policy: DropPolicy, faults: Iterable[PlayedFault]) -> None:
-    """Has each happen at its time, in a run that has not begun. ManageError where one cannot happen."""
+    """Schedules faults in a run that has not begun. ManageError where one cannot happen."""
     given = [*faults]
     check_faults(given, policy.run.fleet.replicas, len(policy.run.jobs))
     for fault in given:

@@ -27,13 +27,13 @@ class LayerPulls:
     """A layer comes from the replica that is named, or from the backing of whoever pulls it where that one has ended or
     holds it no more. `held`: layers by replica; `changed`: replicas the file of whose backing has changed."""
 
-    def __init__(self, run: FleetRun, processes: ProcessStates, came: Callable[[int], None]) -> None:
+    def __init__(self, run: FleetRun, processes: ProcessStates, on_pulled: Callable[[int], None]) -> None:
         """`came`: is called with who holds one more layer."""
         self.held: dict[int, set[int]] = {}
         self.changed: set[int] = set()
         self._run = run
         self._processes = processes
-        self._came = came
+        self._on_pulled = on_pulled
         self._chains: dict[int, _Chain] = {}
 
     def begin(
@@ -48,13 +48,13 @@ class LayerPulls:
         """A replica pulls nothing any more."""
         chain = self._chains.pop(member, None)
         if chain is not None:
-            self._take_back(member, chain)
+            self._cancel_sends(member, chain)
 
     def lose(self, source: int) -> None:
         """A replica has ended; the layers that were coming from it come from elsewhere."""
         for member, chain in [*self._chains.items()]:
             if chain.source == source and member != source:
-                self._take_back(member, chain)
+                self._cancel_sends(member, chain)
                 self._next(member, chain)
 
     def missing(self, member: int) -> int:
@@ -62,10 +62,10 @@ class LayerPulls:
         layers = self._run.fleet.shape.layers
         return sum(nbytes for layer, nbytes in enumerate(layers) if layer not in self.held[member])
 
-    def _take_back(self, member: int, chain: _Chain) -> None:
+    def _cancel_sends(self, member: int, chain: _Chain) -> None:
         links = self._run.links_of(member) if chain.source is None else [self._run.link_of(chain.source)]
         for link in links:
-            link.take_back(chain)
+            link.cancel(chain)
 
     def _next(self, member: int, chain: _Chain) -> None:
         held = self.held[member]
@@ -89,11 +89,11 @@ class LayerPulls:
         def takes() -> None:
             if self._chains.get(member) is chain and chain.pulls[0].layer == layer:
                 self.held[member].add(layer)
-                self._came(member)
+                self._on_pulled(member)
                 self._next(member, chain)
 
-        self._processes.does(member, takes)
+        self._processes.schedule(member, takes)
 
     def _end(self, member: int, says: Callable[[], None]) -> None:
         del self._chains[member]
-        self._processes.does(member, says)
+        self._processes.schedule(member, says)

@@ -43,7 +43,7 @@ class RecomputePolicy:
         """A request is due: it goes to a replica, or is refused where none can ever hold it."""
         members = self._dispatcher.choose(job.most)
         if members is None:
-            self.run.over(job, "no replica can ever hold its KV")
+            self.run.finish(job, "no replica can ever hold its KV")
             return
         self._dispatcher.promise(members, job.most)
         self.run.pipes[members].add(job)
@@ -64,7 +64,7 @@ class RecomputePolicy:
     def make_room(self, pipe: Pipeline, job: Job) -> bool:
         """Preempts those that came last, until there is room or `job` itself was the last."""
         while not pipe.grow(job, job.kv + 1):
-            last = max((each for each in pipe.jobs() if not each.flying and not each.leaving), key=_number)
+            last = max((each for each in pipe.jobs() if not each.in_flight and not each.leaving), key=_number)
             self.preempt(pipe, last)
             if last is job:
                 return False
@@ -74,20 +74,20 @@ class RecomputePolicy:
         """Frees the KV of a request, which is computed anew before any new request begins."""
         pipe.remove(job)
         pipe.release(job)
-        job.forget()
+        job.drop_kv()
         pipe.waiting.appendleft(job)
 
     def ended(self, pipe: Pipeline, job: Job) -> None:
         """The request has all its tokens."""
         self._dispatcher.release(pipe.members, job.most)
-        self.run.over(job)
+        self.run.finish(job)
 
     def moved(self, job: Job, pipe: Pipeline, to: Pipeline) -> None:
         """The request belongs to another replica now."""
         self._dispatcher.release(pipe.members, job.most)
         self._dispatcher.promise(to.members, job.most)
 
-    def landed(self, pipe: Pipeline, job: Job) -> None:
+    def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
         """No request leaves."""
         raise AssertionError(f"request {job.number} leaves group {pipe.members}, and goes nowhere")
 
@@ -128,7 +128,7 @@ class SwapPolicy(RecomputePolicy):
             if (pipe.used and job.kv + 1 + spare > pipe.free) or not pipe.grow(job, job.kv + 1):
                 return
             host.away.remove(job)
-            self._copy(pipe, job, lambda job=job: self._came(pipe, job), back=True)  # type: ignore[misc]
+            self._copy(pipe, job, lambda job=job: self._swapped_in(pipe, job), back=True)  # type: ignore[misc]
         if not host.copies:
             super().admit(pipe)
 
@@ -136,20 +136,20 @@ class SwapPolicy(RecomputePolicy):
         """Has the last request go to the host, unless one is going: room comes with its last byte."""
         host = self.host(pipe)
         if not host.copies:
-            last = max((each for each in pipe.jobs() if not each.flying), key=_number)
+            last = max((each for each in pipe.jobs() if not each.in_flight), key=_number)
             if self.nbytes(last) > host.room:
                 return super().make_room(pipe, job)
             pipe.remove(last)
             last.stalled = True
             host.room -= self.nbytes(last)
-            self._copy(pipe, last, lambda: self._went(pipe, last), back=False)
+            self._copy(pipe, last, lambda: self._swapped_out(pipe, last), back=False)
         return False
 
     def host(self, pipe: Pipeline) -> _Host:
         """The host memory of a group."""
         return self._hosts.setdefault(pipe, _Host(len(pipe.members) * self.run.fleet.host_budget))
 
-    def settled(self, pipe: Pipeline, then: Callable[[], None]) -> None:
+    def call_when_settled(self, pipe: Pipeline, then: Callable[[], None]) -> None:
         """Calls `then` when no copy of the group is under way."""
         self._settling[pipe] = then
         self._settle(pipe)
@@ -183,12 +183,12 @@ class SwapPolicy(RecomputePolicy):
         for nbytes, member in zip(shares(self.nbytes(job), pipe.spans, None), pipe.members, strict=True):
             self.run.host_link(member, back=back).send(nbytes, copied, owner=pipe)
 
-    def _went(self, pipe: Pipeline, job: Job) -> None:
+    def _swapped_out(self, pipe: Pipeline, job: Job) -> None:
         pipe.release(job)
         self.host(pipe).away.append(job)
         pipe.pump()
 
-    def _came(self, pipe: Pipeline, job: Job) -> None:
+    def _swapped_in(self, pipe: Pipeline, job: Job) -> None:
         self.host(pipe).room += self.nbytes(job)
         pipe.resume(job)
         pipe.pump()
@@ -213,7 +213,7 @@ class MigratePolicy(RecomputePolicy):
         self._cancel(job)
         super().ended(pipe, job)
 
-    def landed(self, pipe: Pipeline, job: Job) -> None:
+    def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
         """All its KV is there: it goes on there."""
         _, to, room = self._moves.pop(job)
         self._sources.discard(pipe)
@@ -269,8 +269,8 @@ class MigratePolicy(RecomputePolicy):
         if move is None or move[1] is not to:
             return
         job.leaving = True
-        if not job.flying:
-            self.landed(move[0], job)
+        if not job.in_flight:
+            self.finish_leaving(move[0], job)
 
     def _cancel(self, job: Job) -> None:
         if job in self._moves:

@@ -1,4 +1,4 @@
-"""Requests of replicas that drop parameters, in virtual time: where each is, and how it leaves."""
+"""The open requests of replicas that drop layers, in virtual time: the group of each, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ if TYPE_CHECKING:
 
 
 class OpenRequests:
-    """Requests that have not ended. `asked`: all, by name; `pipes`: the groups that have them; `early`: of groups that
-    are about to be formed."""
+    """Requests that have not ended. `by_name`: all; `pipes`: the group of each; `early`: requests of groups that will
+    begin soon."""
 
     def __init__(self, policy: DropPolicy) -> None:
-        self.asked: dict[str, Job] = {}
+        self.by_name: dict[str, Job] = {}
         self.pipes: dict[Job, Pipeline] = {}
         self.early: dict[Members, list[Job]] = {}
         self._policy = policy
         self._run = policy.run
 
-    def came(self, job: Job) -> None:
-        """The controller says where it goes."""
-        self.asked[str(job.number)] = job
+    def arrive(self, job: Job) -> None:
+        """Adds a request, and passes it to the controller."""
+        self.by_name[str(job.number)] = job
         now = self._run.events.now
         self._policy.tell(Arrived(now, str(job.number), job.arrival.prompt, max(1, job.arrival.new)))
 
-    def named(self, name: str) -> Job:
-        """Returns the one of this name. KeyError."""
-        return self.asked[name]
+    def get(self, name: str) -> Job:
+        """Returns the request of this name. KeyError."""
+        return self.by_name[name]
 
-    def over(self, job: Job, error: str = "") -> None:
-        """Ends a request, with an error where it has failed."""
-        del self.asked[str(job.number)]
-        self._run.over(job, error)
+    def finish(self, job: Job, error: str = "") -> None:
+        """Ends a request. `error`: why it has failed; empty: it has not."""
+        del self.by_name[str(job.number)]
+        self._run.finish(job, error)
 
     def leave(self, job: Job, why: str) -> None:
-        """The client of a request is gone, or was told why nothing comes. Nothing happens where it has ended."""
-        if self.asked.get(str(job.number)) is job:
-            self.over(job, why)
+        """Ends a request whose client is gone, or got the error `why`, and tells the controller. Nothing where it has
+        ended."""
+        if self.by_name.get(str(job.number)) is job:
+            self.finish(job, why)
             self._policy.tell(Left(self._run.events.now, str(job.number)))
 
     def leave_all(self, why: str) -> None:
-        """The same with all requests."""
-        for job in [*self.asked.values()]:
+        """Ends all requests with an error, and tells the controller."""
+        for job in [*self.by_name.values()]:
             self.leave(job, why)
 
     def end_all(self, why: str) -> None:
-        """Ends all requests; nobody tells the controller."""
-        for job in [*self.asked.values()]:
-            self.over(job, why)
+        """Ends all requests with an error, without telling the controller."""
+        for job in [*self.by_name.values()]:
+            self.finish(job, why)
 
-    def belongs(self, job: Job, pipe: Pipeline) -> None:
+    def assign(self, job: Job, pipe: Pipeline) -> None:
         """Notes that the group has the request."""
         self.pipes[job] = pipe
 
@@ -64,40 +65,40 @@ class OpenRequests:
         del self.pipes[job]
 
     def give(self, job: Job, members: Members) -> None:
-        """Sends a request to these replicas, as soon as they are a group."""
+        """Gives a request to the group of these replicas, once that has begun."""
         if members in self.early:
             self.early[members].append(job)
         else:
             pipe = self._run.pipes[members]
-            self.belongs(job, pipe)
+            self.assign(job, pipe)
             pipe.add(job)
 
-    def again(self, job: Job, members: Members) -> None:
-        """The request starts anew, from the tokens that its client has."""
+    def restart(self, job: Job, members: Members) -> None:
+        """Computes a request anew in a group, after the tokens that its client has."""
         if (pipe := self.pipes.get(job)) is not None:
             self.take_out(pipe, job)
         job.reset()
         self.give(job, members)
 
     def cancel(self, job: Job) -> None:
-        """Has a request leave its group, once it is in no microbatch and no copy."""
+        """Removes a request from its group, once it is in no microbatch and no copy."""
         pipe = self.pipes.get(job)
         if pipe is None:
             for waiting in self.early.values():
                 if job in waiting:
                     waiting.remove(job)
-        elif job.flying or job in self._policy.host(pipe).copies:
+        elif job.in_flight or job in self._policy.host(pipe).copies:
             job.leaving = True
         else:
             self.take_out(pipe, job)
 
-    def copied(self, pipe: Pipeline, job: Job) -> None:
-        """A request that was cancelled while it was copied goes."""
-        if job.leaving and not job.flying and job not in self._policy.host(pipe).copies:
+    def finish_cancel(self, pipe: Pipeline, job: Job) -> None:
+        """Removes a request that was cancelled during its copy."""
+        if job.leaving and not job.in_flight and job not in self._policy.host(pipe).copies:
             self.take_out(pipe, job)
 
     def take_out(self, pipe: Pipeline, job: Job) -> None:
-        """The request, which is in no microbatch, is in no group any more."""
+        """Removes a request, which is in no microbatch, from its group."""
         host = self._policy.host(pipe)
         if job in host.away:
             host.away.remove(job)

@@ -41,7 +41,7 @@ class MemoryPolicy(Protocol):
     def ended(self, pipe: Pipeline, job: Job) -> None:
         """The request has all its tokens."""
 
-    def landed(self, pipe: Pipeline, job: Job) -> None:
+    def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
         """A request that leaves (`Job.leaving`) is in no microbatch now."""
 
 
@@ -106,10 +106,10 @@ class Pipeline:
         """Requests that have memory and are not stalled."""
         return chain(self.prompts, chain.from_iterable(self.places))
 
-    def everybody(self) -> set[Job]:
+    def all_jobs(self) -> set[Job]:
         """All requests that are here: with memory, stalled, in a microbatch, or waiting."""
-        flying = (job for each in self._under_way for job in (*each.decodes, *(job for job, _ in each.chunks)))
-        return {*self.jobs(), *self.stalled, *flying, *self.waiting}
+        in_flight = (job for each in self._under_way for job in (*each.decodes, *(job for job, _ in each.chunks)))
+        return {*self.jobs(), *self.stalled, *in_flight, *self.waiting}
 
     # --- requests
 
@@ -120,7 +120,7 @@ class Pipeline:
 
     def remove(self, job: Job) -> None:
         """Takes out a request that is in no microbatch; it keeps its memory."""
-        assert not job.flying
+        assert not job.in_flight
         for each in (self.waiting, self.prompts, self.stalled, *self.places):
             if job in each:
                 each.remove(job)
@@ -144,16 +144,11 @@ class Pipeline:
     def pause(self, then: Callable[[], None]) -> None:
         """Forms no microbatch any more, and calls `then` when none is under way."""
         self._paused = then
-        if not self.flying:
+        if not self.in_flight:
             self._events.after(0.0, then)
 
-    def go_on(self) -> None:
-        """Ends a pause."""
-        self._paused = None
-        self.pump()
-
     @property
-    def flying(self) -> int:
+    def in_flight(self) -> int:
         """Microbatches that are under way."""
         return len(self.members) - len(self._free)
 
@@ -169,7 +164,7 @@ class Pipeline:
             if made is None:
                 self._free.append(place)
                 continue
-            if self.flying == 1:
+            if self.in_flight == 1:
                 self._opened = self._events.now
             self._under_way.append(made)
             self.stages.begin(made)
@@ -180,7 +175,7 @@ class Pipeline:
             if not job.held or job.stalled or job.leaving:  # it made room for one before it, or goes
                 continue
             if self.grow(job, job.kv + 1) or self._policy.make_room(self, job):
-                job.flying += 1  # no more to be taken
+                job.in_flight += 1  # no more to be taken
                 decodes.append(job)
         self._policy.admit(self)
         took = [(job.kv, 1) for job in decodes]
@@ -192,7 +187,7 @@ class Pipeline:
         seconds = self._cost.batch([*took, *((chunk.before, chunk.new) for _, chunk in chunks)])
         parts = []
         for job, chunk in chunks:
-            job.flying += 1
+            job.in_flight += 1
             job.kv += chunk.new
             parts.append((job, job.kv))
             if job.kv == job.known:
@@ -233,7 +228,7 @@ class Pipeline:
             self._computed(job, done.place, decodes=False, token=after == job.known)
         self._under_way.remove(done)
         self._free.append(done.place)  # now: what those calls begin is in another place
-        if not self.flying:
+        if not self.in_flight:
             self.open += (now - self._opened) * len(self.members)
             if self._paused is not None:
                 self._paused()
@@ -242,10 +237,10 @@ class Pipeline:
 
     def _computed(self, job: Job, place: int, *, decodes: bool, token: bool) -> None:
         """The request was in a microbatch of a place. `token`: its next one follows from that."""
-        job.flying -= 1
+        job.in_flight -= 1
         if token:
             if not job.over:  # its client is there
-                job.token(self._events.now)
+                job.add_token(self._events.now)
             if job.ended:
                 if decodes:
                     self.places[place].remove(job)
@@ -254,5 +249,5 @@ class Pipeline:
                 return
             if not decodes:
                 self.places[place].append(job)
-        if job.leaving and not job.flying:
-            self._policy.landed(self, job)
+        if job.leaving and not job.in_flight:
+            self._policy.finish_leaving(self, job)

@@ -1,4 +1,4 @@
-"""The processes of replicas in a simulation: whether each runs, stands still or has ended, and when it is heard."""
+"""The processes of simulated replicas: running, paused or ended. Delays the actions of a paused one."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ if TYPE_CHECKING:
 
 
 class ProcessStates:
-    """Numbers of replicas. `ended`: their processes are no more; `fenced`: nobody listens to them, and they could not
-    be ended, as they stand still where nobody reaches them. Who stands still hears and says all when it goes on."""
+    """The states of replicas. `ended`: processes that have ended; `fenced`: paused processes that are fenced and cannot
+    be reached to be killed. A paused replica's messages are delivered when it resumes."""
 
     def __init__(self, run: FleetRun) -> None:
         self.ended: set[int] = set()
         self.fenced: set[int] = set()
         self._run = run
-        self._late: dict[int, list[Callable[[], None]]] = {}  # what those do that stand still, once they go on
-        self._returns: set[int] = set()  # those of them that will go on
+        self._deferred: dict[int, list[Callable[[], None]]] = {}  # actions of each paused replica
+        self._resuming: set[int] = set()  # paused replicas that will resume
 
-    def does(self, member: int, act: Callable[[], None], seconds: float = 0.0) -> None:
-        """Has a replica act, or say something, so many seconds from now: later if it stands still then, never if it has
-        ended."""
+    def schedule(self, member: int, act: Callable[[], None], seconds: float = 0.0) -> None:
+        """Schedules an action of a replica, or a message to or from it, in so many seconds. If the replica is paused
+        then, `act` is called when it resumes; if it has ended, never."""
 
         def due() -> None:
-            if member in self._late:
-                self._late[member].append(act)
+            if member in self._deferred:
+                self._deferred[member].append(act)
             elif member not in self.ended:
                 act()
 
         self._run.events.after(seconds, due)
 
-    def returns(self, member: int) -> bool:
-        """Whether it stands still and will go on."""
-        return member in self._returns
+    def will_resume(self, member: int) -> bool:
+        """Returns whether a replica is paused and will resume."""
+        return member in self._resuming
 
-    def stop(self, member: int, *, returns: bool) -> None:
-        """A replica that runs stands still from now on. `returns`: it will go on."""
-        self._late[member] = []
+    def pause(self, member: int, *, resumes: bool) -> None:
+        """Pauses a running replica. `resumes`: it will resume."""
+        self._deferred[member] = []
         self._run.silent.add(member)
-        if returns:
-            self._returns.add(member)
+        if resumes:
+            self._resuming.add(member)
         for link in self._run.links_of(member):
-            link.stop()
+            link.pause()
 
-    def go_on(self, member: int) -> None:
-        """Has a replica go on, and do what it is late with."""
+    def resume(self, member: int) -> None:
+        """Resumes a replica, and performs its deferred actions."""
         self._run.silent.discard(member)
-        self._returns.discard(member)
+        self._resuming.discard(member)
         for link in self._run.links_of(member):
-            link.go_on()
-        for act in self._late.pop(member):
+            link.resume()
+        for act in self._deferred.pop(member):
             act()
 
     def end(self, member: int) -> None:
-        """Ends a process; what it was sending never comes. Idempotent."""
+        """Ends a process; its messages under way never arrive. Idempotent."""
         self.ended.add(member)
         self._run.silent.add(member)
-        self._late.pop(member, None)
-        self._returns.discard(member)
+        self._deferred.pop(member, None)
+        self._resuming.discard(member)
         for link in self._run.links_of(member):
             link.end()

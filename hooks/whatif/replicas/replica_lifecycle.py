@@ -42,16 +42,16 @@ class ReplicaLifecycle:
         policy = self._policy
         if member in self._members and member not in policy.processes.ended:
             policy.processes.end(member)
-            policy.changes.part(member)
+            policy.changes.detach(member)
             policy.pulls.lose(member)
             self._run.events.after(self._run.tuning.period, lambda: self._lost(member))
 
     def stop(self, member: int, seconds: float | None) -> None:
         """A replica stands still for so long, or for good. Nothing happens where it does, or has ended."""
         if member in self._members and member not in self._run.silent:
-            self._policy.processes.stop(member, returns=seconds is not None)
+            self._policy.processes.pause(member, resumes=seconds is not None)
             if seconds is not None:
-                self._run.events.after(seconds, lambda: self._go_on(member))
+                self._run.events.after(seconds, lambda: self._resume(member))
 
     def shut(self, why: str) -> None:
         """The supervisor ends, and so do all replicas and requests."""
@@ -61,30 +61,30 @@ class ReplicaLifecycle:
         policy.changes.end()
         for member in self._members:
             policy.processes.end(member)
-            policy.active.part(member)
+            policy.active.detach(member)
 
     def fence(self, member: int) -> None:
         """Nobody listens to a replica any more. Its process is ended, unless it stands still out of reach."""
-        self._policy.active.part(member)
-        if self._policy.processes.returns(member):
+        self._policy.active.detach(member)
+        if self._policy.processes.will_resume(member):
             self._policy.processes.fenced.add(member)
         else:
             self.kill(member)
 
-    def _go_on(self, member: int) -> None:
+    def _resume(self, member: int) -> None:
         policy, processes = self._policy, self._policy.processes
         if member in processes.ended:
             return
-        processes.go_on(member)
+        processes.resume(member)
         if (pipe := policy.active.pipe_of(member)) is not None:
             pipe.stages.wake(member)
-        policy.changes.turn()
+        policy.changes.retry_switches()
         if member in processes.fenced:
-            policy.tell(Load(self._run.events.now, member, policy.active.epochs[member], 0, 0, 0, policy.looks))
+            policy.tell(Load(self._run.events.now, member, policy.active.epochs[member], 0, 0, 0, policy.ticks))
 
     def _lost(self, member: int) -> None:
         """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
-        self._policy.active.part(member)
+        self._policy.active.detach(member)
         self._members.discard(member)
         self._policy.tell(Lost(self._run.events.now, member))
         if not self._members and self.failed is None:

@@ -77,7 +77,7 @@ class Stages:
         """Computes nothing any more, and forgets what is under way."""
         self.halted = True
         for each in self._stages:
-            each.link.take_back(self)
+            each.link.cancel(self)
 
     def wake(self, member: int) -> None:
         """A member that was silent goes on."""

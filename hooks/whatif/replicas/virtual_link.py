@@ -27,7 +27,7 @@ class VirtualLink:
         self._bandwidth = bandwidth
         self._messages: dict[str, _Message] = {}  # by tag
         self._count = 0
-        self._stopped = False
+        self._paused = False
 
     def send(self, nbytes: int, then: Callable[[], None], *, urgent: bool = False, owner: object = None) -> None:
         """Sends a message; `then` is called once all of it has come, unless `owner` has taken it back."""
@@ -35,22 +35,22 @@ class VirtualLink:
         tag = str(self._count)
         self._messages[tag] = _Message(nbytes, then, owner)
         if not nbytes:
-            self._events.after(0.0, lambda: self._came(tag))
+            self._events.after(0.0, lambda: self._complete(tag))
             return
         self.order.queue(tag, nbytes, self._events.now, urgent=urgent)
         self._begin()
 
-    def take_back(self, owner: object) -> None:
+    def cancel(self, owner: object) -> None:
         """Messages of the owner that have not come never come."""
         self._forget({tag for tag, each in self._messages.items() if each.owner is owner})
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         """Sends nothing new until `go_on`; who sends stands still."""
-        self._stopped = True
+        self._paused = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Ends a stop."""
-        self._stopped = False
+        self._paused = False
         self._begin()
 
     def end(self) -> None:
@@ -62,13 +62,13 @@ class VirtualLink:
             del self._messages[tag]
         self.order.forget(tags)
 
-    def _came(self, tag: str) -> None:
+    def _complete(self, tag: str) -> None:
         message = self._messages.pop(tag, None)
         if message is not None:
             message.then()
 
     def _begin(self) -> None:
-        nbytes = None if self._stopped else self.order.begin(self._events.now)
+        nbytes = None if self._paused else self.order.begin(self._events.now)
         if nbytes is not None:
             self._events.after(nbytes / self._bandwidth, self._end)
 
@@ -81,4 +81,4 @@ class VirtualLink:
             message.left -= sent.nbytes
         self._begin()
         if message is not None and not message.left:
-            self._came(sent.tag)
+            self._complete(sent.tag)
