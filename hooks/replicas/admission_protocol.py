@@ -49,36 +49,36 @@ class AdmissionServer:
     def reply_to(self, text: str) -> Reply | None:
         """Returns the reply to a text of the join queue; None: no reply."""
         now = self.clock()
-        self._challenges = {who: (said, until) for who, (said, until) in self._challenges.items() if until > now}
+        self._challenges = {client: (said, until) for client, (said, until) in self._challenges.items() if until > now}
         try:
             said = json.loads(text)
-            who = said["hello"]
-            if not isinstance(who, str) or not who.isalnum():
-                raise ValueError(who)
-            return self._challenge(who) if "proof" not in said else self._decide(who, said)
+            client = said["hello"]
+            if not isinstance(client, str) or not client.isalnum():
+                raise ValueError(client)
+            return self._challenge(client) if "proof" not in said else self._decide(client, said)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.ignored += 1
             return None
 
-    def _challenge(self, who: str) -> Reply:
+    def _challenge(self, client: str) -> Reply:
         mine = nonce()
-        self._challenges[who] = mine, self.clock() + self.within
-        return _reply(who, nonce=mine, proof=proof(self.secret, "supervisor", who, mine))
+        self._challenges[client] = mine, self.clock() + self.within
+        return _reply(client, nonce=mine, proof=proof(self.secret, "supervisor", client, mine))
 
-    def _decide(self, who: str, said: dict[str, Any]) -> Reply:
-        mine, _ = self._challenges.pop(who, ("", 0.0))
+    def _decide(self, client: str, said: dict[str, Any]) -> Reply:
+        mine, _ = self._challenges.pop(client, ("", 0.0))
         text = str(said["fingerprint"])
-        if not mine or not proves(str(said["proof"]), self.secret, "replica", who, mine, text):
+        if not mine or not proves(str(said["proof"]), self.secret, "replica", client, mine, text):
             self.refused += 1
-            return _reply(who, refused=_SECRET)
+            return _reply(client, refused=_SECRET)
         found = Fingerprint.decode(text)
         if self.served is None:
             self.served = found
         if differences := self.served.differences(found):
             self.refused += 1
-            return _reply(who, refused=_MODEL, differences=differences)
+            return _reply(client, refused=_MODEL, differences=differences)
         number, self._next = self._next, self._next + 1
-        reply = _reply(who, member=number, proof=proof(self.secret, "admitted", who, str(number)))
+        reply = _reply(client, member=number, proof=proof(self.secret, "admitted", client, str(number)))
         return Reply(reply.queue, reply.text, (number, found))
 
 
@@ -88,33 +88,35 @@ class AdmissionClient:
 
     secret: str | None
     fingerprint: Fingerprint
-    who: str = field(default_factory=nonce)
+    id: str = field(default_factory=nonce)  # its nonce
 
     @property
     def queue(self) -> str:
         """The queue of the store in which the replies come."""
-        return _queue(self.who)
+        return _queue(self.id)
 
     def hello(self) -> str:
         """Returns the first text. SecretRefused: there is no secret."""
         if not self.secret:
-            raise SecretRefused("a supervisor admits only who knows its secret, and none was given: give the same one")
-        return json.dumps({"hello": self.who})
+            raise SecretRefused(
+                "a supervisor admits only replicas with its secret, and none is given: give it"
+            )
+        return json.dumps({"hello": self.id})
 
     def prove(self, text: str) -> str:
         """Returns the text that answers the first reply. SecretRefused: the supervisor has another secret."""
         said = json.loads(text)
         theirs, claimed = str(said.get("nonce", "")), str(said.get("proof", ""))
-        if not proves(claimed, self.secret or "", "supervisor", self.who, theirs):
+        if not proves(claimed, self.secret or "", "supervisor", self.id, theirs):
             raise SecretRefused(
                 "the supervisor has another secret than this replica: give both the same one, or another address"
             )
         mine = self.fingerprint.encode()
         return json.dumps(
             {
-                "hello": self.who,
+                "hello": self.id,
                 "fingerprint": mine,
-                "proof": proof(self.secret or "", "replica", self.who, theirs, mine),
+                "proof": proof(self.secret or "", "replica", self.id, theirs, mine),
             }
         )
 
@@ -126,14 +128,14 @@ class AdmissionClient:
         if said.get("refused") == _MODEL:
             raise OtherModel(tuple(map(str, said.get("differences", ()))))
         number = said.get("member")
-        if not proves(str(said.get("proof", "")), self.secret or "", "admitted", self.who, str(number)):
+        if not proves(str(said.get("proof", "")), self.secret or "", "admitted", self.id, str(number)):
             raise JoinRefused("what answered is not the supervisor: see who else reaches its port")
         return int(number)
 
 
-def _queue(who: str) -> str:
-    return f"{JOIN_QUEUE}/{who}"
+def _queue(client: str) -> str:
+    return f"{JOIN_QUEUE}/{client}"
 
 
-def _reply(who: str, **said: object) -> Reply:
-    return Reply(_queue(who), json.dumps(said))
+def _reply(client: str, **said: object) -> Reply:
+    return Reply(_queue(client), json.dumps(said))

@@ -71,7 +71,7 @@ class Interrupted(ReplicaError):
         self.what = what
 
     def __str__(self) -> str:
-        return f"the control plane has news for who waits for {self.what}: take the mail, then wait again"
+        return f"a control message interrupts the wait for {self.what}: handle it, then wait again"
 
 
 class SupervisorLost(ReplicaError):

@@ -1,6 +1,6 @@
 """Hands requests over from old groups to new ones, with their KV, one piece at a time (KunServe §4.2).
 
-Note [Who sends what]
+Note [Transfers]
     The first stage of an old group tells all replicas concerned its requests, and how many tokens of each have KV. From
     that and the spans each replica derives the same list of transfers: layers, source and target. A replica sends its
     layers, receives others, and reports to the first stage of the request's new group that all layers of its span have

@@ -74,7 +74,7 @@ def join(store: Store, secret: str | None, fingerprint: Fingerprint, timeout: fl
         store.push(JOIN_QUEUE, said)
         found = waiting.pop(client.queue, wait=True)
         if found is None:
-            raise NoAnswer("the supervisor's answer to who joins", timeout)
+            raise NoAnswer("the supervisor's reply to a joining replica", timeout)
         return found
 
     return client.member(answer(client.prove(answer(hello))))

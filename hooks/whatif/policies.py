@@ -1,4 +1,4 @@
-"""What requests can be simulated with: ballonet, ballonet with parts switched off, and what it is compared with."""
+"""The policies of a simulation: ballonet, ballonet with parts switched off, and stock transformers to compare with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class StockPolicy:
-    """transformers' own cache and scheduler. `shared`: of the budget each model has an even part, else all of it while
-    it is the one that is there."""
+    """transformers' own cache and scheduler. `shared`: each model has an even part of the budget; else one model at a
+    time is on the device, and has all of it."""
 
     what: str
     shared: bool
@@ -24,7 +24,7 @@ class StockPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPolicy:
-    """ballonet. `changes`: values of tuning that are other ones, by part."""
+    """ballonet. `changes`: tuning values that differ from the defaults, by part."""
 
     what: str
     batches: Literal["full", "fast"] = "fast"
@@ -33,12 +33,12 @@ class ElasticPolicy:
 
     @property
     def options(self) -> ManageOptions:
-        """What models are managed with."""
+        """The options that models are managed with."""
         return ManageOptions(batches=self.batches, interval=self.interval)
 
     def tuning(self, machine: Machine) -> Tuning:
-        """The values to decide by. What is in bytes of a model's tensors is scaled as they are. On the machine that is
-        simulated copies hide behind the computation."""
+        """Returns the tuning. Values in bytes of a model's tensors are scaled like them. `exposed` is 0: on the
+        simulated machine copies hide behind compute."""
         weights = replace(DEFAULT.weights, large=DEFAULT.weights.large // machine.scale)
         small = replace(DEFAULT, weights=weights, serving=replace(DEFAULT.serving, exposed=0.0))
         changed = {part: replace(getattr(small, part), **values) for part, values in self.changes.items()}
@@ -72,7 +72,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
 
 
 def named(name: str, models: int) -> Policy:
-    """The policy of that name, for so many models. ManageError."""
+    """Returns the policy of that name, for so many models. ManageError where there is none."""
     if name not in POLICIES:
         raise ManageError(f"no policy {name!r}: there are {', '.join(POLICIES)}")
     if name == "stock" and models > 1:
@@ -81,5 +81,5 @@ def named(name: str, models: int) -> Policy:
 
 
 def default(models: int) -> tuple[str, ...]:
-    """The policies that are compared where nobody says which."""
+    """Returns the names of the policies that are compared by default."""
     return ("stock", "full", "fast") if models == 1 else ("split", "swap", "fast")

@@ -1,4 +1,4 @@
-"""What steps of a model take on this machine, measured as it answers a few requests."""
+"""Measures the costs of a model's steps on this machine, as it answers a few requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..options import ManageOptions
 from ..server.arrivals import RecordedArrival
 
 
-def measured(
+def measure_steps(
     name: str,
     arrivals: Sequence[RecordedArrival],
     budget: int,
@@ -27,9 +27,8 @@ def measured(
     page_size: int,
     batching: dict[str, Any],
 ) -> tuple[Parts, float]:
-    """Loads a model, answers a few requests like those with it, in batches as large as there is room for, and returns
-    what its steps took, and the error of that: a part of the time. ManageError where too few steps ran; OSError,
-    torch.OutOfMemoryError."""
+    """Loads a model, answers a few requests like `arrivals` in batches as large as memory allows, and returns (costs of
+    steps, median relative error). ManageError where too few steps ran; OSError, torch.OutOfMemoryError."""
     from transformers import AutoModelForCausalLM
 
     tuning = DEFAULT.serving

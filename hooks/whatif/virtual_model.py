@@ -1,4 +1,4 @@
-"""A model that computes nothing: its weights are real pages, and each step takes the time of a cost model."""
+"""A model that computes nothing: its weights have real pages, and each step takes the time of a cost model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .machine import Machine, MachineSizes, Tenant, smaller
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """A virtual clock: `now`, in seconds, is set by the simulation."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class VirtualModel(PreTrainedModel, GenerationMixin):
-    """A causal language model whose next token is always 0. `step` is called in each forward."""
+    """A causal language model whose next token is always 0. `step`: called in each forward."""
 
     _supports_flash_attn = _supports_sdpa = True
     main_input_name = "input_ids"
@@ -33,8 +33,8 @@ class VirtualModel(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, tenant: Tenant, machine: Machine, weights: bool = True) -> VirtualModel:
-        """With the layers and heads of the tenant's model, its weights all 0 or, where no `weights` are wanted, next to
-        none, and without masks: pairs are in the costs. ManageError."""
+        """Returns a model with the layers and heads of the tenant's. `weights`: as large as the tenant's, all 0; else
+        next to none. Without attention masks, as the costs include pairs. ManageError."""
         sizes = MachineSizes.of(tenant.config) if weights else MachineSizes((), 0)
         text = smaller(copy.deepcopy(tenant.config), machine.scale)
         text.vocab_size = 1
@@ -53,7 +53,7 @@ class VirtualModel(PreTrainedModel, GenerationMixin):
         self.rest = _weight(rest, dtype)
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        """Logits of nothing, after what the step takes."""
+        """Calls `step`, and returns logits [1, tokens, 1] of 0."""
         self.step()
         return _Output(torch.zeros(1, input_ids.shape[1], 1))
 
@@ -65,14 +65,14 @@ class _Layer(nn.Module):
 
 
 class _Output:
-    """What transformers reads of an output."""
+    """A model output with the attributes that transformers reads."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
 
 
 def _weight(elements: int, dtype: torch.dtype) -> nn.Parameter:
-    """Square, as how much a forward needs is worked out from the widest weight."""
+    """Returns a square weight, as activations are estimated from the widest weight."""
     side = max(1, math.isqrt(elements))
     return nn.Parameter(torch.zeros(-(-elements // side), side, dtype=dtype), requires_grad=False)
 

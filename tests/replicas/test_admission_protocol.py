@@ -60,7 +60,7 @@ def test_a_wrong_secret_is_refused_on_both_sides() -> None:
         """Does not look at what the supervisor proves."""
 
         def prove(self, text: str) -> str:
-            real = json.loads(AdmissionClient("a secret", SERVED, self.who).prove(text))
+            real = json.loads(AdmissionClient("a secret", SERVED, self.id).prove(text))
             return json.dumps({**real, "proof": "0" * 64})
 
     bold = Bold("another", SERVED)
@@ -90,7 +90,7 @@ def test_a_proof_is_good_once_and_for_its_fingerprint() -> None:
         reply = at.reply_to(text)
         assert reply is not None
         assert reply.admitted is None
-    again = AdmissionClient("a secret", SERVED, client.who)
+    again = AdmissionClient("a secret", SERVED, client.id)
     assert (good := at.reply_to(again.prove(answered(at.reply_to(again.hello()))))) is not None
     assert good.admitted is not None
     assert (replayed := at.reply_to(said)) is not None

@@ -198,9 +198,9 @@ class Watched(DropPolicy):
             self.told.append((event, waits if event.member == members[0] else 0))
         super().tell(event)
 
-    def _do(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:
         before = [pipe.capacity for pipe in self.run.pipes.values()]
-        super()._do(action)
+        super()._perform(action)
         if isinstance(action, StartRestore):
             self.pulling += zip(before, [pipe.capacity for pipe in self.run.pipes.values()], strict=True)
 

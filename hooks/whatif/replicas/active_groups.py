@@ -62,10 +62,10 @@ class ActiveGroups:
             self.epochs[member] = epoch
             self._group_of[member] = group.members
 
-            def says(member: int = member) -> None:
+            def report(member: int = member) -> None:
                 policy.tell(Committed(self._run.events.now, epoch, member))
 
-            policy.processes.schedule(member, says)
+            policy.processes.schedule(member, report)
         self._update_streamed(pipe)
         self._run.events.after(0.0, pipe.pump)
         return pipe

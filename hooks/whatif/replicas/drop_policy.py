@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class DropPolicy(SwapPolicy):
-    """See Note [What is played]. `looks`: that the controller has had."""
+    """Simulates replicas with a controller. `ticks`: of the controller so far. See Note [What is played]."""
 
     def __init__(self, run: FleetRun) -> None:
         fleet = run.fleet

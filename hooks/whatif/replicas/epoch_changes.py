@@ -164,10 +164,10 @@ class EpochChanges:
                     pipe.resume(job)
             for member in group.members:
 
-                def says(member: int = member) -> None:
+                def report(member: int = member) -> None:
                     policy.tell(Exchanged(events.now, change.epoch, member))
 
-                policy.processes.schedule(member, says)
+                policy.processes.schedule(member, report)
             pipe.pump()
 
     def _take_damaged(self, pipe: Pipeline, epoch: int) -> Job | None:

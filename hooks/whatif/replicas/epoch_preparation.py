@@ -1,4 +1,4 @@
-"""Epochs of a simulation that are prepared: links are formed, layers pulled, and all of it can be given up."""
+"""Epochs in preparation in a simulation: links are formed and layers pulled; an epoch can be given up."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class EpochPreparation:
-    """`groups`: of each epoch that is prepared; `refusing`: why a replica cannot prepare the next one."""
+    """Epochs in preparation. `groups`: by epoch; `refusing`: why a replica cannot prepare its next epoch."""
 
     def __init__(self, policy: DropPolicy, lose: Callable[[int, int, int], object]) -> None:
-        """`lose(epoch, by, of)`: a replica finds its link to another lost."""
+        """`lose(epoch, by, of)`: has replica `by` notice that its link to `of` is lost."""
         self.groups: dict[int, tuple[Group, ...]] = {}
         self.refusing: dict[int, Reason] = {}
         self._policy = policy
         self._run = policy.run
         self._lose = lose
-        self._pulling: int | None = None  # the epoch for which layers come home
+        self._pulling: int | None = None  # the epoch for which layers are restored
 
     def prepare(self, action: Prepare) -> None:
-        """Members form links, pull what new spans need, and say so."""
+        """Begins to prepare an epoch: members form links, pull layers that new spans need, and report."""
         self.groups[action.epoch] = action.groups
         links = max(len(group.members) for group in action.groups)
         policy = self._policy
@@ -58,7 +58,7 @@ class EpochPreparation:
                 self._lose(action.epoch, member, other)
 
     def discard(self, epoch: int) -> None:
-        """Nothing was dropped, and what was given up for layers is there again."""
+        """Gives up an epoch: cancels its pulls, and gives KV the memory back that was reserved for layers."""
         groups = self.groups.pop(epoch)
         for member in members_of(groups):
             self._policy.pulls.cancel(member)
@@ -69,20 +69,20 @@ class EpochPreparation:
                 pipe.pump()
 
     def start_restore(self, action: StartRestore) -> None:
-        """Members of a group that ends pull what they dropped, or one that has lost its group does."""
+        """Begins pulls: of the members of groups that end, or of a replica that has lost its group."""
         groups = self.groups.get(action.epoch)
         if groups is not None:
             self._pulling = action.epoch
             fleet = self._run.fleet
             room = fleet.pages - sum(fleet.layer_pages)
-            for pipe in pipes_of(self._run, groups):  # which has as much memory as its members would have on their own
+            for pipe in pipes_of(self._run, groups):  # its KV memory shrinks to what its members have beside all layers
                 held = self._policy.active.groups[pipe.members]
                 pipe.capacity = group_tokens(held, dict.fromkeys(pipe.members, room), self._policy.kv)
         for member in {pull.member for pull in action.pulls}:
             self._pull(action, member)
 
     def take(self, epoch: int) -> tuple[Group, ...]:
-        """Returns the groups of an epoch that is committed now."""
+        """Removes an epoch that is committed, and returns its groups."""
         self._pulling = None
         return self.groups.pop(epoch)
 
@@ -97,11 +97,11 @@ class EpochPreparation:
 
 
 def pipes_of(run: FleetRun, groups: Iterable[Group]) -> list[Pipeline]:
-    """Groups in force of the members of these."""
+    """Returns the present groups of these groups' members."""
     members = {*members_of(groups)}
     return [pipe for pipe in run.pipes.values() if members.intersection(pipe.members)]
 
 
 def members_of(groups: Iterable[Group]) -> list[int]:
-    """Members of groups, in order."""
+    """Returns the members of groups, in order."""
     return [member for group in groups for member in group.members]

@@ -45,8 +45,8 @@ class Killed(PlayedFault):
 
 @dataclass(frozen=True, slots=True)
 class Hung(PlayedFault):
-    """A replica is paused for so many `seconds`, unreachable, so it cannot be killed; None: for good, and its process is
-    killed when that is noticed."""
+    """A replica is paused for so many `seconds`, unreachable, so it cannot be killed; None: for good, and its process
+    is killed when that is noticed."""
 
     member: int
     seconds: float | None = None

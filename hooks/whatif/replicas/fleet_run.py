@@ -101,7 +101,7 @@ class FleetRun:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the pipeline stages' time in which they waited while a microbatch was in flight; 0 without any."""
+        """Fraction of the pipeline stages' time in which they waited with a microbatch in flight; 0 without any."""
         pipes = [pipe for pipe in self.pipes.values() if len(pipe.members) > 1]
         seconds = self._open + sum(pipe.open for pipe in pipes)
         return 1 - (self._busy + sum(pipe.stages.busy for pipe in pipes)) / seconds if seconds else 0.0

@@ -10,8 +10,8 @@ from ...server.load import Answered
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request. `made`: tokens of its answer so far; `kv`: tokens with KV, computed or in flight; `held`: tokens of its
-    memory; `in_flight`: number of its microbatches in flight; `stalled`: in no microbatch until its KV has arrived;
+    """A request. `made`: tokens of its answer so far; `kv`: tokens with KV, computed or in flight; `held`: tokens of
+    its memory; `in_flight`: number of its microbatches in flight; `stalled`: in no microbatch until its KV has arrived;
     `leaving`: to be removed once in no microbatch, for another replica or as cancelled; `over`: its client has all
     tokens, got an error, or is gone."""
 

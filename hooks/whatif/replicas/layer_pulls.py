@@ -1,4 +1,4 @@
-"""Which layers each replica of a simulation holds, and those that it pulls, one after the other."""
+"""The layers that each simulated replica holds, and those that it pulls, one after the other."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Chain:
-    pulls: deque[Pull]  # that are left; the first is under way
+    pulls: deque[Pull]  # that remain; the first is under way
     done: Callable[[], None]
     failed: Callable[[Reason], None]
-    source: int | None = None  # of the first
+    source: int | None = None  # of the first pull
 
 
 class LayerPulls:
-    """A layer comes from the replica that is named, or from the backing of whoever pulls it where that one has ended or
-    holds it no more. `held`: layers by replica; `changed`: replicas the file of whose backing has changed."""
+    """Pulls a layer from its named source, or from the puller's own backing where the source has ended or no longer
+    holds it. `held`: layers by replica; `changed`: replicas whose weights' file has changed."""
 
     def __init__(self, run: FleetRun, processes: ProcessStates, on_pulled: Callable[[int], None]) -> None:
-        """`came`: is called with who holds one more layer."""
+        """`on_pulled`: called with each replica that has pulled a layer."""
         self.held: dict[int, set[int]] = {}
         self.changed: set[int] = set()
         self._run = run
@@ -39,26 +39,26 @@ class LayerPulls:
     def begin(
         self, member: int, pulls: Iterable[Pull], done: Callable[[], None], failed: Callable[[Reason], None]
     ) -> None:
-        """A replica pulls these from now on, and nothing else; then it says `done`, or why it `failed`."""
+        """Has a replica pull these layers, and no others; then calls `done`, or `failed` with the reason."""
         self.cancel(member)
         chain = self._chains[member] = _Chain(deque(pulls), done, failed)
         self._next(member, chain)
 
     def cancel(self, member: int) -> None:
-        """A replica pulls nothing any more."""
+        """Cancels the pulls of a replica."""
         chain = self._chains.pop(member, None)
         if chain is not None:
             self._cancel_sends(member, chain)
 
     def lose(self, source: int) -> None:
-        """A replica has ended; the layers that were coming from it come from elsewhere."""
+        """Has layers that were pulled from a replica that has ended come from their backing."""
         for member, chain in [*self._chains.items()]:
             if chain.source == source and member != source:
                 self._cancel_sends(member, chain)
                 self._next(member, chain)
 
     def missing(self, member: int) -> int:
-        """Bytes of the layers that a replica does not hold."""
+        """Returns the bytes of the layers that a replica does not hold."""
         layers = self._run.fleet.shape.layers
         return sum(nbytes for layer, nbytes in enumerate(layers) if layer not in self.held[member])
 
@@ -94,6 +94,6 @@ class LayerPulls:
 
         self._processes.schedule(member, takes)
 
-    def _end(self, member: int, says: Callable[[], None]) -> None:
+    def _end(self, member: int, report: Callable[[], None]) -> None:
         del self._chains[member]
-        self._processes.schedule(member, says)
+        self._processes.schedule(member, report)

@@ -1,4 +1,4 @@
-"""What replicas do when their KV memory is full, without dropping: wait, recompute, swap to the host, migrate.
+"""Policies for full KV memory that drop no layers: wait, recompute, swap to the host, migrate.
 
 Note [Peers]
     All policies get requests from the same dispatcher, and begin them in order. `QueuePolicy` begins a request when all
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RecomputePolicy:
-    """See Note [Peers]."""
+    """Preempts the newest request and computes it anew. Base of the other policies. See Note [Peers]."""
 
     def __init__(self, run: FleetRun) -> None:
         self.run = run
@@ -34,13 +34,13 @@ class RecomputePolicy:
         self._open()
 
     def _open(self) -> None:
-        """Each replica is on its own."""
+        """Begins a group of one for each replica."""
         for member in range(self.run.fleet.replicas):
             pipe = self.run.open((member,), (1,), self.run.fleet.tokens, self)
             self._dispatcher.add(pipe.members, pipe.capacity)
 
     def arrive(self, job: Job) -> None:
-        """A request is due: it goes to a replica, or is refused where none can ever hold it."""
+        """Assigns a request that arrives to a replica, or refuses it where none can ever hold it."""
         members = self._dispatcher.choose(job.most)
         if members is None:
             self.run.finish(job, "no replica can ever hold its KV")
@@ -49,7 +49,7 @@ class RecomputePolicy:
         self.run.pipes[members].add(job)
 
     def admit(self, pipe: Pipeline) -> None:
-        """Begins requests in order, as long as what they want fits."""
+        """Begins requests in order, as long as there is room."""
         spare = int(DEFAULT.replicas.watermark * pipe.capacity)
         while pipe.waiting:
             wanted = self.wanted(pipe.waiting[0])
@@ -58,11 +58,12 @@ class RecomputePolicy:
             pipe.prompts.append(pipe.waiting.popleft())
 
     def wanted(self, job: Job) -> int:
-        """Tokens of room with which a request begins."""
+        """Returns the tokens of room with which a request begins."""
         return job.known
 
     def make_room(self, pipe: Pipeline, job: Job) -> bool:
-        """Preempts those that came last, until there is room or `job` itself was the last."""
+        """Preempts the newest requests until there is room for the next token of `job`. Returns False where `job`
+        itself was preempted."""
         while not pipe.grow(job, job.kv + 1):
             last = max((each for each in pipe.jobs() if not each.in_flight and not each.leaving), key=_number)
             self.preempt(pipe, last)
@@ -71,39 +72,38 @@ class RecomputePolicy:
         return True
 
     def preempt(self, pipe: Pipeline, job: Job) -> None:
-        """Frees the KV of a request, which is computed anew before any new request begins."""
+        """Frees the KV of a request, and queues it before all others."""
         pipe.remove(job)
         pipe.release(job)
         job.drop_kv()
         pipe.waiting.appendleft(job)
 
     def ended(self, pipe: Pipeline, job: Job) -> None:
-        """The request has all its tokens."""
+        """Ends a request that has all its tokens."""
         self._dispatcher.release(pipe.members, job.most)
         self.run.finish(job)
 
     def moved(self, job: Job, pipe: Pipeline, to: Pipeline) -> None:
-        """The request belongs to another replica now."""
+        """Moves what is promised to a request to another replica."""
         self._dispatcher.release(pipe.members, job.most)
         self._dispatcher.promise(to.members, job.most)
 
     def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
-        """No request leaves."""
+        """Raises AssertionError: no request leaves under this policy."""
         raise AssertionError(f"request {job.number} leaves group {pipe.members}, and goes nowhere")
 
 
 class QueuePolicy(RecomputePolicy):
-    """See Note [Peers]."""
+    """Begins a request only when all its KV fits. See Note [Peers]."""
 
     def wanted(self, job: Job) -> int:
-        """All that it will ever have."""
+        """Returns the tokens of KV at the end of the request."""
         return job.most
 
 
 @dataclass(slots=True)
 class _Host:
-    """Host memory of a group: bytes of `room`, requests that are `away` in it, and those whose `copies` are under
-    way."""
+    """Host memory of a group. `room`: free bytes; `away`: requests swapped out; `copies`: requests being copied."""
 
     room: int
     away: list[Job] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Host:
 
 
 class SwapPolicy(RecomputePolicy):
-    """See Note [Peers]. A member of a group copies the KV of its own layers."""
+    """Swaps the newest request to the host: each member of a group copies the KV of its layers. See Note [Peers]."""
 
     def __init__(self, run: FleetRun) -> None:
         self._hosts: dict[Pipeline, _Host] = {}
@@ -119,8 +119,8 @@ class SwapPolicy(RecomputePolicy):
         super().__init__(run)
 
     def admit(self, pipe: Pipeline) -> None:
-        """Brings back what is on the host, oldest first, as long as all that decode keep room for their next tokens, or
-        it would go again at once; begins new requests where nothing is."""
+        """Swaps requests in, oldest first, as long as all decoding ones keep room for their next tokens (otherwise they
+        would be swapped out at once); begins new requests where none is swapped out."""
         host = self.host(pipe)
         spare = sum(map(len, pipe.places)) * self.run.fleet.block
         while host.away:
@@ -133,7 +133,8 @@ class SwapPolicy(RecomputePolicy):
             super().admit(pipe)
 
     def make_room(self, pipe: Pipeline, job: Job) -> bool:
-        """Has the last request go to the host, unless one is going: room comes with its last byte."""
+        """Begins to swap out the newest request, unless one is being copied, and returns False: there is room once the
+        copy has ended. Recomputes where the host is full."""
         host = self.host(pipe)
         if not host.copies:
             last = max((each for each in pipe.jobs() if not each.in_flight), key=_number)
@@ -146,11 +147,11 @@ class SwapPolicy(RecomputePolicy):
         return False
 
     def host(self, pipe: Pipeline) -> _Host:
-        """The host memory of a group."""
+        """Returns the host memory of a group."""
         return self._hosts.setdefault(pipe, _Host(len(pipe.members) * self.run.fleet.host_budget))
 
     def call_when_settled(self, pipe: Pipeline, then: Callable[[], None]) -> None:
-        """Calls `then` when no copy of the group is under way."""
+        """Calls `then` once no copy of the group is under way."""
         self._settling[pipe] = then
         self._settle(pipe)
 
@@ -159,16 +160,16 @@ class SwapPolicy(RecomputePolicy):
             self._settling.pop(pipe)()
 
     def close(self, pipe: Pipeline) -> _Host:
-        """A group is no more: returns what it had on the host."""
+        """Removes a group, and returns its host memory."""
         self._settling.pop(pipe, None)
         return self._hosts.pop(pipe)
 
     def nbytes(self, job: Job) -> int:
-        """The bytes of its KV."""
+        """Returns the bytes of a request's KV."""
         return job.kv * self.run.fleet.shape.kv
 
     def _copy(self, pipe: Pipeline, job: Job, then: Callable[[], None], *, back: bool) -> None:
-        """Each member copies its part; then `then` is called."""
+        """Has each member copy its part of a request's KV to the host, or `back`; then calls `then`."""
         host, left = self.host(pipe), len(pipe.members)
         host.copies.append(job)
 
@@ -195,7 +196,7 @@ class SwapPolicy(RecomputePolicy):
 
 
 class MigratePolicy(RecomputePolicy):
-    """See Note [Peers]."""
+    """Moves requests to the replica with most room. See Note [Peers]."""
 
     def __init__(self, run: FleetRun) -> None:
         super().__init__(run)
@@ -204,17 +205,17 @@ class MigratePolicy(RecomputePolicy):
         run.every(DEFAULT.replicas.period, self._look)
 
     def preempt(self, pipe: Pipeline, job: Job) -> None:
-        """As `RecomputePolicy`, and cancels its move."""
+        """Cancels the move of a request, frees its KV and queues it before all others."""
         self._cancel(job)
         super().preempt(pipe, job)
 
     def ended(self, pipe: Pipeline, job: Job) -> None:
-        """Cancels its move, if it has one."""
+        """Cancels the move of a request, if any, and ends it."""
         self._cancel(job)
         super().ended(pipe, job)
 
     def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
-        """All its KV is there: it goes on there."""
+        """Has a request go on at the target, which has all its KV."""
         _, to, room = self._moves.pop(job)
         self._sources.discard(pipe)
         pipe.remove(job)
@@ -226,7 +227,7 @@ class MigratePolicy(RecomputePolicy):
         to.pump()
 
     def _look(self) -> None:
-        """Once a period: who is stuck, and who has most room?"""
+        """Once a period: moves a request of each stuck replica to one with room."""
         stuck = [pipe for pipe in self.run.pipes.values() if pipe.waiting and self._is_stuck(pipe)]
         if not stuck:
             return
@@ -249,7 +250,7 @@ class MigratePolicy(RecomputePolicy):
         return pipe.waiting[0].known + spare > pipe.free
 
     def _leave(self, pipe: Pipeline, to: Pipeline, spare: int) -> None:
-        """The smallest request that makes room for the first one in the queue goes, if it fits there."""
+        """Begins to move the smallest request that makes room for the first queued one, if it fits at the target."""
         short = pipe.waiting[0].known - pipe.free
         block = self.run.fleet.block
         fits = [each for place in pipe.places for each in place if short <= each.held <= to.free - spare - block]
@@ -264,7 +265,7 @@ class MigratePolicy(RecomputePolicy):
         link.send(job.kv * self.run.fleet.shape.kv, lambda: self._sent(job, to))
 
     def _sent(self, job: Job, to: Pipeline) -> None:
-        """What it had when it began to leave is there; the few tokens since then are not counted."""
+        """Notes that the KV has arrived; that of the few tokens since the copy began is neglected."""
         move = self._moves.get(job)
         if move is None or move[1] is not to:
             return

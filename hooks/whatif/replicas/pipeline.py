@@ -1,15 +1,15 @@
-"""A group that computes, in virtual time: its queue, its KV memory, and its microbatches on their way through stages.
+"""A group that computes, in virtual time: its queue, its KV memory, and its microbatches in flight.
 
 Note [A group computes]
-    A group of n stages has n places for microbatches under way. A decoding request belongs to one place: its next token
-    needs its last one. When the first stage is free and a place has come back from the last one, a microbatch is formed
-    for it: the tokens of its decoding requests, and a part of the prompts that wait. One replica alone is a group of
-    one stage: its batch is filled up to `VirtualFleet.batch` tokens, as servers do. A pipeline looks ahead: the prompts
-    that wait, up to a batch for each stage, are shared out so that all places take equally long (microbatches.py), what
-    their decoding requests take included.
+    A group of n stages has n places for microbatches in flight. A decoding request belongs to one place, as its next
+    token needs its last one. When the first stage is free and the last one has finished a place's microbatch, the next
+    one of that place is formed: the tokens of its decoding requests, and a part of the queued prompts. A lone replica
+    is a group of one stage: its batch is filled up to `VirtualFleet.batch` tokens, as servers do. A pipeline looks
+    ahead: the queued prompts, up to a batch for each stage, are dealt so that all places take equally long with their
+    decoding requests (microbatches.py).
 
-    A stage takes the part of the cost that its span is of all layers. States go to the next stage over the sender's
-    link, urgently. Memory is counted in tokens of KV, in blocks.
+    The cost of a stage is proportional to its layers. States are sent to the next stage urgently, over the sender's
+    link. Memory is counted in tokens of KV, in blocks.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .virtual_link import VirtualLink
 
 
 class MemoryPolicy(Protocol):
-    """What decides when a group's memory is short."""
+    """Decides which requests of a group have memory."""
 
     def admit(self, pipe: Pipeline) -> None:
-        """Begins requests that wait, as far as there is room."""
+        """Begins queued requests, as far as there is room."""
 
     def make_room(self, pipe: Pipeline, job: Job) -> bool:
-        """Returns whether there is room for the next token of `job` now."""
+        """Tries to make room for the next token of `job`. Returns whether there is room now."""
 
     def ended(self, pipe: Pipeline, job: Job) -> None:
-        """The request has all its tokens."""
+        """Called when a request has all its tokens."""
 
     def finish_leaving(self, pipe: Pipeline, job: Job) -> None:
-        """A request that leaves (`Job.leaving`) is in no microbatch now."""
+        """Called when a request with `Job.leaving` is in no microbatch any more."""
 
 
 class Pipeline:
-    """A group. `spans`: layers that each member has; `waiting`: requests without memory; `prompts`: those whose prompt
-    is not all under way yet; `places`: those that decode, by microbatch; `stalled`: those whose KV is on the way.
-    `capacity`, `used`: tokens of KV. `open`: seconds of all stages in which a microbatch was under way somewhere."""
+    """A group. `spans`: number of layers of each member; `waiting`: requests without memory; `prompts`: requests whose
+    prompt is not all computed or in flight; `places`: decoding requests, by place; `stalled`: requests whose KV is on
+    the way. `capacity`, `used`: tokens of KV. `open`: seconds of all stages with a microbatch in flight."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Pipeline:
         capacity: int,
         silent: Container[int] = (),
     ) -> None:
-        """`spans`, `links`: layers that each member has, and what it sends by; `silent`: members that compute nothing,
-        which others keep."""
+        """`spans`, `links`: number of layers and link of each member; `silent`: replicas that compute nothing, updated
+        by the owner of the set."""
         self.members = members
         self.spans = tuple(spans)
         self.capacity = capacity
@@ -79,7 +79,7 @@ class Pipeline:
         self._policy = policy
         self.stages = Stages(events, fleet, members, spans, links, silent, self._finish, self.pump)
         self._least = DEFAULT.replicas.least
-        self._free = deque(range(len(members)))  # places that are not under way
+        self._free = deque(range(len(members)))  # places without a microbatch in flight
         self._opened = 0.0
         self._under_way: list[VirtualMicrobatch] = []
         self._paused: Callable[[], None] | None = None
@@ -87,7 +87,7 @@ class Pipeline:
     # --- memory
 
     def grow(self, job: Job, tokens: int) -> bool:
-        """Has the request hold room for so many tokens, if there is room. Returns whether it does."""
+        """Reserves room for so many tokens of a request in all. Returns False, and reserves none, if there is none."""
         blocks = -(-tokens // self._fleet.block) * self._fleet.block
         more = (blocks if blocks <= self.capacity else tokens) - job.held
         if tokens > job.held:
@@ -98,16 +98,16 @@ class Pipeline:
         return True
 
     def release(self, job: Job) -> None:
-        """Takes all room from the request."""
+        """Frees all room of a request."""
         self.used -= job.held
         job.held = 0
 
     def jobs(self) -> Iterator[Job]:
-        """Requests that have memory and are not stalled."""
+        """Yields the requests that have memory and are not stalled."""
         return chain(self.prompts, chain.from_iterable(self.places))
 
     def all_jobs(self) -> set[Job]:
-        """All requests that are here: with memory, stalled, in a microbatch, or waiting."""
+        """Returns all requests of the group: with memory, stalled, in a microbatch, or waiting."""
         in_flight = (job for each in self._under_way for job in (*each.decodes, *(job for job, _ in each.chunks)))
         return {*self.jobs(), *self.stalled, *in_flight, *self.waiting}
 
@@ -119,7 +119,7 @@ class Pipeline:
         self.pump()
 
     def remove(self, job: Job) -> None:
-        """Takes out a request that is in no microbatch; it keeps its memory."""
+        """Removes a request that is in no microbatch; it keeps its memory. ValueError where it is not here."""
         assert not job.in_flight
         for each in (self.waiting, self.prompts, self.stalled, *self.places):
             if job in each:
@@ -133,7 +133,7 @@ class Pipeline:
         return self.capacity - self.used
 
     def resume(self, job: Job) -> None:
-        """Has a request that has memory, and whose KV is here, go on."""
+        """Resumes a request that has memory, and whose KV is here."""
         job.stalled = False
         if job.kv < job.known - (job.made > 0):
             at = next((n for n, each in enumerate(self.prompts) if each.number > job.number), len(self.prompts))
@@ -142,20 +142,20 @@ class Pipeline:
             min(self.places, key=len).append(job)
 
     def pause(self, then: Callable[[], None]) -> None:
-        """Forms no microbatch any more, and calls `then` when none is under way."""
+        """Stops forming microbatches, for good, and calls `then` when none is in flight."""
         self._paused = then
         if not self.in_flight:
             self._events.after(0.0, then)
 
     @property
     def in_flight(self) -> int:
-        """Microbatches that are under way."""
+        """Number of microbatches in flight."""
         return len(self.members) - len(self._free)
 
     # --- microbatches
 
     def pump(self) -> None:
-        """Forms microbatches as long as the first stage is free and there is something to do."""
+        """Begins microbatches as long as the first stage is free and there is anything to compute."""
         for _ in range(len(self._free)):
             if self._paused is not None or not self.stages.takes:
                 return
@@ -172,10 +172,10 @@ class Pipeline:
     def _form(self, place: int) -> VirtualMicrobatch | None:
         decodes: list[Job] = []
         for job in [*self.places[place]]:
-            if not job.held or job.stalled or job.leaving:  # it made room for one before it, or goes
+            if not job.held or job.stalled or job.leaving:  # preempted in this loop, or leaving
                 continue
             if self.grow(job, job.kv + 1) or self._policy.make_room(self, job):
-                job.in_flight += 1  # no more to be taken
+                job.in_flight += 1  # so it is not preempted
                 decodes.append(job)
         self._policy.admit(self)
         took = [(job.kv, 1) for job in decodes]
@@ -196,7 +196,7 @@ class Pipeline:
         return VirtualMicrobatch(place, decodes, parts, seconds, tokens)
 
     def _chunks(self, place: int, decodes: Sequence[tuple[int, int]]) -> list[tuple[Job, Chunk]]:
-        """Parts of prompts for the microbatch of a place. See Note [A group computes]."""
+        """Returns the parts of prompts for the microbatch of a place. See Note [A group computes]."""
         stages = len(self.members)
         room = self._fleet.batch * stages - (len(decodes) if stages == 1 else 0)
         ahead: list[tuple[Job, Chunk]] = []
@@ -227,7 +227,7 @@ class Pipeline:
         for job, after in done.chunks:
             self._computed(job, done.place, decodes=False, token=after == job.known)
         self._under_way.remove(done)
-        self._free.append(done.place)  # now: what those calls begin is in another place
+        self._free.append(done.place)  # after the calls, which may begin microbatches in other places
         if not self.in_flight:
             self.open += (now - self._opened) * len(self.members)
             if self._paused is not None:
@@ -236,10 +236,11 @@ class Pipeline:
         self.pump()
 
     def _computed(self, job: Job, place: int, *, decodes: bool, token: bool) -> None:
-        """The request was in a microbatch of a place. `token`: its next one follows from that."""
+        """Takes in that a microbatch has computed a part of a request. `decodes`: it was decoding; `token`: the
+        microbatch yields a token."""
         job.in_flight -= 1
         if token:
-            if not job.over:  # its client is there
+            if not job.over:  # its client has not gone away
                 job.add_token(self._events.now)
             if job.ended:
                 if decodes:

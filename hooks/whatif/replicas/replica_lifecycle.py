@@ -1,4 +1,4 @@
-"""Replicas of a simulation that join, stand still, end, and are fenced, as the controller hears of it."""
+"""The lifecycle of simulated replicas: they join, are paused, end, and are fenced, with events for the controller."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ NOBODY_LEFT: Final = "no replica is left"
 
 
 class ReplicaLifecycle:
-    """`failed`: why nothing is served, None while something is; `is_shut_down`: the supervisor has ended."""
+    """Replicas that join and end. `failed`: why nothing can be served; None: requests can be; `is_shut_down`: the
+    supervisor has ended."""
 
     def __init__(self, policy: DropPolicy) -> None:
         self.failed: str | None = None
         self.is_shut_down = False
         self._policy = policy
         self._run = policy.run
-        self._members: set[int] = set()  # that have joined, until it is known that they have ended
+        self._members: set[int] = set()  # replicas that have joined, until the supervisor notices their end
 
     def join(self, member: int) -> None:
-        """A replica that holds all layers, and nothing else, joins."""
+        """Adds a replica, with all layers and no KV."""
         self._members.add(member)
         if self.failed == NOBODY_LEFT:
             self.failed = None
@@ -31,14 +32,14 @@ class ReplicaLifecycle:
         self._policy.tell(Joined(self._run.events.now, member, self._run.fleet.pages))
 
     def rejoin(self, member: int) -> None:
-        """A replica that was fenced, and goes on, joins anew; each is told again and again until it does."""
+        """Has a fenced replica that has resumed join anew, once; later calls do nothing."""
         fenced = self._policy.processes.fenced
         if member in fenced:
             fenced.discard(member)
             self._run.events.after(0.0, lambda: self.join(member))
 
     def kill(self, member: int) -> None:
-        """The process of a replica ends. Nothing happens where it has ended."""
+        """Kills the process of a replica. Nothing where it has ended."""
         policy = self._policy
         if member in self._members and member not in policy.processes.ended:
             policy.processes.end(member)
@@ -47,14 +48,14 @@ class ReplicaLifecycle:
             self._run.events.after(self._run.tuning.period, lambda: self._lost(member))
 
     def stop(self, member: int, seconds: float | None) -> None:
-        """A replica stands still for so long, or for good. Nothing happens where it does, or has ended."""
+        """Pauses a replica for so many seconds; None: for good. Nothing where it is paused, or has ended."""
         if member in self._members and member not in self._run.silent:
             self._policy.processes.pause(member, resumes=seconds is not None)
             if seconds is not None:
                 self._run.events.after(seconds, lambda: self._resume(member))
 
     def shut(self, why: str) -> None:
-        """The supervisor ends, and so do all replicas and requests."""
+        """Ends the supervisor, all replicas and all requests."""
         policy = self._policy
         policy.requests.end_all(why)
         self.failed, self.is_shut_down = why, True
@@ -64,7 +65,7 @@ class ReplicaLifecycle:
             policy.active.detach(member)
 
     def fence(self, member: int) -> None:
-        """Nobody listens to a replica any more. Its process is ended, unless it stands still out of reach."""
+        """Fences a replica. Its process is killed, unless it is paused and unreachable."""
         self._policy.active.detach(member)
         if self._policy.processes.will_resume(member):
             self._policy.processes.fenced.add(member)
@@ -83,7 +84,7 @@ class ReplicaLifecycle:
             policy.tell(Load(self._run.events.now, member, policy.active.epochs[member], 0, 0, 0, policy.ticks))
 
     def _lost(self, member: int) -> None:
-        """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
+        """Tells the controller that the process of a replica has ended; after the last one all requests fail."""
         self._policy.active.detach(member)
         self._members.discard(member)
         self._policy.tell(Lost(self._run.events.now, member))

@@ -26,16 +26,16 @@ class VirtualMicrobatch:
 
 @dataclass(eq=False, slots=True)
 class _Stage:
-    part: float  # of all layers
+    part: float  # fraction of all layers
     link: VirtualLink
     queue: deque[VirtualMicrobatch] = field(default_factory=deque)
     running: bool = False
-    late: bool = False  # it would have ended its microbatch, and stands still
+    late: bool = False  # paused at the end of its microbatch
 
 
 class Stages:
-    """The stages of one group. `busy`: seconds in which they computed; `halted`: they compute nothing any more;
-    `streamed`: bytes of layers that each has to read from its backing for a microbatch."""
+    """The stages of one group. `busy`: seconds of compute; `halted`: they compute nothing any more; `streamed`: bytes
+    of layers that each reads from its backing for a microbatch."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Stages:
         finished: Callable[[VirtualMicrobatch], object],
         freed: Callable[[], object],
     ) -> None:
-        """`spans`, `links`: layers that each member has, and what it sends by; `silent`: members that compute nothing,
-        which others keep. `finished`: is called with what the last stage has computed; `freed`: when the first one may
-        take another."""
+        """`spans`, `links`: number of layers and link of each member; `silent`: replicas that compute nothing, updated
+        by the owner of the set; `finished`: called with each microbatch that the last stage has computed; `freed`:
+        called when the first stage may take another."""
         self.busy = 0.0
         self.halted = False
         self.streamed = 0
@@ -64,23 +64,23 @@ class Stages:
 
     @property
     def takes(self) -> bool:
-        """May the first stage begin a microbatch now?"""
+        """Whether the first stage can begin a microbatch now."""
         first = self._stages[0]
         return not (first.running or first.queue) and self._computes(0)
 
     def begin(self, microbatch: VirtualMicrobatch) -> None:
-        """The first stage computes it."""
+        """Has the first stage compute a microbatch."""
         self._stages[0].queue.append(microbatch)
         self._run(0)
 
     def halt(self) -> None:
-        """Computes nothing any more, and forgets what is under way."""
+        """Stops all stages for good, and drops microbatches in flight."""
         self.halted = True
         for each in self._stages:
             each.link.cancel(self)
 
     def wake(self, member: int) -> None:
-        """A member that was silent goes on."""
+        """Resumes the stage of a member that was paused."""
         stage = self._members.index(member)
         if self._stages[stage].late:
             self._stages[stage].late = False

@@ -1,4 +1,4 @@
-"""Links in virtual time: one direction of each, in the order that policy/replicas/link_order.py decides."""
+"""One direction of a link in virtual time, with the order of policy/replicas/link_order.py."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .event_queue import EventQueue
 
 @dataclass(slots=True)
 class _Message:
-    left: int  # bytes
+    left: int  # bytes to be sent
     then: Callable[[], None]
     owner: object
 
 
 class VirtualLink:
-    """What one replica sends. `moved`: bytes that were not urgent, so far."""
+    """Sends messages of one replica. `moved`: bytes sent so far that were not urgent."""
 
     def __init__(self, events: EventQueue, bandwidth: float, part: int) -> None:
-        """`bandwidth`: bytes per second; `part`: bytes that are sent at once of what is not urgent."""
+        """`bandwidth`: bytes per second; `part`: bytes of a part of a message that is not urgent."""
         self.order = LinkOrder(part)
         self.moved = 0
         self._events = events
@@ -30,7 +30,7 @@ class VirtualLink:
         self._paused = False
 
     def send(self, nbytes: int, then: Callable[[], None], *, urgent: bool = False, owner: object = None) -> None:
-        """Sends a message; `then` is called once all of it has come, unless `owner` has taken it back."""
+        """Sends a message. `then`: called once it has arrived, unless `cancel` was called with its `owner`."""
         self._count += 1
         tag = str(self._count)
         self._messages[tag] = _Message(nbytes, then, owner)
@@ -41,20 +41,20 @@ class VirtualLink:
         self._begin()
 
     def cancel(self, owner: object) -> None:
-        """Messages of the owner that have not come never come."""
+        """Cancels the owner's messages that have not arrived."""
         self._forget({tag for tag, each in self._messages.items() if each.owner is owner})
 
     def pause(self) -> None:
-        """Sends nothing new until `go_on`; who sends stands still."""
+        """Sends nothing new until `resume`, as the sender is paused."""
         self._paused = True
 
     def resume(self) -> None:
-        """Ends a stop."""
+        """Ends a pause."""
         self._paused = False
         self._begin()
 
     def end(self) -> None:
-        """Nothing comes any more of what was sent: who sends is gone."""
+        """Cancels all messages that have not arrived, as the sender has ended."""
         self._forget({*self._messages})
 
     def _forget(self, tags: set[str]) -> None:
