@@ -98,9 +98,7 @@ class AdmissionClient:
     def hello(self) -> str:
         """Returns the first text. SecretRefused: there is no secret."""
         if not self.secret:
-            raise SecretRefused(
-                "a supervisor admits only replicas with its secret, and none is given: give it"
-            )
+            raise SecretRefused("a supervisor admits only replicas with its secret, and none was given: give it")
         return json.dumps({"hello": self.id})
 
     def prove(self, text: str) -> str:
