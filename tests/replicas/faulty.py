@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def decisions(self) -> list[Decision]:
-        """All of the log but the setup."""
+        """Returns the decisions of a log, without its setup."""
         return [each for each in self.log if isinstance(each, Decision)]
 
     def actions(self, kind: type[A]) -> list[tuple[float, A]]:
@@ -49,7 +49,7 @@ class Outcome:
         return [each.event for each in self.decisions if isinstance(each.event, kind)]
 
     def answer(self, event: Event) -> tuple[Action, ...]:
-        """What the controller answered to it."""
+        """Returns the actions of a decision."""
         return next(each.actions for each in self.decisions if each.event == event)
 
     @property

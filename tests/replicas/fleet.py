@@ -267,7 +267,7 @@ class Fleet:
         return found
 
     def burst(self, asked: Sequence[Asked]) -> list[Answer]:
-        """All at once."""
+        """Sends all requests at once."""
         with ThreadPoolExecutor(len(asked)) as pool:
             return list(pool.map(self.ask, asked))
 

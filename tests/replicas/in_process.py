@@ -51,7 +51,7 @@ class MemoryLink:
         return self._came[tag].popleft() if self.has(tag) else None
 
     def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> torch.Tensor:
-        """LookupError: nothing was sent, and who would have to send it cannot, in this thread."""
+        """LookupError: nothing was sent, and the sender cannot run, in this thread."""
         if not self.has(tag):
             raise LookupError(f"nothing was sent as {tag}")
         return self._came[tag].popleft()
@@ -156,7 +156,7 @@ class Regroup:
             taken.add(handed.request.name)
 
         def damaged(member: int, name: str) -> None:
-            """As the supervisor has it: computed anew, where it is now."""
+            """Computes a damaged request anew where it is, as the supervisor would."""
             lost.append((member, name))
             taken.add(name)
             leader = gets[homes[name].members[0]].leader

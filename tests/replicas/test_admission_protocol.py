@@ -1,4 +1,4 @@
-"""Who is admitted, decided without a store."""
+"""The admission of replicas, without a store."""
 
 from __future__ import annotations
 

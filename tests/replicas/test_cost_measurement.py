@@ -1,4 +1,4 @@
-"""What batches take, measured as they are served: the cost that is found is the one that they have."""
+"""Costs measured on batches as they are served: the fitted cost is that of the batches."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Linear:
 
 
 def test_prompts_that_fit_take_their_chunks() -> None:
-    """600 and 400 tokens: 512 and 488 in two rounds; while the second runs nobody decodes."""
+    """600 and 400 tokens: 512 and 488 in two rounds; while the second runs no request decodes."""
     work = Work(10_000, 1, [(600, 10), (400, 10)])
     assert drain_seconds(work, Linear(token=0.001, step=0.1), TUNING) == pytest.approx(1.0 + 0.2)
 

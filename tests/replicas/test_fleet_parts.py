@@ -1,4 +1,4 @@
-"""Parts of the simulation of replicas, one by one: links, who comes back when, what is exchanged, what is told."""
+"""Parts of the simulation of replicas: links, memory policies, bytes of an exchange, loads."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_a_member_sends_is_what_others_need() -> None:
 
 
 def test_a_layer_that_was_asked_for_again_comes_once() -> None:
-    """Who pulls stands still as a layer comes; meanwhile who sent it ends, and it is asked for elsewhere."""
+    """A replica is paused as a layer arrives; then its source ends, and the layer is pulled from elsewhere."""
     run = FleetRun(fleet(2, 1600), COST, MANY)
     keeper = DropPolicy(run)
     to_the_end_of(run.events, 0.0)
@@ -175,7 +175,7 @@ def test_a_layer_that_was_asked_for_again_comes_once() -> None:
 
 
 def to_the_end_of(events: EventQueue, seconds: float) -> None:
-    """What happens up to a time."""
+    """Runs the simulation up to a time."""
     passed: list[None] = []
     events.at(seconds, lambda: passed.append(None))
     while not passed:

@@ -1,4 +1,4 @@
-"""What the gate is asked: who waits, how far the others are, and what a group would become."""
+"""The input of the drop gate: queued requests, progress of the running ones, and the work of a merged group."""
 
 from __future__ import annotations
 

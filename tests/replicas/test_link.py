@@ -275,7 +275,7 @@ def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> Non
 
 
 def test_what_comes_just_before_the_end_is_taken_before_it() -> None:
-    """Both come while somebody looks, and has found nothing yet."""
+    """The message and the end come during a wait that has found nothing yet."""
     with one_end() as (link, there):
         eventually(lambda: link.state is LinkState.OPEN, "it is open")
         lock = link._lock
@@ -366,7 +366,7 @@ def test_a_closed_end_closes_the_other_and_neither_is_lost(store: Store, epoch: 
 
 
 def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None:
-    """An end that comes too late hears that the link was given up."""
+    """An end that comes too late finds that the link was given up."""
     one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Wakeup(), tuning=TUNING)
     one.close()
     assert not one._sender.is_alive()

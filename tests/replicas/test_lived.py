@@ -36,7 +36,7 @@ LATER = 300.0  # seconds by which what follows the restore comes later in simula
 
 @dataclass(frozen=True)
 class Lived:
-    """What is left of the run."""
+    """The logs of the run."""
 
     model: str
     asked: list[Asked]

@@ -155,7 +155,7 @@ def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
 
 
 def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> None:
-    """The thread that waits for mail hears nothing: its connection is not closed."""
+    """The waiting thread notices nothing: its connection is not closed."""
 
     class Silent:
         timeout = 0.05
@@ -171,7 +171,7 @@ def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> N
             return ""
 
         def push(self, queue: str, value: str) -> None:
-            """Nobody has it."""
+            """Raises, as if the store did not answer."""
 
     store: Any = Silent()
     listener = Listener(store, "mail/0", print, print)

@@ -63,7 +63,7 @@ class Work:
 
 
 class Communicators:
-    """All of a test. One runs its operations in order, and each waits for the other end's."""
+    """All communicators of a test. Each runs its operations in order, and each waits for the other end's."""
 
     def __init__(self) -> None:
         self.streams = Streams()

@@ -1,4 +1,4 @@
-"""A replica of another machine that stood still, and was given up meanwhile, comes back. A part of `make kills`."""
+"""A replica of another machine that was paused, and fenced in the meantime, resumes. A part of `make kills`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .fleet import EAGER, LAYERS, NEEDS_ALL, SECRET, Fleet, Stock, answered, arg
 
 @contextmanager
 def joined(fleet: Fleet) -> Iterator[subprocess.Popen[bytes]]:
-    """One more replica of a fleet, which somebody else has started."""
+    """One more replica of a fleet, not started by its supervisor."""
     where = f"127.0.0.1:{fleet.server.port}"
     command = [sys.executable, "-m", "ballonet", "serve", fleet.model, "--join", where, *arguments()]
     process = subprocess.Popen(command, env={**os.environ, "BALLONET_REPLICA_SECRET": SECRET})

@@ -179,7 +179,7 @@ class Loops:
         return [each for desk in self.desks for each in desk.heard if isinstance(each, kind)]
 
     def counted(self) -> list[Counted]:
-        """What each has told last of what it sent."""
+        """Returns the latest `Counted` of each replica."""
         return [[each for each in desk.heard if isinstance(each, Counted)][-1] for desk in self.desks]
 
     def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:

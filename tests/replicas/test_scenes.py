@@ -1,4 +1,4 @@
-"""What happens to requests of a group: any order of stages, ends, cancellation, preemption, faults of memory."""
+"""Requests of a group: any order of stages, ends, cancellation, preemption, faults of memory."""
 
 from __future__ import annotations
 

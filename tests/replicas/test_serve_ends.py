@@ -78,7 +78,7 @@ def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
 
 
 def begin(asked: Asked, program: Program) -> str:
-    """What a client gets, or how its connection ends."""
+    """Returns a client's answer, or how its connection ended."""
     try:
         with post(program.url, program.model, asked) as answer:
             return str(answer.read().decode())

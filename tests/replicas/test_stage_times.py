@@ -1,4 +1,4 @@
-"""What microbatches took: busy and open seconds, errors of predictions, and moments on a GPU's stream."""
+"""Times of microbatches: busy and open seconds, errors of predictions, and marks in a GPU's stream."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_errors_are_relative_to_what_a_span_took() -> None:
 
 
 class Device:
-    """As much of torch.cuda as marks use: a stream whose operations are over when the test says so."""
+    """The part of torch.cuda that marks use: a stream whose operations are over when the test says so."""
 
     def __init__(self) -> None:
         self.reached = 0.0  # seconds on the device's own clock, until which all is over

@@ -1,4 +1,4 @@
-"""What a link lends to gloo lies outside the pool, whose pages move."""
+"""The memory that gloo uses lies outside the pool, whose pages move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rung 7 in a live replica: what the ladder lacks is demand that the controller hears of, for a while."""
+"""Rung 7 in a live replica: pages that the ladder lacks are reported as demand, for a while."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYERS = 4
 
 
 def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
-    """What is pending as the next load says."""
+    """Returns the pending pages of the next load."""
     now[0] += DEFAULT.replicas.beat
     replica.step()
     return [each.pending for each in supervisor.heard if isinstance(each, events.Load)][-1]

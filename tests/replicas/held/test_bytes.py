@@ -1,4 +1,4 @@
-"""Bytes of layers that are dropped and restored: whatever is written, and whoever they come from."""
+"""Bytes of layers that are dropped and restored: with any writes, and from any source."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_file_that_has_changed_drops_nothing(own_folder: Path, stock: Output, 
 def test_a_file_that_changes_while_layers_are_dropped(
     own_folder: Path, original: Any, stock: Output, change: str
 ) -> None:
-    """Nobody computes with it or restores from it; a peer does instead."""
+    """No layer is computed or restored from the changed file; a peer's bytes are used."""
     model = loaded(own_folder)
     with ballonet.manage(model) as managed:
         held = prepared(HeldLayers(managed))

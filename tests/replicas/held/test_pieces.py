@@ -1,4 +1,4 @@
-"""Who watches hears of work on layers after each piece of it: the link and the file may be slow."""
+"""Work on layers reports progress after each piece: the link and the file may be slow."""
 
 from __future__ import annotations
 
