@@ -171,7 +171,7 @@ def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> N
             return ""
 
         def push(self, queue: str, value: str) -> None:
-            """Raises, as if the store did not answer."""
+            """Drops the value."""
 
     store: Any = Silent()
     listener = Listener(store, "mail/0", print, print)
