@@ -52,7 +52,7 @@ class DecisionFile:
         self._decisions += isinstance(entry, Decision)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         try:
             self._file.close()
         except OSError:

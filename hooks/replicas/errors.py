@@ -28,7 +28,7 @@ class LinkError(ReplicaError):
 
 
 class LinkClosed(LinkError):
-    """A link was closed, by this end or by the other, and nothing is wrong with either."""
+    """A link was closed, by this end or by the other, without a fault."""
 
     def __str__(self) -> str:
         return f"the link to replica {self.peer} in epoch {self.epoch} is closed: {self.reason}"

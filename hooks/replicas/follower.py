@@ -29,7 +29,7 @@ class OutOfStep(RuntimeError):
 
 
 class Follower:
-    """Stage number `stage`, from 1 on. Used by one thread."""
+    """A stage after the first. Used by one thread. `stage`: its number, from 1 on."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Piece:
     check: int = 0
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         return json.dumps([self.request, self.held, self.layer, self.first, self.count, self.check])
 
     @classmethod

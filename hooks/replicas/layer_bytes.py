@@ -32,7 +32,7 @@ class LayerBytes:
     """Fills pages of restored layers. Used under the lock of HeldLayers. See Note [Where a layer is restored from]."""
 
     def __init__(self, weights: Weights, name: str, module: Callable[[int], nn.Module], pieces: Piecewise) -> None:
-        """`name`: of the model; `module(layer)`: of a decoder layer."""
+        """`name`: of the model; `module(layer)`: returns a decoder layer's module."""
         self._weights = weights
         self._name = name
         self._module = module

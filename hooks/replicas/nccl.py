@@ -47,7 +47,7 @@ MakeGroup = Callable[[Store, str, int, float], Group]  # (store, prefix, rank, t
 
 
 class NcclPair:
-    """Two ranks on different GPUs."""
+    """Two ranks on different GPUs, a TwoRanks. See the notes above."""
 
     direct = True
 

@@ -57,7 +57,7 @@ class Outbox(Generic[_Message]):
         self._changed = threading.Condition()
 
     def put(self, message: _Message, tag: str, nbytes: int, urgent: bool) -> bool:
-        """Adds a message behind those of its kind. False, and nothing is added, once it is closed."""
+        """Queues a message, after the earlier ones of its priority. Returns False, and queues nothing, once closed."""
         with self._changed:
             if self._closed:
                 return False

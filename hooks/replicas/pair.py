@@ -65,7 +65,7 @@ class Connect(Protocol):
 
 
 class GlooPair:
-    """Two ranks over gloo."""
+    """Two ranks over gloo, a TwoRanks for host memory."""
 
     direct = False
 

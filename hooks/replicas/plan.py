@@ -65,7 +65,7 @@ class Plan:
     aside: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         chunks = [[each.request, each.ids, each.before, each.samples] for each in self.chunks]
         begun = [[name, each.seed, each.temperature, each.top_k, each.top_p] for name, each in self.begun]
         return json.dumps([self.epoch, self.number, chunks, begun, self.gone, self.aside])
@@ -97,7 +97,7 @@ class Passing:
     tensors: int = 0
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         return json.dumps([self.epoch, self.number, self.left_out, self.rooms, self.tensors])
 
     @classmethod
@@ -119,7 +119,7 @@ class Answer:
     rooms: tuple[int, ...] = ()
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         return json.dumps([self.epoch, self.number, self.tokens, self.left_out, self.rooms])
 
     @classmethod

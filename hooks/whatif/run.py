@@ -187,7 +187,7 @@ class _Swapping(_Clients):
 
 
 class _Governed(_Clients):
-    """Models that ballonet manages."""
+    """The loops of models that ballonet manages."""
 
     def __init__(self, loops: Sequence[VirtualLoop], charges: Charges) -> None:
         super().__init__(loops)

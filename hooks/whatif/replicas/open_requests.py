@@ -57,11 +57,11 @@ class OpenRequests:
             self.finish(job, why)
 
     def assign(self, job: Job, pipe: Pipeline) -> None:
-        """Notes that the group has the request."""
+        """Notes the group of a request."""
         self.pipes[job] = pipe
 
     def forget(self, job: Job) -> None:
-        """Notes that no group has the request any more."""
+        """Notes that a request has no group any more."""
         del self.pipes[job]
 
     def give(self, job: Job, members: Members) -> None:

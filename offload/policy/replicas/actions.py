@@ -117,7 +117,7 @@ class Rejoin(Action):
 
 @dataclass(frozen=True, slots=True)
 class Decline(Action):
-    """No drop: the next rung of the ladder has to find memory. `verdict`: what was predicted, for NO_GAIN."""
+    """No drop: the next rung of the ladder has to find memory. `verdict`: the prediction, for NO_GAIN."""
 
     reason: Reason
     verdict: Verdict | None = None

@@ -55,10 +55,10 @@ class Placement:
 
 
 class Cluster:
-    """Replicas by number and groups by their members. `pages` of each layer."""
+    """Replicas by number, and groups by their members. `pages`: of each layer."""
 
     def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning, full: float = 0.0) -> None:
-        """`full`: see Heartbeat."""
+        """`full`: predicted seconds of a full batch, see Heartbeat."""
         self.pages = tuple(pages)
         self.kv = kv
         self.replicas: dict[int, Replica] = {}

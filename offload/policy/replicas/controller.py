@@ -52,7 +52,7 @@ from .request_book import RequestBook
 
 
 class Controller:
-    """Decides for all replicas of one model. `pages` of each layer; `page_seconds` that a page of KV takes from one
+    """Decides for all replicas of one model. `pages`: of each layer; `page_seconds`: to send a page of KV from one
     replica to another. See the notes above."""
 
     def __init__(

@@ -18,7 +18,7 @@ class ControllerState:
     """Groups and their requests, which change together: groups are formed and ended only here."""
 
     def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning, full: float = 0.0) -> None:
-        """`full`: see Heartbeat."""
+        """`full`: predicted seconds of a full batch, see Heartbeat."""
         self.cluster = Cluster(pages, kv, tuning, full)
         self.book = RequestBook()
         self.epoch = 0

@@ -55,7 +55,7 @@ class Dispatcher:
         self._push(group)
 
     def release(self, group: Members, demand: int) -> None:
-        """Ends a promise. KeyError."""
+        """Takes back `demand` promised tokens. KeyError."""
         self.promise(group, -demand)
 
     def room(self, group: Members) -> int:

@@ -26,7 +26,7 @@ from .restore_plan import Pull, group_restore, homes
 
 
 class Kind(Enum):
-    """What an epoch is for."""
+    """The purpose of an epoch."""
 
     DROP = "drop"
     RESTORE = "restore"
@@ -107,7 +107,7 @@ class EpochProposals:
             self._commit_restore(proposal, at)
 
     def concerns(self, epoch: int, *members: int) -> bool:
-        """Whether that epoch is in preparation, with these members."""
+        """Returns whether that epoch is in preparation, with these members."""
         return self.proposal is not None and self.proposal.epoch == epoch and self.proposal.members.issuperset(members)
 
     def discard_with(self, members: Iterable[int], reason: Reason, at: float) -> None:

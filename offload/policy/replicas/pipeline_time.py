@@ -27,7 +27,7 @@ class PipelineTime:
 
     @property
     def bubble(self) -> float:
-        """Part of the time of all stages in which they wait, from the start of the first microbatch to the end."""
+        """Fraction of the time of all stages in which they wait, from the first microbatch's begin to the end."""
         if not self.seconds:
             return 0.0
         work = sum(sum(ends) - sum(begins) for begins, ends in zip(self.begin, self.end, strict=True))

@@ -77,7 +77,7 @@ class RequestBook:
         return group
 
     def hold(self, request: Request) -> None:
-        """Takes the request out of its group."""
+        """Takes a request out of its group, and holds it."""
         self._leave(request)
         self._held[request.name] = request
 
