@@ -24,7 +24,7 @@ from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.replicas.stage import Stage
-from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Mark, Ran, StageTimes
+from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Mark, Ran, StageTimes
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit
@@ -45,7 +45,7 @@ def errors(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     if chosen.tiny:
         layers, tuning = 2, replace(tuning, requests_measured=24, answer_measured=6, rounds_measured=1)
     model = build(few(chosen, layers), chosen.device)
-    mark = CudaMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostMarks(time.thread_time)
+    mark = CudaTimeMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostTimeMarks(time.thread_time)
     with ballonet.manage(model), Splice(model) as splice:
         runs, settings = SplicedLayers(splice), GroupSettings.of(model, BATCH, page_size=BLOCK)
         member = ReplicaModel("one", model, runs, settings)

@@ -32,7 +32,7 @@ from .restore_pages import RestorePages
 Source = Callable[[int], Mapping[str, torch.Tensor] | None]
 
 
-class Prepared(NamedTuple):
+class PreparedLayer(NamedTuple):
     """A step of `prepare`: the layer that is ready now; `done` layers `of` all are."""
 
     layer: int
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     of: int
 
 
-class Restored(NamedTuple):
+class RestoredLayer(NamedTuple):
     """A step of `restore`: the layer that is resident again, its pages, and whether a peer's bytes were used."""
 
     layer: int
@@ -102,7 +102,7 @@ class HeldLayers:
                 self._withdraw()
                 self._withdraw = None
 
-    def prepare(self, layers: Iterable[int]) -> Iterator[Prepared]:
+    def prepare(self, layers: Iterable[int]) -> Iterator[PreparedLayer]:
         """Makes layers ready to be dropped, one in each step, while forwards run. Skips layers that are ready, or on
         the host.
 
@@ -117,7 +117,7 @@ class HeldLayers:
             with self._lock:
                 if not self._ready.is_ready(layer):
                     self._ready.make(layer, self._module(layer))
-            yield Prepared(layer, done, len(wanted))
+            yield PreparedLayer(layer, done, len(wanted))
 
     def drop(self, span: Span) -> int:
         """Drops all layers outside of `span`. Returns the number of device pages freed: those of the layers, less the
@@ -134,7 +134,7 @@ class HeldLayers:
             self._reserve(layers)
             return between_forwards(self._handle, lambda: self._drop(layers))
 
-    def restore(self, order: Iterable[int], source: Source | None = None) -> Iterator[Restored]:
+    def restore(self, order: Iterable[int], source: Source | None = None) -> Iterator[RestoredLayer]:
         """Restores dropped layers, one in each step, in this order; skips those that are resident.
 
         `source(layer)`: returns a peer's tensors by their names in the layer, on any device; None where no peer
@@ -231,7 +231,7 @@ class HeldLayers:
 
     # -- restoring
 
-    def _restore(self, layer: int, source: Source | None) -> Restored | None:
+    def _restore(self, layer: int, source: Source | None) -> RestoredLayer | None:
         each = self._weights.ring.layer(layer)
         if each is None:  # an interrupt came in between
             return None
@@ -244,7 +244,7 @@ class HeldLayers:
             filled.close()  # does nothing where its pages were adopted
         self._governor.pages.went_back()
         self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._elastic.name)
-        return Restored(layer, each.pages, peer)
+        return RestoredLayer(layer, each.pages, peer)
 
     def _map(self, layer: int, filled: Range, came: Filled) -> bool:
         """Makes the layer resident with those pages, between two forwards. Returns whether they have a peer's bytes."""

@@ -26,7 +26,7 @@ import torch
 
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
-from .outbox import Logged, Outbox
+from .outbox import Outbox, SentMessage
 from .pair import Connect, TwoRanks
 from .pending_send import LinkState, PendingSend
 from .staging import checksum, host_buffer, staged, unstaged
@@ -99,7 +99,7 @@ class Link:
         return self._error
 
     @property
-    def log(self) -> list[Logged]:
+    def log(self) -> list[SentMessage]:
         """The latest messages that this end has sent; see outbox.py, Note [At most one chunk]."""
         return self._outbox.log
 
@@ -199,7 +199,7 @@ class Link:
                 if waiting.message is not None:
                     waiting.message.end(self._new_error())
                 return
-            self._outbox.sent(waiting)
+            self._outbox.mark_sent(waiting)
             if waiting.message is not None:
                 waiting.message.end()
 

@@ -19,7 +19,7 @@ _Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
+class SentMessage:
     """A message that was sent. `put`, `begun`, `ended`: ticks, in the order of events; `waited`: seconds in the queue;
     `took`: seconds of sending."""
 
@@ -34,11 +34,11 @@ class Logged:
 
 
 @dataclass(slots=True)
-class Waiting(Generic[_Message]):
+class QueuedMessage(Generic[_Message]):
     """A message in the outbox, and its row of the log so far. `since`: time of its latest event, in seconds."""
 
     message: _Message
-    row: Logged
+    row: SentMessage
     since: float
 
 
@@ -49,11 +49,11 @@ class Outbox(Generic[_Message]):
         """`remembered`: rows that the log keeps."""
         self._clock = clock
         self._tick = 0
-        self._urgent: deque[Waiting[_Message]] = deque()
-        self._bulk: deque[Waiting[_Message]] = deque()
-        self._log: deque[Logged] = deque(maxlen=remembered)
+        self._urgent: deque[QueuedMessage[_Message]] = deque()
+        self._bulk: deque[QueuedMessage[_Message]] = deque()
+        self._log: deque[SentMessage] = deque(maxlen=remembered)
         self._closed = False
-        self._last: list[Waiting[_Message]] = []  # after it was closed
+        self._last: list[QueuedMessage[_Message]] = []  # after it was closed
         self._changed = threading.Condition()
 
     def put(self, message: _Message, tag: str, nbytes: int, urgent: bool) -> bool:
@@ -61,12 +61,12 @@ class Outbox(Generic[_Message]):
         with self._changed:
             if self._closed:
                 return False
-            row = Logged(tag, urgent, nbytes, put=self._next_tick())
-            (self._urgent if urgent else self._bulk).append(Waiting(message, row, self._clock()))
+            row = SentMessage(tag, urgent, nbytes, put=self._next_tick())
+            (self._urgent if urgent else self._bulk).append(QueuedMessage(message, row, self._clock()))
             self._changed.notify()
             return True
 
-    def next(self) -> Waiting[_Message] | None:
+    def next(self) -> QueuedMessage[_Message] | None:
         """Waits for a message, removes and returns it. None once the outbox is closed, see `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._urgent or self._bulk)
@@ -78,7 +78,7 @@ class Outbox(Generic[_Message]):
             found.since = now
             return found
 
-    def sent(self, done: Waiting[_Message]) -> None:
+    def mark_sent(self, done: QueuedMessage[_Message]) -> None:
         """Logs that a message from `next` is sent."""
         with self._changed:
             self._log.append(replace(done.row, ended=self._next_tick(), took=self._clock() - done.since))
@@ -88,7 +88,9 @@ class Outbox(Generic[_Message]):
         and then None. To be called once."""
         with self._changed:
             self._closed = True
-            self._last = [Waiting(each, Logged("", False, 0, put=self._next_tick()), self._clock()) for each in last]
+            self._last = [
+                QueuedMessage(each, SentMessage("", False, 0, put=self._next_tick()), self._clock()) for each in last
+            ]
             left = [each.message for each in (*self._urgent, *self._bulk)]
             self._urgent.clear()
             self._bulk.clear()
@@ -96,7 +98,7 @@ class Outbox(Generic[_Message]):
             return left
 
     @property
-    def log(self) -> list[Logged]:
+    def log(self) -> list[SentMessage]:
         """The latest messages that were sent, in order."""
         with self._changed:
             return [*self._log]

@@ -113,7 +113,7 @@ class StageTimes:
         self._on_ran(ran)
 
 
-class HostMarks:
+class HostTimeMarks:
     """Marks of a device that computes synchronously, the CPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -125,7 +125,7 @@ class HostMarks:
         return lambda: now
 
 
-class CudaMarks:
+class CudaTimeMarks:
     """Marks in the current stream of a GPU. See Note [The clock of a GPU]."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
@@ -155,4 +155,4 @@ class CudaMarks:
 
 def marks_of(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Callable[[], Mark]:
     """Returns a function that records marks on a device."""
-    return CudaMarks(device, clock) if device.type == "cuda" else HostMarks(clock)
+    return CudaTimeMarks(device, clock) if device.type == "cuda" else HostTimeMarks(clock)

@@ -15,7 +15,7 @@ from ballonet.hooks.replicas.cost_measurement import measure_cost, sample_reques
 from ballonet.hooks.replicas.plan import Chunk
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.span_runner import SpanRunner
-from ballonet.hooks.replicas.stage_times import HostMarks
+from ballonet.hooks.replicas.stage_times import HostTimeMarks
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -52,7 +52,7 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(SpanRunner, "_run", run)
     install()
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
-        found = measure_cost(member, LAYERS, HostMarks(lambda: now[0]), FEW)
+        found = measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW)
         assert member.times is None, "what is served later is not counted here"
     assert found.error < 1e-3
     assert found.cost.seconds(40, 20) == pytest.approx(COST.seconds(40, 20), rel=1e-2)
@@ -83,7 +83,7 @@ def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> No
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         known: Any = batched(member.model)
         monkeypatch.setattr(governors.of(known.device), "clock", lambda: now[0])
-        measure_cost(member, LAYERS, HostMarks(lambda: now[0]), replace(FEW, rounds_measured=4))
+        measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), replace(FEW, rounds_measured=4))
     assert rounds == [rounds[0]] * 4
 
 
@@ -100,7 +100,7 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SpanRunner, "_run", run)
     install(pages=64)
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
-        assert measure_cost(member, LAYERS, HostMarks(lambda: now[0]), FEW).cost.seconds(8, 8) > 0
+        assert measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), FEW).cost.seconds(8, 8) > 0
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -124,7 +124,7 @@ def test_what_was_disturbed_is_measured_again(rounds: int, monkeypatch: pytest.M
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         if rounds == 6:
             with pytest.raises(ValueError, match="do not say"):
-                measure_cost(member, LAYERS, HostMarks(lambda: now[0]), tuning)
+                measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), tuning)
         else:
-            assert measure_cost(member, LAYERS, HostMarks(lambda: now[0]), tuning).error < 1e-2
+            assert measure_cost(member, LAYERS, HostTimeMarks(lambda: now[0]), tuning).error < 1e-2
     assert begun[0] == 6

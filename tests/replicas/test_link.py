@@ -18,7 +18,7 @@ import torch
 
 from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.outbox import Logged
+from ballonet.hooks.replicas.outbox import SentMessage
 from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks
 from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.store import Store
@@ -117,7 +117,7 @@ def test_a_message_sent_before_the_link_is_formed_arrives(store: Store, epoch: i
     other.close()
 
 
-def overtaken(log: list[Logged]) -> list[tuple[str, int]]:
+def overtaken(log: list[SentMessage]) -> list[tuple[str, int]]:
     """For each urgent message how many bulk ones began between its being put and its beginning."""
     bulk = [row for row in log if not row.urgent]
     return [(row.tag, sum(row.put < each.begun < row.begun for each in bulk)) for row in log if row.urgent]
@@ -146,8 +146,8 @@ def test_an_urgent_message_waits_for_one_chunk_at_most(store: Store, epoch: int)
 
 
 def test_the_count_of_overtaken_messages_sees_one() -> None:
-    bulk = Logged("bulk", False, 1, put=1, begun=3, ended=4)
-    assert overtaken([bulk, Logged("late", True, 1, put=2, begun=5, ended=6)]) == [("late", 1)]
+    bulk = SentMessage("bulk", False, 1, put=1, begun=3, ended=4)
+    assert overtaken([bulk, SentMessage("late", True, 1, put=2, begun=5, ended=6)]) == [("late", 1)]
 
 
 class Wire:

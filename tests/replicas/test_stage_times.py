@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ballonet.hooks.replicas.plan import Chunk
-from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Ran, StageTimes
+from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
@@ -25,7 +25,7 @@ def chunk(tokens: int, before: int = 0) -> Chunk:
 
 
 def times(clock: Clock, told: Callable[[Ran], object] = lambda ran: None) -> StageTimes:
-    return StageTimes(LAYERS, COST, clock, HostMarks(clock), told)
+    return StageTimes(LAYERS, COST, clock, HostTimeMarks(clock), told)
 
 
 def run(of: StageTimes, clock: Clock, begin: float, seconds: float, tokens: int, layers: int) -> None:
@@ -122,7 +122,7 @@ def test_moments_on_a_stream_are_those_of_the_host(monkeypatch: pytest.MonkeyPat
     fake = SimpleNamespace(current_stream=device.current_stream, Event=device.event)
     monkeypatch.setattr(torch, "cuda", fake)
     clock.now = 1000.0
-    one = StageTimes(LAYERS, None, clock, CudaMarks(torch.device("cuda"), clock), ran.append)
+    one = StageTimes(LAYERS, None, clock, CudaTimeMarks(torch.device("cuda"), clock), ran.append)
     for seconds in (3.0, 4.0):
         began = one.begin()
         device.submitted += seconds
@@ -148,7 +148,7 @@ def test_a_gpu_s_moments_are_in_order() -> None:
 
     ran = list[Ran]()
     device = torch.device("cuda")
-    one = StageTimes(LAYERS, None, time.monotonic, CudaMarks(device, time.monotonic), ran.append)
+    one = StageTimes(LAYERS, None, time.monotonic, CudaTimeMarks(device, time.monotonic), ran.append)
     before, much = time.monotonic(), torch.randn(2048, 2048, device=device)
     for _ in range(4):
         began = one.begin()

@@ -161,7 +161,7 @@ def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) 
 
 
 def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
-    """Its messages from before its end are taken after its end is noticed."""
+    """Messages from before the process ended are taken after its end is noticed."""
     scene.begins()
     scene.replicas.ends(0)
     wait(lambda: len(scene.replicas.started) == 3)

@@ -22,7 +22,7 @@ from .actions import Action, Alone, Cancel, Decline, Recompute, Rejoin
 from .cluster import Cluster
 from .controller_state import ControllerState
 from .demand import KVSize, needed_pages, prompt_pages
-from .drop_gate import ChunkCost, judge
+from .drop_gate import CostModel, judge
 from .drop_plan import drop_plan, net_freed, with_growth
 from .epoch_proposal import EpochProposals, Kind
 from .events import (
@@ -59,7 +59,7 @@ class Controller:
         self,
         pages: Sequence[int],
         kv: KVSize,
-        cost: ChunkCost,
+        cost: CostModel,
         tuning: Tuning = DEFAULT.replicas,
         page_seconds: float = 0.0,
     ) -> None:

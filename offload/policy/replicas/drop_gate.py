@@ -34,7 +34,7 @@ from ..tuning import DEFAULT
 from ..tuning import Replicas as Tuning
 
 
-class ChunkCost(Protocol):
+class CostModel(Protocol):
     """Seconds of compute on a replica with all layers. A chunk is (tokens before it, tokens in it)."""
 
     def seconds(self, before: int, new: int) -> float:
@@ -95,7 +95,7 @@ class _Replay:
             self.free -= self.queue[0].total
             self.prefill.append(self.queue.popleft())
 
-    def round(self, cost: ChunkCost) -> None:
+    def round(self, cost: CostModel) -> None:
         """Advances by one round, or by the rounds that only decode until a request ends or a stall is over."""
         microbatches: list[list[tuple[int, int]]] = [[] for _ in range(self.work.stages)]
         for number, each in enumerate(self.running):
@@ -140,7 +140,7 @@ class _Replay:
         self.running = [each for each in self.running if each.new > 0]
 
 
-def drain_seconds(work: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> float:
+def drain_seconds(work: Work, cost: CostModel, tuning: Tuning = DEFAULT.replicas) -> float:
     """Returns the seconds until the last queued prompt is computed; infinity where one never fits. See Note [Gate]."""
     replay = _Replay(work, tuning)
     for _ in range(tuning.rounds):
@@ -165,7 +165,7 @@ class Verdict:
     helps: bool
 
 
-def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> Verdict:
+def judge(kept: Iterable[Work], dropped: Work, cost: CostModel, tuning: Tuning = DEFAULT.replicas) -> Verdict:
     """Compares the present groups (`kept`, weighted by their replicas) with the group into which they would merge. See
     Note [Demand goes on]."""
     parts = list(kept)
@@ -179,7 +179,7 @@ def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning =
     return Verdict(with_drop, seconds, with_drop < seconds * (1 - tuning.gain))
 
 
-def _mean(parts: Sequence[Work], cost: ChunkCost, tuning: Tuning) -> float:
+def _mean(parts: Sequence[Work], cost: CostModel, tuning: Tuning) -> float:
     """Returns the seconds to drain the queues, as a mean over replicas."""
     return sum(drain_seconds(work, cost, tuning) * work.stages for work in parts) / sum(work.stages for work in parts)
 

@@ -12,7 +12,7 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError, WeightsFileChanged
-from ballonet.hooks.replicas.held_layers import HeldLayers, Restored
+from ballonet.hooks.replicas.held_layers import HeldLayers, RestoredLayer
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.groups import Span
 
@@ -128,7 +128,7 @@ def test_a_peer_s_wrong_bytes_are_not_taken(model: Any, original: Any, held: Hel
     for act in (one_bit, exchanged, another, gone):
         held.drop(Span(0, 4))
         found = list(held.restore([4, 5], Peer(original, act)))
-        assert found == [Restored(each.layer, each.pages, False) for each in found]
+        assert found == [RestoredLayer(each.layer, each.pages, False) for each in found]
         assert len(found) == 2
         assert say(model).agrees(stock), act
 
