@@ -46,8 +46,8 @@ class EpochState:
         self.epoch = epoch
         moves.drop_outside_span(group)
         beat, ends = setup.tuning.beat, partial(setup.supervisor.has_kind, ENDS_GROUP)
-        over = {peer: WatchedLink(link, beat, self._beat, ends) for peer, link in links.items()}
-        self.stage = Stage(setup.replica, group, setup.me, epoch, over, self._requests.add_report, setup.split)
+        watched = {peer: WatchedLink(link, beat, self._beat, ends) for peer, link in links.items()}
+        self.stage = Stage(setup.replica, group, setup.me, epoch, watched, self._requests.add_report, setup.split)
         moves.restore_own_layers(group, epoch)
         self._requests.start_early(epoch, self.leader)
         setup.supervisor.post(events.Committed(0.0, epoch, setup.me))

@@ -37,8 +37,8 @@ def split_by_tokens(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
 def split_by_cost(cost: ChunkCost) -> SplitPolicy:
     """Returns a policy that makes microbatches of equal cost (KunServe §4.3; policy/replicas/microbatches.py)."""
 
-    def form(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+    def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
         batches = equal_cost([Chunk(number, *size) for number, size in enumerate(chunks)], places, cost)
         return [[(each.request, each.new) for each in batch] for batch in batches]
 
-    return form
+    return split

@@ -1,4 +1,4 @@
-"""A wakeup: one thing for which a main loop waits while several threads work for it, each of which notified it."""
+"""A condition variable with a predicate: a main loop waits for whatever several threads work on."""
 
 from __future__ import annotations
 
