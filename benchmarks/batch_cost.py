@@ -18,13 +18,13 @@ from common import Figure, Options
 from llama import build, few
 
 import ballonet
-from ballonet.hooks.replicas.costing import Unlearned, measured
-from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.cost_measurement import Unlearned, measure_cost
+from ballonet.hooks.replicas.group_settings import GroupSettings
+from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.settings import GroupSettings
-from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.replicas.stage import Stage
-from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Mark, Ran, StageTimes
+from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Mark, Ran, StageTimes
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit
@@ -45,11 +45,11 @@ def errors(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     if chosen.tiny:
         layers, tuning = 2, replace(tuning, requests_measured=24, answer_measured=6, rounds_measured=1)
     model = build(few(chosen, layers), chosen.device)
-    mark = CudaMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostMarks(time.thread_time)
+    mark = CudaTimeMarks(torch.device("cuda"), time.perf_counter) if chosen.cuda else HostTimeMarks(time.thread_time)
     with ballonet.manage(model), Splice(model) as splice:
         runs, settings = SplicedLayers(splice), GroupSettings.of(model, BATCH, page_size=BLOCK)
-        member = Member("one", model, runs, settings)
-        first = measured(member, layers, mark, tuning)
+        member = ReplicaModel("one", model, runs, settings)
+        first = measure_cost(member, layers, mark, tuning)
         rounds = [list(_batches(member, layers, mark, chosen)) for _ in range(2 if chosen.tiny else ROUNDS)]
     least: dict[tuple[tuple[int, int], ...], float] = {}
     for each in chain(*rounds):
@@ -66,7 +66,7 @@ def _error(cost: ChunkCost, samples: list[Sample]) -> float:
     return statistics.fmean(abs(cost.batch(each.chunks) / each.seconds - 1) for each in samples)
 
 
-def _batches(member: Member, layers: int, mark: Callable[[], Mark], chosen: Options) -> Iterator[Ran]:
+def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], chosen: Options) -> Iterator[Ran]:
     """The batches of one round, the same in each."""
     ran: list[Ran] = []
     times = StageTimes(layers, None, time.perf_counter, mark, ran.append)
@@ -81,6 +81,6 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], chosen: Opti
         leader.requests.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
     while not leader.idle:
         stage.step()
-    while not times.told_all:
-        times.look()
+    while not times.all_timed:
+        times.poll()
     yield from ran

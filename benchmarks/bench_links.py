@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from common import MIB, Figure, Options, Row, options, report
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
-from ballonet.hooks.replicas.sending import State
+from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
+from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wakeup import Wakeup
 
 SECONDS = 60.0  # that anything may take
 STATE, BULK = 256 * 4096 * 2, 64 * MIB  # bytes: a microbatch of 256 tokens of an 8B model; layers
@@ -75,13 +75,13 @@ def synchronize(device: torch.device) -> None:
 @contextmanager
 def link(store: Store, me: int, peer: int, name: str) -> Iterator[Link]:
     """One end, once it is formed."""
-    device, bell = torch.device(name), Bell()
-    gpu = available(device)
+    device, wakeup = torch.device(name), Wakeup()
+    gpu = gpu_name(device)
     made: dict[str, Any] = {"gpu": gpu, "device": device, "bulk": SECONDS}
     made["stream"] = stream_of(device) if gpu else nothing
-    found = Link(NcclConnect(store, 1, me, peer, SECONDS, **made), 1, peer, bell, device=device)
+    found = Link(NcclConnect(store, 1, me, peer, SECONDS, **made), 1, peer, wakeup, device=device)
     try:
-        if bell.wait(lambda: found.state is State.OPEN or None, SECONDS) is None:
+        if wakeup.wait(lambda: found.state is LinkState.OPEN or None, SECONDS) is None:
             raise RuntimeError(f"the link was not formed: {found.error}")
         yield found
     finally:

@@ -14,11 +14,11 @@ from functools import partial
 
 from common import Figure, Options, interleaved
 
-from ballonet.hooks.replicas.bell import Bell
-from ballonet.hooks.replicas.mail import FromReplicas, ToSupervisor
 from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mailbox
 from ballonet.hooks.replicas.messages import Told, encoded
 from ballonet.hooks.replicas.store import LOCAL, Store
+from ballonet.hooks.replicas.typed_mailbox import FromReplicas, ToSupervisor
+from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
 from ballonet.hooks.whatif.replicas.run import run
@@ -47,25 +47,25 @@ def carried(fleet: VirtualFleet, cost: ChunkCost, arrivals: Sequence[RecordedArr
 def told(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     """(what, peer, microseconds of the supervisor's CPU for a token that it is told), by how many are told at once."""
     tokens = BATCHES[-1] if chosen.tiny else TOLD
-    store, bell = Store.host(timeout=PATIENCE), Bell()
-    box = Mailbox(store, SUPERVISOR, SECRET, bell)
+    store, wakeup = Store.host(timeout=PATIENCE), Wakeup()
+    box = Mailbox(store, SUPERVISOR, SECRET, wakeup)
     command = [sys.executable, __file__, str(store.port), str(tokens)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as replica:
-        peers = {f"{batch} at once": partial(_taken, box, bell, replica, batch, tokens) for batch in BATCHES}
+        peers = {f"{batch} at once": partial(_taken, box, wakeup, replica, batch, tokens) for batch in BATCHES}
         for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
             yield "the supervisor's CPU for a token that it is told, us", peer, found
     box.close()
 
 
-def _taken(box: Mailbox, bell: Bell, replica: subprocess.Popen[str], batch: int, tokens: int) -> float:
+def _taken(box: Mailbox, wakeup: Wakeup, replica: subprocess.Popen[str], batch: int, tokens: int) -> float:
     assert replica.stdin is not None
     replicas, left = FromReplicas(box), tokens
     replica.stdin.write(f"{batch}\n")
     replica.stdin.flush()
-    assert bell.wait(lambda: box.has() or None, PATIENCE), "nobody tells"
+    assert wakeup.wait(lambda: box.has() or None, PATIENCE), "nobody tells"
     begin = time.process_time()
     while left:
-        bell.wait(lambda: box.has() or None, PATIENCE)
+        wakeup.wait(lambda: box.has() or None, PATIENCE)
         while replicas.take() is not None:
             left -= 1
     return (time.process_time() - begin) / tokens * 1e6
@@ -73,7 +73,7 @@ def _taken(box: Mailbox, bell: Bell, replica: subprocess.Popen[str], batch: int,
 
 def _tell(port: int, tokens: int) -> None:
     """What a replica does, for each line of a number of requests: in each step it has a token of each of them."""
-    box = Mailbox(Store.connect(LOCAL, port, timeout=PATIENCE), 0, SECRET, Bell())
+    box = Mailbox(Store.connect(LOCAL, port, timeout=PATIENCE), 0, SECRET, Wakeup())
     supervisor = ToSupervisor(box)
     for line in sys.stdin:
         batch = int(line)

@@ -340,8 +340,7 @@ def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
 
 
 TWICE = {  # names that two classes have yet: one of them, as a rule, lies in hooks/replicas/
-    *("Changes", "Chunk", "ChunkCost", "CudaMarks", "HostMarks", "Placement", "Plan", "Prepared", "Record", "Replica"),
-    *("Request", "Restored", "Setup", "Stage", "State", "Waiting"),
+    *("Chunk", "Placement", "Plan", "Record", "Replica", "Request", "Stage"),
 }
 
 
@@ -356,8 +355,8 @@ EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/device/shared_total.py",  # what a command asks of other processes
     *("hooks/programs/facts.py", "hooks/server/page_size.py", "hooks/watch/notebook.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
-    *(f"hooks/whatif/{name}.py" for name in ("loops", "measuring", "policies", "run")),
-    *(f"hooks/whatif/replicas/{name}.py" for name in ("keepers", "pipes")),
+    *(f"hooks/whatif/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
+    *(f"hooks/whatif/replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 
 
@@ -425,7 +424,7 @@ PROCESS = {
         "_installed": "a notebook loads the extension once",
         "_watching": "the same",
     },
-    "hooks/replicas/front.py": {"_options": "of one request"},
+    "hooks/replicas/http_frontend.py": {"_options": "of one request"},
     "hooks/replicas/pair.py": {
         "_device": "links share a thread of gloo, by the address of the machine",
         "local_address": "the machine's, on the way to a store",

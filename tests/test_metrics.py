@@ -18,8 +18,8 @@ import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import devices
 from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
-from ballonet.hooks.replicas.figures import ReplicaFigures
-from ballonet.hooks.replicas.supervisor import State
+from ballonet.hooks.replicas.fleet_metrics import FleetMetrics
+from ballonet.hooks.replicas.fleet_state import FleetState
 from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.ports import check_free
 
@@ -111,10 +111,10 @@ def test_before_install_there_is_a_page_with_nothing_on_it() -> None:
 @pytest.mark.usefixtures("installed")
 def test_what_a_supervisor_adds_is_on_the_one_page_until_it_ends() -> None:
     moved, seconds = (7, 9), {"busy": 3.0, "open": 4.0}
-    state = State(
+    state = FleetState(
         5, {0: (0, 4), 1: (4, 8)}, ((0, 1),), 2, 1, 0, 0, moved, 6, 4, 0, 0, {}, {0: 4, 1: 4}, **seconds, errors={}
     )
-    added, endpoint = ReplicaFigures(lambda: state), ballonet.metrics.serve(0)
+    added, endpoint = FleetMetrics(lambda: state), ballonet.metrics.serve(0)
     try:
         now = samples(page(endpoint.url))
         assert now["ballonet_budget_bytes"] == 2**25, "the process's own"

@@ -1,4 +1,4 @@
-"""Carries out what the controller decides: tells replicas and clients, ends processes, says and counts it."""
+"""Performs the controller's actions: sends them to replicas and clients, ends processes, prints and counts them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .ranks import Ranks
 from .recording import Recording
 
 
-class Tells(Protocol):
-    """The replicas, as they are told things."""
+class ReplicaSink(Protocol):
+    """Sends messages to replicas."""
 
     def post(self, member: int, message: Message) -> None:
-        """Tells one something."""
+        """Sends a message to one replica."""
 
 
 class ActionPerformer:
-    """Used by one thread. `counts`: of actions, by name; `declined`: why replicas did not drop, and how often."""
+    """Performs actions. Used by one thread. `counts`: of actions, by name; `declined`: declined drops, by reason."""
 
     def __init__(
         self,
-        replicas: Tells,
+        replicas: ReplicaSink,
         clients: ClientRequests,
         ranks: Ranks,
         ready: threading.Event,
         say: Callable[[str], object],
         recording: Recording | None,
     ) -> None:
-        """`ready`: is set once a replica serves; `say`: with lines for people."""
+        """`ready`: is set once a replica serves; `say`: prints a line."""
         self.counts: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self._replicas = replicas
@@ -44,11 +44,11 @@ class ActionPerformer:
         self._ready = ready
         self._say = say
         self._recording = recording
-        self._kinds: dict[int, bool] = {}  # epochs that are prepared: does one drop?
-        self._members_of: set[int] = set()  # of the epoch that is prepared
+        self._drops: dict[int, bool] = {}  # by epoch in preparation: does it drop layers?
+        self._prepared: set[int] = set()  # members of the epoch in preparation
 
     def perform(self, action: actions.Action, cluster: Cluster) -> None:
-        """Has an action done. `cluster`: as the controller has it now."""
+        """Performs an action. `cluster`: the controller's, after this event."""
         match action:
             case actions.Dispatch():
                 self._give((action.request,), action.epoch, action.members)
@@ -60,17 +60,17 @@ class ActionPerformer:
             case actions.Cancel():
                 self._replicas.post(action.members[0], action)
             case actions.Prepare():
-                self._kinds[action.epoch] = any(group.is_dropped for group in action.groups)
-                self._members_of = {member for group in action.groups for member in group.members}
-                self._to(self._members_of, action)
+                self._drops[action.epoch] = any(group.is_dropped for group in action.groups)
+                self._prepared = {member for group in action.groups for member in group.members}
+                self._to(self._prepared, action)
             case actions.Commit():
                 self._committed(action, cluster)
             case actions.Discard():
                 self.counts["discard"] += 1
-                self._kinds.pop(action.epoch, None)
+                self._drops.pop(action.epoch, None)
                 self._mark(f"epoch {action.epoch} is given up")
                 self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
-                self._to(self._members_of, action)
+                self._to(self._prepared, action)
             case actions.Alone():
                 self._replicas.post(action.member, action)
                 self._ready.set()
@@ -87,10 +87,11 @@ class ActionPerformer:
             case actions.Rejoin():
                 self._replicas.post(action.member, action)
             case actions.Hold():
-                pass  # what is held waits in the controller
+                pass  # the request waits in the controller
 
     def _fence(self, action: actions.Fence) -> None:
-        """Ends a process of this machine. One of another may only have stood still: when it goes on it joins anew."""
+        """Kills a process of this machine. A replica of another machine may only be paused: if it resumes, it joins
+        anew."""
         ended = self._ranks.end(action.member)
         ends = ended or action.reason is Reason.FILE_CHANGED
         what = f"replica {action.member} is {'ended' if ends else 'shut out until it joins anew'}"
@@ -99,7 +100,7 @@ class ActionPerformer:
         self._replicas.post(action.member, End() if ends else actions.Rejoin(action.member))
 
     def _committed(self, action: actions.Commit, cluster: Cluster) -> None:
-        drops = self._kinds.pop(action.epoch, True)
+        drops = self._drops.pop(action.epoch, True)
         self.counts["drop" if drops else "restore"] += 1
         self._mark(f"epoch {action.epoch}: {'drop' if drops else 'restore'}")
         groups = [each.group for each in cluster.groups.values() if each.epoch == action.epoch]
@@ -109,14 +110,14 @@ class ActionPerformer:
                 for member, span in zip(group.members, group.spans, strict=True)
             )
             self._say(f"epoch {action.epoch}: {parts}")
-        self._to(self._members_of, action)
+        self._to(self._prepared, action)
 
     def _mark(self, what: str) -> None:
         if self._recording is not None:
             self._recording.mark(what)
 
     def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
-        for start in self._clients.given(names, epoch):
+        for start in self._clients.assign(names, epoch):
             self._replicas.post(members[0], start)
 
     def _to(self, members: set[int], message: Message) -> None:

@@ -1,12 +1,11 @@
-"""Checksums of weights, which say whether bytes in two places, or at two times, are the same.
+"""Checksums of weights, to compare their bytes in two places or at two times.
 
 Note [What a checksum sees]
-    torch cannot tell whether a weight was written to: what is written through `weight.data` is counted nowhere. So the
-    bytes are looked at, where they lie: 8-byte words are added up, modulo 2**64, in three ways, by their place modulo
-    two primes and by blocks of neighbours. In whatever order a device adds, the sums are the same; they need next to no
-    memory, of which there may be none when a layer is to be dropped. Any word that differs is seen, and any two that
-    changed places, but for those that are a multiple of 251 * 257 words apart in one block. It is no protection against
-    whoever means to go unseen.
+    torch cannot tell whether a weight was written to: writes through `weight.data` are not counted. So the bytes are
+    read where they lie: 8-byte words are added up, modulo 2**64, in three ways, by their index modulo two primes and by
+    blocks of neighbours. The sums do not depend on the order of additions, and need next to no memory, of which there
+    may be none when a layer is to be dropped. They detect any word that differs, and any two that changed places,
+    except those that are a multiple of 251 * 257 words apart in one block. They do not detect deliberate manipulation.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Final
 
 import torch
 
-# Replicas compare sums: all have the same
+# Replicas compare sums: these have to be the same on all of them
 _PRIMES: Final = (251, 257)
 _BLOCKS: Final = 256
 _WORD: Final = 8
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
-    """Returns 16 bytes that depend on the dtype, the shape and every byte of a tensor, wherever it lies."""
+    """Returns 16 bytes that depend on the dtype, the shape and every byte of a tensor, not on its device."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
@@ -36,7 +35,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 def _sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`words`: int64[n]. See Note [What a checksum sees]; with what does not fill a row."""
+    """Yields the sums of int64[n], and the words that fill no row. See Note [What a checksum sees]."""
     for prime in _PRIMES:
         rows = words.numel() // prime * prime
         yield words[:rows].view(-1, prime).sum(0)

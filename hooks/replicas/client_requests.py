@@ -1,4 +1,4 @@
-"""Requests of a supervisor's clients: taken on any thread, kept in the ledger, and their clients told."""
+"""The requests of a supervisor's clients: taken on any thread, kept in the ledger; clients are notified of tokens."""
 
 from __future__ import annotations
 
@@ -16,67 +16,67 @@ from .requests import Request
 
 
 class ClientRequests:
-    """`ask`, `cancel` and `drop` are called on any thread, all else on the supervisor's. `waiting`: names of requests
-    that wait for their first token."""
+    """The requests of clients. `submit`, `cancel` and `drop` are for any thread, all else for the supervisor's.
+    `waiting`: names of requests that wait for their first token."""
 
     def __init__(
         self,
         clock: Callable[[], float],
-        told: Callable[[Request, str | None], object],
-        tell: Callable[[Event], object],
+        notify_client: Callable[[Request, str | None], object],
+        notify_controller: Callable[[Event], object],
         recording: Recording | None,
     ) -> None:
-        """`told`: is called with a request after each token, and with why it failed; `tell`: with what the controller
-        has to hear of."""
+        """`notify_client`: called with a request after each token, and with an error message when it failed;
+        `notify_controller`: called with events for the controller."""
         self.waiting: set[str] = set()
         self._clock = clock
-        self._client_told = told
-        self._tell = tell
+        self._notify_client = notify_client
+        self._notify_controller = notify_controller
         self._recording = recording
         self._ledger = Ledger()
         self._inbox: deque[Request | str] = deque()  # new requests, and names of those that are cancelled
         self._first: dict[str, float] = {}  # when requests got their first tokens
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Returns the number of requests that have not ended."""
         return len(self._ledger)
 
-    # -- of clients
+    # -- from clients
 
-    def ask(self, request: Request) -> None:
-        """A new request."""
+    def submit(self, request: Request) -> None:
+        """Queues a new request."""
         self.waiting.add(request.name)
         self._inbox.append(request)
 
     def cancel(self, name: str) -> None:
-        """The client of a request has gone away."""
+        """Queues the end of a request whose client has gone away."""
         self._inbox.append(name)
 
     @property
     def has_news(self) -> bool:
-        """Is there anything to `take`?"""
+        """Whether there is anything to `take`."""
         return bool(self._inbox)
 
     def take(self) -> None:
-        """Takes in what clients have asked for since."""
+        """Takes in the queued requests and cancellations."""
         while self._inbox:
             asked, now = self._inbox.popleft(), self._clock()
             if isinstance(asked, str):
                 if self._finish(asked) is not None:
-                    self._tell(events.Left(now, asked))
+                    self._notify_controller(events.Left(now, asked))
                 continue
             try:
                 self._ledger.accept(asked, now)
             except ValueError as error:
-                self._client_told(asked, str(error))
+                self._notify_client(asked, str(error))
                 continue
-            self._tell(events.Arrived(now, asked.name, len(asked.prompt), asked.new))
+            self._notify_controller(events.Arrived(now, asked.name, len(asked.prompt), asked.new))
 
-    # -- of replicas
+    # -- for and from replicas
 
-    def given(self, names: Iterable[str], epoch: int) -> list[Start]:
-        """What tells a group to compute these requests, from what was delivered on; those that have ended are left
-        out."""
+    def assign(self, names: Iterable[str], epoch: int) -> list[Start]:
+        """Assigns requests to a group, and returns the messages that start them, after their delivered tokens. Leaves
+        out those that have ended."""
         found = []
         for name in names:
             if name in self._ledger:
@@ -86,7 +86,7 @@ class ClientRequests:
         return found
 
     def deliver(self, told: Told) -> None:
-        """A replica tells tokens of an answer, or why there are none."""
+        """Takes in a replica's report of tokens, or of an error, and notifies the client."""
         if told.request not in self._ledger:
             return
         try:
@@ -106,44 +106,44 @@ class ClientRequests:
             self._first.setdefault(request.name, self._clock())
         if request.over:
             self._finish(request.name)
-            self._tell(events.Finished(self._clock(), request.name))
-        self._client_told(request, None)
+            self._notify_controller(events.Finished(self._clock(), request.name))
+        self._notify_client(request, None)
 
     # -- their ends
 
     def fail(self, name: str, why: str) -> None:
-        """A request ends; the controller does not know yet."""
+        """Ends a request with an error; notifies the controller and the client."""
         request = self._finish(name)
         if request is not None:
-            self._tell(events.Left(self._clock(), name))
-            self._client_told(request, why)
+            self._notify_controller(events.Left(self._clock(), name))
+            self._notify_client(request, why)
 
     def refuse(self, name: str, why: str) -> None:
-        """The controller has ended a request."""
+        """Ends a request that the controller has refused; notifies the client."""
         if (request := self._finish(name)) is not None:
-            self._client_told(request, why)
+            self._notify_client(request, why)
 
     def fail_all(self, why: str) -> None:
-        """No request can be served any more."""
+        """Ends all requests with an error; notifies the controller and the clients."""
         for entry in self._ledger:
             self.fail(entry.request.name, why)
 
     def end(self, why: str) -> None:
-        """Tells all clients, and those whose requests were not taken in yet: nothing is served any more."""
+        """Notifies all clients, also of queued requests, that their requests end with an error."""
         for entry in self._ledger:
-            self._client_told(entry.request, why)
+            self._notify_client(entry.request, why)
             self._record(entry.request.name, entry.came)
         self.waiting.clear()
         self.drop(why)
 
     def drop(self, why: str) -> None:
-        """Tells those whose requests were not taken in, and will not be."""
-        with suppress(IndexError):  # another thread does so, too
+        """Notifies the clients of queued requests, which will not be served."""
+        with suppress(IndexError):  # another thread may do so, too
             while self._inbox:
                 asked = self._inbox.popleft()
                 if isinstance(asked, Request):
                     self.waiting.discard(asked.name)
-                    self._client_told(asked, why)
+                    self._notify_client(asked, why)
 
     def _finish(self, name: str) -> Request | None:
         self.waiting.discard(name)

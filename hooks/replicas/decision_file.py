@@ -1,9 +1,9 @@
-"""A file that the log of a controller is written to, or read from (policy/replicas/decisions.py).
+"""The file of a controller's log (policy/replicas/decisions.py): written, and read.
 
 Note [Two files]
-    A server runs for months, and each replica adds some kilobytes in a second. So a file that has reached its size is
-    renamed, in the place of the one before, and another one is begun: the latest part of the log is there, between one
-    and two sizes of it. While nothing was given up, both together are the whole log, and are read as that.
+    A server runs for months, and each replica adds some kilobytes per second. So a file that has reached its size limit
+    is renamed, replacing the file before it, and another one is begun: the latest part of the log is kept, between one
+    and two times the limit. As long as nothing was replaced, both files together are the whole log, and are read so.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...offload.policy.replicas.decisions import Continued, Decision, Entry, Set
 
 
 class DecisionFile:
-    """Call it with each entry. Lines are written at once, so they are there whatever ends the process. Call `close` at
-    the end."""
+    """Writes entries, when called with them. Lines are flushed at once, so they survive the end of the process. Call
+    `close` at the end."""
 
     def __init__(self, path: Path, say: Callable[[str], object], most: int | None = None) -> None:
-        """Begins a new file. `say`: with why it ends early, as a full disk ends no server; `most`: bytes of a file; see
-        Note [Two files]; None: any. ManageError where there can be no such file."""
+        """Begins a new file. `say`: called with a line if the log ends early, as a full disk must not end the server;
+        `most`: bytes of a file, see Note [Two files]; None: no limit. ManageError where the file cannot be written."""
         self._path = path
         self._say = say
         self._most = most
@@ -42,7 +42,7 @@ class DecisionFile:
             return
         try:
             if self._most is not None and self._written >= self._most:
-                self._go_on()
+                self._rotate()
             self._write(entry)
         except OSError as error:
             self._broken = True
@@ -52,17 +52,17 @@ class DecisionFile:
         self._decisions += isinstance(entry, Decision)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         try:
             self._file.close()
         except OSError:
-            self._broken = True  # what is left cannot be written either
+            self._broken = True  # buffered bytes cannot be written
 
     def _opened(self) -> TextIOWrapper:
         return self._path.open("w", encoding="utf-8", buffering=1)
 
-    def _go_on(self) -> None:
-        """Begins the next file. OSError."""
+    def _rotate(self) -> None:
+        """Renames the file, and begins the next one. OSError."""
         self._file.close()
         self._path.replace(_earlier(self._path))
         self._file, self._written = self._opened(), 0
@@ -75,8 +75,8 @@ class DecisionFile:
 
 
 def read_decisions(path: Path) -> list[Entry]:
-    """All entries of a log that are left; it begins with a setup where that is all of it. ManageError where a line is
-    none; OSError."""
+    """Returns all remaining entries of a log; the first is a Setup where the log is complete. ManageError where a line
+    is no entry; OSError."""
     found = _entries(path)
     if not found or not isinstance(found[0], Continued):
         return found
@@ -100,5 +100,5 @@ def _entries(path: Path) -> list[Entry]:
 
 
 def _earlier(path: Path) -> Path:
-    """The file before, of the same log."""
+    """Returns the path of the log's earlier file."""
     return path.with_name(f"{path.name}.1")

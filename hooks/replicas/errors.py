@@ -1,4 +1,4 @@
-"""What can go wrong between replicas. Each message says what failed, why, and what to do."""
+"""Errors between replicas. Each message says what failed, why, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ReplicaError(BallonetError):
 
 
 class LinkError(ReplicaError):
-    """A link is lost, and with it what was on its way; other links are as they were. `epoch`: of the link; `peer`: the
+    """A link is lost, with the messages on their way; other links are unaffected. `epoch`: of the link; `peer`: the
     member at its other end."""
 
     def __init__(self, epoch: int, peer: int, reason: str) -> None:
@@ -28,14 +28,14 @@ class LinkError(ReplicaError):
 
 
 class LinkClosed(LinkError):
-    """A link was closed, by this end or by the other, and nothing is wrong with either."""
+    """A link was closed, by this end or by the other, without a fault."""
 
     def __str__(self) -> str:
         return f"the link to replica {self.peer} in epoch {self.epoch} is closed: {self.reason}"
 
 
 class ChecksumError(ReplicaError):
-    """The bytes of one message are not those that were sent. The link and all other messages are good. `tag`: of the
+    """The bytes of one message are not those that were sent; its link and all other messages are good. `tag`: of the
     message."""
 
     def __init__(self, epoch: int, peer: int, tag: str) -> None:
@@ -52,7 +52,7 @@ class ChecksumError(ReplicaError):
 
 
 class NoAnswer(ReplicaError):
-    """Somebody was waited for until a deadline. `what` was waited for; `seconds`: how long."""
+    """A wait for `what` has timed out after `seconds`."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(what, seconds)
@@ -64,26 +64,26 @@ class NoAnswer(ReplicaError):
 
 
 class Interrupted(ReplicaError):
-    """Who waited for `what` was called away by the control plane; nothing is lost, and it may wait again."""
+    """A wait for `what` was interrupted by a control message; nothing is lost, and the wait may be repeated."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
 
     def __str__(self) -> str:
-        return f"the control plane has news for who waits for {self.what}: take the mail, then wait again"
+        return f"a control message interrupts the wait for {self.what}: handle it, then wait again"
 
 
 class SupervisorLost(ReplicaError):
-    """The supervisor's store does not answer any more: its process has ended, or the network between."""
+    """The supervisor's store no longer answers: its process has ended, or the network is down."""
 
 
 class PlacementError(ReplicaError, ConfigError):
-    """What says where the supervisor is cannot be understood."""
+    """The address of the supervisor, from `--join` or the environment, is malformed."""
 
 
 class SupervisorPortInUse(ReplicaError, PortInUse):
-    """The supervisor cannot listen where it was told to."""
+    """The port that the supervisor was to listen on is in use."""
 
 
 class JoinRefused(ReplicaError):
@@ -91,11 +91,11 @@ class JoinRefused(ReplicaError):
 
 
 class SecretRefused(JoinRefused):
-    """The secret is missing, or another than the supervisor's; or what answered is not the supervisor."""
+    """The secret is missing, or differs from the supervisor's; or the answer is not from the supervisor."""
 
 
 class OtherModel(JoinRefused):
-    """The replica runs something else than the supervisor serves. `differences`: one line each."""
+    """The replica has another model or other versions than the supervisor serves. `differences`: one line each."""
 
     def __init__(self, differences: tuple[str, ...]) -> None:
         super().__init__(differences)

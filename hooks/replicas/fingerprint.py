@@ -1,4 +1,4 @@
-"""What replicas have to have in common: the model's weights, how they are stored, and the versions that compute."""
+"""A fingerprint of what all replicas have to share: the weights, their dtypes, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..prefix.fingerprint import samples
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What one replica runs. `weights`: a hash of the configuration and of samples of all of them; `dtype`: of how many
-    tensors, "bfloat16 x 291"; the versions of packages."""
+    """The model and versions of one replica. `weights`: a hash of the configuration and of samples of all weights;
+    `dtype`: number of tensors per dtype, "bfloat16 x 291"; the others: versions of packages."""
 
     weights: str
     dtype: str
@@ -27,20 +27,20 @@ class Fingerprint:
     transformers: str
 
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
-        """What differs of another one, a line each: "torch is 2.12.0, not 2.13.0". The weights are left out where their
-        type already differs, as then their bytes do, too."""
+        """Returns how `other` differs, one line each: "torch is 2.12.0, not 2.13.0". Leaves out the weights where their
+        dtype differs, as then their bytes do, too."""
         mine, its = asdict(self), asdict(other)
         if self.dtype != other.dtype:
             mine["weights"] = its["weights"] = ""
         return tuple(f"{name} is {its[name]}, not {mine[name]}" for name in mine if mine[name] != its[name])
 
     def encode(self) -> str:
-        """As JSON."""
+        """Returns the fingerprint as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """What `encode` was called on. ValueError."""
+        """Returns the fingerprint that `encode` has encoded. ValueError where the text is none."""
         found = json.loads(text)
         names = {each.name for each in fields(cls)}
         if not isinstance(found, dict) or {*found} != names or {*map(type, found.values())} != {str}:
@@ -49,7 +49,7 @@ class Fingerprint:
 
 
 def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
-    """Reads samples of the weights (hooks/prefix/fingerprint.py, Note [Sampled]), as any user of them would."""
+    """Returns the fingerprint of a model, from samples of its weights (hooks/prefix/fingerprint.py, Note [Sampled])."""
     facts = key_of(model, device)
     weights = hashlib.blake2b(facts["model"].encode(), digest_size=16)
     for sample in samples(model):

@@ -1,4 +1,4 @@
-"""The replicas of a supervisor and what they have done, as one sees it: /metrics, tests."""
+"""A snapshot of a supervisor's replicas and their counts, for /metrics and tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .messages import Counted
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
-    went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
-    `held`: requests that no group takes now; `replaced`: replicas that were started instead of lost ones; `layers`:
-    that each replica has on its device; `busy`, `open`: seconds of the stages of pipelines; `errors` of predictions,
-    by replica (stage_times.py)."""
+class FleetState:
+    """A snapshot. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers sent between
+    replicas; `drops`, `restores`: committed so far; `declined`: number of declined drops by reason; `held`: requests
+    that no group takes now; `replaced`: number of replacements for lost replicas; `layers`: resident ones of each
+    replica; `busy`, `open`: seconds of the stages of pipelines; `errors`: of predictions, by replica (stage_times.py).
+    """
 
     epoch: int
     spans: Mapping[int, tuple[int, int]]
@@ -38,7 +38,7 @@ class State:
 
     @property
     def bubble(self) -> float:
-        """Part of the time of all stages of pipelines in which they waited while there was work; 0 without any."""
+        """Fraction of the pipeline stages' time in which they waited while there was work; 0 without pipelines."""
         return max(0.0, 1 - self.busy / self.open) if self.open else 0.0
 
 
@@ -49,17 +49,17 @@ def state_of(
     declined: Mapping[str, int],
     told: Mapping[int, Counted],
     replaced: int,
-) -> State:
-    """The state now. `controller`: None before the first replica; `requests` that have not ended; `counts`: of actions,
-    by the names that ActionPerformer gives them; `told`: by each replica, also those that are gone; `replaced`:
-    replicas that were started instead of others."""
+) -> FleetState:
+    """Returns the present state. `controller`: None before the first replica; `requests`: number of those that have not
+    ended; `counts`: of actions, by ActionPerformer's names; `told`: the latest counts of each replica, also of lost
+    ones; `replaced`: number of replacements."""
     groups = [] if controller is None else [each.group for each in tuple(controller.cluster.groups.values())]
     spans = {
         member: (span.begin, span.end)
         for group in groups
         for member, span in zip(group.members, group.spans, strict=True)
     }
-    return State(
+    return FleetState(
         epoch=0 if controller is None else controller.epoch,
         spans=spans,
         groups=tuple(sorted(group.members for group in groups)),

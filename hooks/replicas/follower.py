@@ -1,10 +1,10 @@
-"""A stage after the first: it computes what plans say, with KV and tables of blocks of its own.
+"""A stage after the first: computes planned microbatches, with KV and block tables of its own.
 
 Note [Left out]
-    The first stage admits what every stage has room for, by what they report. If one finds no memory nevertheless, it
-    leaves the chunk out: the microbatch goes on without its rows, the stages behind never see it, and the first one is
-    told and computes the request again later, on all stages. Until a plan says that the request is gone, later chunks
-    of it are left out as well, as tokens before them are missing.
+    The first stage admits requests by the free memory that every stage reports. If a stage finds no memory anyway, it
+    leaves the chunk out: the microbatch goes on without its rows, and the answer tells the first stage, which computes
+    the request anew later, on all stages. Until a plan says that the request is gone, its later chunks are left out as
+    well, as the KV of earlier tokens is missing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from .stage_link import StageLink, tensor_of, text_of
 
 
 class OutOfStep(RuntimeError):
-    """A stage got a record of another epoch or microbatch than the one that it expects: it is not one of the group any
-    more."""
+    """A stage got a record of another epoch or microbatch than the expected one: its group is out of step."""
 
 
 class Follower:
-    """Stage number `stage`, from 1 on. Used by one thread."""
+    """A stage after the first. Used by one thread. `stage`: its number, from 1 on."""
 
     def __init__(
         self,
@@ -42,8 +41,8 @@ class Follower:
         after: StageLink,
         room: Callable[[], int],
     ) -> None:
-        """`before`, `after`: links to the stages beside it, from the last stage to the first. `room`: bytes that KV may
-        take beyond what it has."""
+        """`before`, `after`: links to the neighbouring stages; after the last stage comes the first. `room`: returns
+        the bytes that KV may take beyond the present ones."""
         self.epoch = epoch
         self.stage = stage
         self.cache = cache
@@ -59,21 +58,21 @@ class Follower:
 
     @property
     def held(self) -> dict[str, int]:
-        """Tokens of each request that have KV here."""
+        """Number of tokens that have KV on this stage, by request."""
         return {name: state.position_offset for name, state in self._states.items()}
 
     @property
     def room(self) -> int:
-        """Tokens that there is memory for beyond what is held."""
+        """Tokens for which there is free memory."""
         self.cache.pool.try_to_free_sectors()
         return int(self._room() / self.cache.token_bytes)
 
     def adopt(self, state: RequestState) -> None:
-        """Takes a request whose KV is in the cache already."""
+        """Takes a request whose KV is already in the cache."""
         self._states[state.request_id] = state
 
     def forget(self, request: str) -> None:
-        """Frees what it has of a request."""
+        """Frees a request's KV and state."""
         self.cache.free_blocks(request)
         self._states.pop(request, None)
         self._sampling.pop(request, None)
@@ -81,8 +80,7 @@ class Follower:
         self._aside.discard(request)
 
     def run(self) -> int:
-        """Computes the next microbatch, waiting for it, and sends what comes after it. Returns its number.
-        OutOfStep."""
+        """Waits for the next microbatch, computes it, and sends the result on. Returns its number. OutOfStep."""
         plan = Plan.from_json(text := text_of(self._before.recv("plan")))
         if not self._runner.last:
             self._after.send(tensor_of(text), "plan", True)
@@ -106,7 +104,7 @@ class Follower:
             rooms=(*passing.rooms, self.room),
             tensors=len(found) if found else 0,
         )
-        self._tell(passing, stored, found or ())
+        self._send(passing, stored, found or ())
         return plan.number
 
     def _take_in(self, plan: Plan) -> None:
@@ -118,7 +116,8 @@ class Follower:
         self._sampling.update(plan.begun)
 
     def _store(self, chunk: Chunk) -> bool:
-        """Gives a chunk its blocks, on the host where the device has no page. False where it cannot be computed."""
+        """Allocates the blocks of a chunk, on the host where the device has no page. False where it cannot be
+        computed."""
         name = chunk.request
         state = self._states.get(name)
         if state is None and name not in self._failed:
@@ -135,7 +134,7 @@ class Follower:
         return False
 
     def _given(self, count: int) -> States | None:
-        """What the stage before has computed, all of which is taken; None where there was no memory for it."""
+        """Receives all states from the stage before; None where there was no memory for one of them."""
         found: list[torch.Tensor] = []
         for _ in range(count):
             with suppress(torch.OutOfMemoryError, DriverError):
@@ -143,7 +142,7 @@ class Follower:
         return tuple(found) if len(found) == count else None
 
     def _compute(self, chunks: Sequence[Chunk], given: States) -> States | None:
-        """None where there was no memory."""
+        """Runs this stage's layers. None where there was no memory."""
         if not chunks:
             return ()
         self.cache.begins(chunk.request for chunk in chunks)
@@ -152,7 +151,7 @@ class Follower:
         except (torch.OutOfMemoryError, DriverError):
             return None
 
-    def _tell(self, passing: Passing, chunks: Sequence[Chunk], found: States) -> None:
+    def _send(self, passing: Passing, chunks: Sequence[Chunk], found: States) -> None:
         if not self._runner.last:
             pass_on(self._after, passing, found)
             return
@@ -164,7 +163,7 @@ class Follower:
 def sampled(
     chunks: Sequence[Chunk], sampling: dict[str, Sampling], logits: torch.Tensor
 ) -> tuple[tuple[str, int], ...]:
-    """(request, token) of the chunks that sample one; `logits`: a row for each of these."""
+    """Returns (request, token) for the chunks that sample one; `logits`: a row for each of these."""
     wanted = [chunk for chunk in chunks if chunk.samples]
     if not wanted:
         return ()
@@ -173,15 +172,15 @@ def sampled(
 
 
 def pass_on(link: StageLink, passing: Passing, states: States) -> None:
-    """Sends a microbatch to the next stage."""
+    """Sends the record and the states of a microbatch to the next stage."""
     link.send(tensor_of(passing.to_json()), "passing", True)
     for tensor in states:
         link.send(tensor, "states", True)
 
 
 def kept_rows(given: States, came: Sequence[Chunk], kept: Sequence[Chunk]) -> States:
-    """What came for the chunks that are kept: the tensors with a row for each token, in their second dimension, are
-    cut, others are the same for all."""
+    """Returns the states of the chunks in `kept`: tensors with a row for each token, in their second dimension, are
+    cut; others apply to all chunks."""
     if len(came) == len(kept):
         return given
     sizes = [len(chunk.ids) for chunk in came]

@@ -1,11 +1,11 @@
-"""From old groups to new ones, over links: requests go over with their KV, one piece at a time (KunServe §4.2).
+"""Hands requests over from old groups to new ones, with their KV, one piece at a time (KunServe §4.2).
 
-Note [Who sends what]
-    The first stage of an old group tells all replicas concerned which requests it had, and how many tokens of each have
-    KV. From that and the spans each works out the same list: which layers of a request go from whom to whom. A replica
-    sends what it has, takes in what comes, and tells the first stage of the request's new group once it has all layers
-    of its span, or that they do not come. When all stages have told, the request goes on there, or begins again with
-    all of its tokens; one that was damaged waits for the supervisor. New requests are served meanwhile, beside it.
+Note [Transfers]
+    The first stage of an old group tells all replicas concerned its requests, and how many tokens of each have KV. From
+    that and the spans each replica derives the same list of transfers: layers, source and target. A replica sends its
+    layers, receives others, and reports to the first stage of the request's new group that all layers of its span have
+    come, or that they do not. When all stages have reported, the request goes on there, or is computed anew from all of
+    its tokens; a damaged one waits for the supervisor. New requests are served meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .stage_link import tensor_of, text_of
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A request that goes over. `held`: its tokens that have KV; `assignment`: see ledger.py."""
+    """A request that is handed over. `held`: its tokens that have KV; `assignment`: see ledger.py."""
 
     request: Request
     held: int
@@ -40,7 +40,7 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """What the first stage of an old group tells the replicas concerned."""
+    """The message of an old group's first stage, `leader`, to the replicas concerned."""
 
     leader: int
     old: Group
@@ -48,13 +48,13 @@ class HandedOver:
 
 
 @dataclass(slots=True)
-class _Coming:
+class _Incoming:
     handed: Handed
     arrivals: dict[int, Arrival]  # by member of its new group
 
 
 class Handover:
-    """One replica's part. Used by one thread. `sent`: bytes of KV that went to others."""
+    """One replica's part of a handover. Used by one thread. `sent`: bytes of KV sent to others."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class Handover:
         damaged: Callable[[int, str], object],
         most: int,
     ) -> None:
-        """`old`: the cache that the replica had; `stage`: its new place; `home`: the new group of a request; `leaders`:
-        first stages of the old groups, all of which tell; `took`: is called on the new first stage with each request
-        before it goes on there; `damaged`: there, with the member whose part of a request's KV was damaged, once all
-        stages have freed theirs; `most`: blocks of a piece."""
+        """`old`: the replica's old cache; `stage`: its new stage; `home`: returns the new group of a request;
+        `leaders`: first stages of the old groups, which all send a HandedOver; `took`: called on the new first stage
+        with each request before it goes on; `damaged`: called there with a member whose part of a request's KV was
+        damaged, and the request, once all stages are told to free it; `most`: blocks of a piece."""
         self.sent = 0
         self._me = me
         self._old = old
         self._stage = stage
         self._home = home
         self._links = links
-        self._silent = set(leaders)
+        self._awaited = set(leaders)  # old first stages whose HandedOver has not come
         self._took = took
         self._damaged = damaged
         self._most = most
@@ -86,28 +86,28 @@ class Handover:
         self._outgoing: deque[tuple[Group, Handed]] = deque()
         self._sending: Iterator[bool] = iter(())
         self._sends = False
-        self._mine: set[str] = set()  # requests whose layers come to this replica, and have not
-        self._coming: dict[str, _Coming] = {}  # requests that will go on here, where this one leads
-        self._early: dict[str, dict[int, Arrival]] = {}  # what members told before the request was known
-        self._header: dict[int, Piece] = {}  # of a piece whose bytes have not come
+        self._mine: set[str] = set()  # requests whose KV for this replica is not complete
+        self._incoming: dict[str, _Incoming] = {}  # requests that will go on here, if this replica leads
+        self._early: dict[str, dict[int, Arrival]] = {}  # reports of members that came before the request was known
+        self._header: dict[int, Piece] = {}  # by member: header of a piece whose bytes have not come
         self._cancelled: set[str] = set()
 
     @property
     def complete(self) -> bool:
-        """Has this replica sent, and got, all that it has to?"""
-        return not (self._silent or self._sends or self._mine or self._coming)
+        """Whether this replica has sent and received everything."""
+        return not (self._awaited or self._sends or self._mine or self._incoming)
 
     def close(self) -> None:
-        """Sends no more. What is being sent refers to this, and so to both caches, whose memory is needed at once."""
+        """Stops sending: the generator refers to this object, and so to both caches, whose memory is needed at once."""
         self._sending = iter(())
 
     def cancel(self, request: str) -> None:
-        """Ends a request that may not have gone over yet."""
+        """Ends a request that may still be on its way."""
         self._cancelled.add(request)
 
-    def hear(self, told: HandedOver) -> None:
-        """The first stage of an old group has told."""
-        self._silent.discard(told.leader)
+    def take_in(self, told: HandedOver) -> None:
+        """Takes in the message of an old group's first stage."""
+        self._awaited.discard(told.leader)
         for handed in told.requests:
             name, home = handed.request.name, self._home(handed.request.name)
             if handed.held and self._me in told.old.members:
@@ -119,12 +119,13 @@ class Handover:
                 self._mine.add(name)
             if self._me == home.members[0]:
                 none = dict.fromkeys(home.members, Arrival.ABSENT) if not handed.held else {}
-                self._coming[name] = _Coming(handed, none | self._early.pop(name, {}))
+                self._incoming[name] = _Incoming(handed, none | self._early.pop(name, {}))
 
     def step(self) -> bool:
-        """Takes in what has come, lets requests go on, and sends one piece. Did anything happen? LinkError."""
-        happened = self._take_in()
-        happened = self._go_on() or happened
+        """Receives pieces and reports, resumes complete requests, and sends one piece. Returns whether it did anything.
+        LinkError."""
+        happened = self._receive()
+        happened = self._resume() or happened
         return self._send_one() or happened
 
     # -- sending
@@ -135,10 +136,10 @@ class Handover:
         self._sends = bool(self._outgoing)
         if not self._outgoing:
             return False
-        self._sending = self._sent(*self._outgoing.popleft())
+        self._sending = self._send(*self._outgoing.popleft())
         return self._send_one()
 
-    def _sent(self, group: Group, handed: Handed) -> Iterator[bool]:
+    def _send(self, group: Group, handed: Handed) -> Iterator[bool]:
         assert self._old is not None
         name = handed.request.name
         for source, target, layers in moves(_spans(group), _spans(self._home(name))):
@@ -157,9 +158,9 @@ class Handover:
                 yield True
         self._old.give(name)
 
-    # -- taking in
+    # -- receiving
 
-    def _take_in(self) -> bool:
+    def _receive(self) -> bool:
         happened = False
         for member, link in self._links.items():
             while True:
@@ -181,7 +182,7 @@ class Handover:
                 self._take(self._header.pop(member), tensor)
             while link.has("arrival") and (found := link.take("arrival")) is not None:
                 name, came = json.loads(text_of(found))
-                self._note(name, member, Arrival(came))
+                self._add_report(name, member, Arrival(came))
                 happened = True
         return happened
 
@@ -189,11 +190,11 @@ class Handover:
         complete = self._arrivals.take(piece, tensor)
         arrival = Arrival.COMPLETE if complete else self._arrivals.lost.get(piece.request)
         if arrival is not None:
-            self._tell(piece.request, arrival, piece.held)
+            self._report(piece.request, arrival, piece.held)
 
-    def _tell(self, name: str, arrival: Arrival, held: int) -> None:
+    def _report(self, name: str, arrival: Arrival, held: int) -> None:
         if name not in self._mine:
-            return  # it was told when the first piece was lost
+            return  # reported when the first piece was lost
         self._mine.discard(name)
         if arrival is Arrival.COMPLETE and self._stage.follower is not None:
             state = RequestState(name, [])
@@ -201,36 +202,36 @@ class Handover:
             self._stage.follower.adopt(state)
         first = self._home(name).members[0]
         if first == self._me:
-            self._note(name, self._me, arrival)
+            self._add_report(name, self._me, arrival)
         else:
             self._links[first].send(tensor_of(json.dumps([name, arrival.value])), "arrival", urgent=True)
 
-    def _note(self, name: str, member: int, arrival: Arrival) -> None:
-        arrivals = self._coming[name].arrivals if name in self._coming else self._early.setdefault(name, {})
+    def _add_report(self, name: str, member: int, arrival: Arrival) -> None:
+        arrivals = self._incoming[name].arrivals if name in self._incoming else self._early.setdefault(name, {})
         arrivals[member] = arrival
 
-    # -- going on
+    # -- resuming
 
-    def _go_on(self) -> bool:
+    def _resume(self) -> bool:
         leader = self._stage.leader
         if leader is None:
             return False
-        done = [name for name, each in self._coming.items() if len(each.arrivals) == self._stage.group.size]
+        done = [name for name, each in self._incoming.items() if len(each.arrivals) == self._stage.group.size]
         for name in done:
-            coming = self._coming.pop(name)
-            request = coming.handed.request
-            if {*coming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
-                self._took(coming.handed)
-                leader.adopt(request, coming.handed.held)
+            incoming = self._incoming.pop(name)
+            request = incoming.handed.request
+            if {*incoming.arrivals.values()} == {Arrival.COMPLETE} and name not in self._cancelled:
+                self._took(incoming.handed)
+                leader.adopt(request, incoming.handed.held)
                 continue
             leader.forget(name)
-            damaged = [member for member, each in coming.arrivals.items() if each is Arrival.DAMAGED]
+            damaged = [member for member, each in incoming.arrivals.items() if each is Arrival.DAMAGED]
             if name in self._cancelled:
                 continue
             if damaged:
                 self._damaged(damaged[0], name)
                 continue
-            self._took(coming.handed)
+            self._took(incoming.handed)
             leader.requests.add(request)
         return bool(done)
 

@@ -1,10 +1,10 @@
-"""The layers that a replica holds: it drops others, whose pages serve KV, and restores them (KunServe §4).
+"""Drops the layers outside of a replica's span, whose pages then serve KV, and restores them (KunServe §4).
 
 Note [A drop is a plan with a pinned span]
-    Layers outside of the span stream, through one slot that they share; that is all there is to it. The pin is that no
-    governor's plan has them (hooks/streaming/arrangement.py, Note [Dropped layers]). So a replica that has to run alone
-    goes on at once, and slowly, where the paper restores first. Everything is done between two forwards, and takes no
-    copy to the host where the layers were made ready before (ready.py).
+    Dropped layers stream, through one slot that they share, and no plan of the governor has them
+    (hooks/streaming/arrangement.py, Note [Dropped layers]). So a replica that has to run alone goes on at once, though
+    slowly, where the paper restores first. A drop happens between two forwards, and copies nothing to the host where
+    the layers were made ready before (ready_layers.py).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ..device import governors
 from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
 from ..streaming.arrangement import Arrangement
 from ..weights.layers import decoder_layers
-from .layer_bytes import Came, LayerBytes
+from .layer_bytes import Filled, LayerBytes
 from .piecewise import Piecewise
-from .ready import ReadyLayers
+from .ready_layers import ReadyLayers
 from .restore_pages import RestorePages
 
 Source = Callable[[int], Mapping[str, torch.Tensor] | None]
 
 
-class Prepared(NamedTuple):
-    """A step of `prepare`: the layer that is ready now, and how many of how many are."""
+class PreparedLayer(NamedTuple):
+    """A step of `prepare`: the layer that is ready now; `done` layers `of` all are."""
 
     layer: int
     done: int
     of: int
 
 
-class Restored(NamedTuple):
-    """A step of `restore`: the layer that is resident again, its pages, and whether a peer gave its bytes."""
+class RestoredLayer(NamedTuple):
+    """A step of `restore`: the layer that is resident again, its pages, and whether a peer's bytes were used."""
 
     layer: int
     pages: int
@@ -49,12 +49,12 @@ class Restored(NamedTuple):
 
 
 class HeldLayers:
-    """Which decoder layers of a managed model a replica holds. Thread-safe: one call, or step, at a time; forwards may
-    run meanwhile on other threads. Does not keep the model alive. `pieces`: tells that work on a layer goes on."""
+    """The decoder layers of a managed model that a replica holds. Thread-safe: one call, or step, at a time; forwards
+    may run meanwhile on other threads. Does not keep the model alive. `pieces`: reports progress of work on a layer."""
 
     def __init__(self, handle: Managed) -> None:
         """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no governor would
-        bring home after `release`."""
+        restore after `release`."""
         elastic = elastic_of(handle)
         if elastic.interval != "auto":
             raise ManageError(
@@ -79,34 +79,34 @@ class HeldLayers:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The layers that are dropped, ascending; none where the model is managed no more."""
+        """The dropped layers, ascending; none where the model is no longer managed."""
         model = self._handle.model
         return self._elastic.arrangement.dropped if model is not None and managed_as(model) is self._handle else ()
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """The layers that a drop would copy nothing of to the host, as far as known."""
+        """The layers whose drop would copy nothing to the host, as far as known."""
         return tuple(layer for layer in self._droppable() if self._ready.is_ready(layer))
 
     def offer(self, wanted: Callable[[int], object]) -> None:
-        """`wanted(pages)` is told when the ladder has come to rung 7 for lack of pages, until `close`: see
-        offload/governor/duplicates.py. It returns at once; what it leads to is a `drop` later, or nothing."""
+        """Has `wanted(pages)` called when the ladder lacks pages at rung 7, until `end_offer`; see
+        offload/governor/duplicates.py. `wanted` has to return at once; a `drop` may follow later."""
         with self._lock:
             self.end_offer()
             self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)
 
     def end_offer(self) -> None:
-        """Nobody is told any more. Idempotent."""
+        """Ends `offer`. Idempotent."""
         with self._lock:
             if self._withdraw is not None:
                 self._withdraw()
                 self._withdraw = None
 
-    def prepare(self, layers: Iterable[int]) -> Iterator[Prepared]:
-        """Makes layers ready to be dropped, one in each step, while forwards run. Layers that are ready, or on the
-        host, are passed over. For the background: a thread that runs through it.
+    def prepare(self, layers: Iterable[int]) -> Iterator[PreparedLayer]:
+        """Makes layers ready to be dropped, one in each step, while forwards run. Skips layers that are ready, or on
+        the host.
 
-        Raises as `ReadyLayers.check`, first, and `ReadyLayers.make`, and those before are ready."""
+        Raises as `ReadyLayers.check`, at first, and as `ReadyLayers.make`; earlier layers stay ready."""
         with self._lock:
             self._check_managed()
             self._ready.check()
@@ -117,16 +117,15 @@ class HeldLayers:
             with self._lock:
                 if not self._ready.is_ready(layer):
                     self._ready.make(layer, self._module(layer))
-            yield Prepared(layer, done, len(wanted))
+            yield PreparedLayer(layer, done, len(wanted))
 
     def drop(self, span: Span) -> int:
-        """Drops all layers outside of `span` and those that are dropped. Returns how many device pages that freed:
-        those of the layers, less the slot that they share. They stay dropped until they are restored, or released.
+        """Drops all layers outside of `span`. Returns the number of device pages freed: those of the layers, less the
+        slot that they share. They stay dropped until `restore` or `release`.
 
-        All or nothing. ManageError for a span that the model does not have, where a CUDA graph has captured one of the
-        layers, or where the model is managed no more; DropRefused where there are no host pages, WeightsFileChanged
-        where the file is another one, ModelInUse: nothing has changed then. DriverError, PoolExhausted: what has left
-        by then streams, and the governor brings it home.
+        Nothing has changed after ManageError (a span that the model does not have, a CUDA graph that has captured one
+        of the layers, a model that is no longer managed), DropRefused (no host pages), WeightsFileChanged and
+        ModelInUse. After DriverError and PoolExhausted layers that have left stream, and the governor restores them.
         """
         with self._lock:
             self._check_managed()
@@ -135,13 +134,13 @@ class HeldLayers:
             self._reserve(layers)
             return between_forwards(self._handle, lambda: self._drop(layers))
 
-    def restore(self, order: Iterable[int], source: Source | None = None) -> Iterator[Restored]:
-        """Brings dropped layers home, one in each step, in this order; those that are there are passed over.
+    def restore(self, order: Iterable[int], source: Source | None = None) -> Iterator[RestoredLayer]:
+        """Restores dropped layers, one in each step, in this order; skips those that are resident.
 
-        `source(layer)`: the bytes of a peer, as tensors by their names in the layer, on any device; None where no peer
-        answers: then they come from the layer's backing. Raises torch.OutOfMemoryError where no pages are free for the
-        layer, WeightsFileChanged where its file is another one and no peer has it, ManageError, ModelInUse,
-        DriverError, and what `source` raises: the layer is dropped then as before, and may be tried again.
+        `source(layer)`: returns a peer's tensors by their names in the layer, on any device; None where no peer
+        answers: then the bytes come from the layer's backing. On an error the layer stays dropped, and may be tried
+        again: torch.OutOfMemoryError where no pages are free for it, WeightsFileChanged where its file has changed and
+        no peer has it, ManageError, ModelInUse, DriverError, and what `source` raises.
         """
         for layer in order:
             with self._lock:
@@ -150,18 +149,18 @@ class HeldLayers:
                 yield found
 
     def keep_room(self) -> None:
-        """Takes the pages that dropped layers need, as far as they are free, so that nobody else has them until
-        `restore` does: KV would, and the layers would stream as long as there are requests."""
+        """Reserves the pages that dropped layers need, as far as there are free ones, until `restore`: else KV would
+        take them, and the layers would stream as long as there are requests."""
         with self._lock:
             self._pages.keep(self.dropped)
 
     def give_back(self) -> None:
-        """Gives up the pages that `keep_room` took. Idempotent."""
+        """Frees the pages that `keep_room` has reserved. Idempotent."""
         with self._lock:
             self._pages.give_back()
 
     def release(self) -> None:
-        """The governor decides about all layers again, and brings home what there are pages for. Idempotent.
+        """Lets the governor decide about all layers again; it restores those for which there are pages. Idempotent.
         ModelInUse, ManageError."""
         with self._lock:
             self.give_back()
@@ -169,7 +168,7 @@ class HeldLayers:
                 self._change(lambda arrangement: arrangement.release())
 
     def close(self) -> None:
-        """As `release`; nothing is ready or offered any more."""
+        """Releases all layers, ends `offer`, and discards ready backings. Raises as `release`."""
         with self._lock:
             self.end_offer()
             self.release()
@@ -180,7 +179,7 @@ class HeldLayers:
     # -- dropping
 
     def _reserve(self, layers: Iterable[int]) -> None:
-        """Whatever is not ready is made so, while forwards run."""
+        """Makes those layers ready that are not, while forwards run."""
         lacking = [layer for layer in layers if not self._ready.is_ready(layer)]
         if lacking:
             self._look_for_files()
@@ -212,12 +211,12 @@ class HeldLayers:
         return [layer for layer, pages in enumerate(self._elastic.arrangement.pages) if pages]
 
     def _freed_at_most(self) -> int:
-        """By a drop of all but one layer."""
+        """Returns the pages that a drop of all but one layer would free."""
         pages = sorted(pages for pages in self._elastic.plan.pages if pages)
         return sum(pages[1:-1])
 
     def _look_for_files(self) -> None:
-        """See ReadyLayers. Layers that stream from files are not shown because of it."""
+        """Finds the weights files, see ReadyLayers, without mapping layers that stream from files."""
         model = self._model
         self._change(lambda arrangement: arrangement.plainly(lambda: self._ready.look_for_files(model)))
 
@@ -232,23 +231,23 @@ class HeldLayers:
 
     # -- restoring
 
-    def _restore(self, layer: int, source: Source | None) -> Restored | None:
+    def _restore(self, layer: int, source: Source | None) -> RestoredLayer | None:
         each = self._weights.ring.layer(layer)
-        if each is None:  # an interrupt came between
+        if each is None:  # an interrupt came in between
             return None
         given = None if source is None else source(layer)
         filled = self._pages.take(layer, each.pages)
         try:
             came = self._bytes.fill(each, filled, given)
-            peer = between_forwards(self._handle, lambda: self._bring(layer, filled, came))
+            peer = between_forwards(self._handle, lambda: self._map(layer, filled, came))
         finally:
-            filled.close()  # where it was adopted there is nothing left
+            filled.close()  # does nothing where its pages were adopted
         self._governor.pages.went_back()
         self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._elastic.name)
-        return Restored(layer, each.pages, peer)
+        return RestoredLayer(layer, each.pages, peer)
 
-    def _bring(self, layer: int, filled: Range, came: Came) -> bool:
-        """Between two forwards: the layer is resident again with those pages. Were they filled by a peer?"""
+    def _map(self, layer: int, filled: Range, came: Filled) -> bool:
+        """Makes the layer resident with those pages, between two forwards. Returns whether they have a peer's bytes."""
         each = self._weights.ring.layer(layer)
         if each is None or each.pages != filled.pieces:
             raise ManageError(f"layer {layer} of {self._elastic.name} has changed while it came home: try again")

@@ -1,4 +1,4 @@
-"""Iterations of a group: which requests the next one has, and who gives way where none can go on."""
+"""Iterations of a group: selects the requests of the next one, and preempts one where none can go on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .span_cache import SpanCache
 
 
 class Iterations:
-    """Used by one thread."""
+    """Schedules iterations. Used by one thread."""
 
     def __init__(self, cache: SpanCache, requests: GroupRequests, reads: float) -> None:
-        """`reads`: tokens that each follower can read in a microbatch."""
+        """`reads`: tokens that every follower can read in a microbatch."""
         self._cache = cache
         self._requests = requests
         self._reads = int(min(reads, cache.max_tokens_read))
 
     def next(self, awaited: bool) -> list[Any]:
-        """What transformers has scheduled of each request; empty where none can run now. `awaited`: is a microbatch in
-        flight?"""
+        """Returns transformers' FutureRequestState of each scheduled request; empty where none can run now. `awaited`:
+        a microbatch is in flight."""
         scheduler, preemption = self._requests.scheduler, self._requests.preemption
         if not scheduler.active_requests:
             scheduler.block_new_requests = False  # no end of a request would allow them
@@ -45,11 +45,12 @@ class Iterations:
             if preemption.offload_requests():
                 continue
             if not awaited and scheduler.active_requests:
-                self._give_way()
+                self._preempt_newest()
             return []
 
-    def _give_way(self) -> None:
-        """No request can go on, and no answer is awaited: the newest begins again later, or fails if it is alone."""
+    def _preempt_newest(self) -> None:
+        """Preempts the newest request, to be computed anew later; fails it if it is alone. For when no request can go
+        on, and none is in flight."""
         active, preemption = self._requests.scheduler.active_requests, self._requests.preemption
         state = next(reversed(active.values()))
         if len(active) > 1 or preemption.may_wait():

@@ -1,16 +1,16 @@
-"""KV of running requests on its way to other replicas, as a group changes its spans (KunServe §4.2).
+"""Moves KV of running requests to other replicas when a group changes its spans (KunServe §4.2).
 
 Note [Pieces]
-    The KV of a request in a layer is a row of blocks. A piece is some of them, whole, of one layer: what one transfer
-    carries, so that an activation waits no longer than for one piece. Blocks have other numbers on each replica; a
-    piece names them by their place in the request's row, which is the same everywhere, also where the row is the ring
-    of a sliding window. A request goes on once every layer of its new spans has all of its blocks. Until then new ones
-    are served, in the new caches, beside it.
+    The KV of a request in a layer is a row of blocks. A piece is some whole blocks of one layer, sent in one transfer,
+    so an activation waits for at most one piece. Blocks have other numbers on each replica; a piece names them by their
+    index in the request's row, which is the same everywhere, also where the row is the ring of a sliding window. A
+    request goes on once every layer of its new spans has all of its blocks. New requests are served meanwhile, in the
+    new caches.
 
 Note [What is wrong is computed again]
-    A piece whose checksum differs, or that finds no memory, loses the request nothing but time: its tokens are known,
-    so it is computed again on all stages. Memory is the group's own affair, whose first stage begins anew. Damage is a
-    fault: the supervisor is told, and says where the request is computed, and when that was tried often enough.
+    A piece with a wrong checksum, or without memory, costs the request only time: its tokens are known, so it is
+    computed anew on all stages. Without memory the group's first stage decides that alone. Damage is reported to the
+    supervisor, which has the request computed anew, or ends it after too many attempts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .span_cache import SpanCache
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Blocks [first, first + count) of a request's KV in one layer. `held`: tokens of the request that have KV;
-    `check`: of the bytes."""
+    `check`: checksum of the bytes."""
 
     request: str
     held: int
@@ -41,18 +41,18 @@ class Piece:
     check: int = 0
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         return json.dumps([self.request, self.held, self.layer, self.first, self.count, self.check])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The piece that `to_json` was called on."""
+        """Returns the piece that `to_json` has encoded."""
         return cls(*json.loads(text))
 
 
 def moves(old: Mapping[str, range], new: Mapping[str, range]) -> list[tuple[str, str, range]]:
-    """(from, to, layers) for all layers, by replica, of those that have them and of those that get them; from and to
-    are the same where layers stay. What several have is taken from who needs it, else from the first one."""
+    """Returns (source, target, layers) so that each target gets all its `new` layers. `old`, `new`: layers by replica.
+    Layers that a target already has stay there (source and target are the same); others come from the first source."""
     found = []
     for target, wanted in new.items():
         stays = _common(old.get(target, range(0)), wanted)
@@ -64,12 +64,12 @@ def moves(old: Mapping[str, range], new: Mapping[str, range]) -> list[tuple[str,
                 continue
             missing = [layer for layer in missing if layer not in has]
             found += [(source, target, run) for run in _consecutive(layers)]
-        assert not missing, f"nobody has layers {missing}"
+        assert not missing, f"no replica has layers {missing}"
     return found
 
 
 def pieces(cache: SpanCache, request: str, held: int, layers: range, most: int) -> Iterator[Piece]:
-    """The pieces of a request in these layers of a cache, of at most `most` blocks."""
+    """Yields the pieces of a request in these layers of a cache, of at most `most` blocks each."""
     for layer in layers:
         blocks = len(_table(cache, request, layer))
         for first in range(0, blocks, most):
@@ -77,7 +77,7 @@ def pieces(cache: SpanCache, request: str, held: int, layers: range, most: int) 
 
 
 def exported(cache: SpanCache, piece: Piece) -> torch.Tensor:
-    """A copy of the bytes of a piece, [blocks, 2, tokens, heads, width]."""
+    """Returns a copy of the KV of a piece, [blocks, 2, tokens, heads, width]."""
     rows, index = _rows(cache, piece)
     with GroupLease(cache.group), torch.no_grad():
         cache.pages.client.uses()
@@ -85,14 +85,14 @@ def exported(cache: SpanCache, piece: Piece) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum of the words of a piece, each weighted by where it is, modulo 2**64; on the device where the piece is."""
+    """Returns the sum of the piece's 4-byte words, each weighted by its index, modulo 2**64. Computed on its device."""
     words = tensor.contiguous().view(torch.int32).flatten()
     weights = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761 % 2**31
     return int((words * weights).sum())
 
 
 class Arrival(Enum):
-    """What became of a request's KV on its way to one replica."""
+    """How the transfer of a request's KV to one replica ended."""
 
     COMPLETE = "all of it came"
     ABSENT = "there was none, or no memory for it"
@@ -100,7 +100,7 @@ class Arrival(Enum):
 
 
 class Arrivals:
-    """What comes to one replica's new cache. `lost`: requests that have to be computed again, and why."""
+    """KV that arrives for one replica's new cache. `lost`: requests that have to be computed anew, and why."""
 
     def __init__(self, cache: SpanCache) -> None:
         self.lost: dict[str, Arrival] = {}
@@ -108,15 +108,15 @@ class Arrivals:
         self._missing: dict[str, dict[int, set[int]]] = {}  # by request and layer: blocks that have not come
 
     def take(self, piece: Piece, tensor: torch.Tensor) -> bool:
-        """Puts a piece where the request has its blocks, which it gets with its first piece. Is the request complete
-        now, in all layers of the span?"""
+        """Copies a piece into the request's blocks, which are allocated with its first piece. Returns whether the
+        request is now complete, in all layers of the span."""
         name = piece.request
         if name in self.lost:
             return False
         if checksum(tensor) != piece.check:
             self.lose(name, Arrival.DAMAGED)
             return False
-        if not self._placed(name, piece.held):
+        if not self._allocate(name, piece.held):
             self.lose(name, Arrival.ABSENT)
             return False
         rows, index = _rows(self._cache, piece)
@@ -131,12 +131,12 @@ class Arrivals:
         return True
 
     def lose(self, request: str, why: Arrival) -> None:
-        """Frees what has come of a request; what still comes of it is dropped."""
+        """Frees the pieces of a request that have come; later ones are dropped."""
         self.lost.setdefault(request, why)
         self._missing.pop(request, None)
         self._cache.give(request)
 
-    def _placed(self, name: str, held: int) -> bool:
+    def _allocate(self, name: str, held: int) -> bool:
         if name not in self._missing:
             if not self._cache.store(RequestState(name, []), held):
                 return False
@@ -151,7 +151,7 @@ def _table(cache: SpanCache, request: str, layer: int) -> list[int]:
 
 
 def _rows(cache: SpanCache, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks of the layer, [blocks of the cache, 2, tokens, heads, width], and which of them the piece is."""
+    """Returns all blocks of the layer, [blocks, 2, tokens, heads, width], and the indices of the piece's blocks."""
     layer = piece.layer - cache.layers.start
     kind: Any = cache.layer_to_allocator[layer]
     shape = (-1, len(kind.layer_indices), 2, kind.tokens_per_page, kind.num_key_value_heads, kind.head_dim)

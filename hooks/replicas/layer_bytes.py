@@ -1,10 +1,10 @@
-"""The bytes of a layer that comes home, on new pages.
+"""Fills new pages with the bytes of a layer that is restored.
 
-Note [Where a layer comes home from]
-    Its bytes come to new pages while forwards run, and the pages to its addresses between two of them. A peer's bytes
-    are taken only if their checksum is that of the layer's backing. What has come from a file needs no look, as nobody
-    but the layer can have been shown it; what lies in host pages may have been written to there, so it is copied, or
-    compared with a peer's, between the forwards.
+Note [Where a layer is restored from]
+    The bytes are copied to new pages while forwards run, and the pages are mapped at the layer's addresses between two
+    forwards. A peer's bytes are used only if their checksum equals that of the layer's backing. Bytes from a file need
+    no check, as only the layer can have been mapped to it; host pages may have been written to meanwhile, so they are
+    copied, or compared with a peer's, between the forwards.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from ..weights.ranges import Weights
 from ..weights.storages import like_over
 from .checksum import checksum
 from .piecewise import Piecewise
-from .ready import lying_in, sums
+from .ready_layers import lying_in, sums
 
-# What came to new pages: the checksums of a peer's bytes by range and offset, none of a file's; None: nothing did
-Came = dict[int, dict[int, bytes]] | None
+# How new pages were filled: checksums of a peer's bytes, by range and offset; empty: from a file; None: not yet
+Filled = dict[int, dict[int, bytes]] | None
 
 
 class LayerBytes:
-    """Used under the lock of HeldLayers. See Note [Where a layer comes home from]."""
+    """Fills pages of restored layers. Used under the lock of HeldLayers. See Note [Where a layer is restored from]."""
 
     def __init__(self, weights: Weights, name: str, module: Callable[[int], nn.Module], pieces: Piecewise) -> None:
-        """`name`: of the model; `module(layer)`: of a decoder layer."""
+        """`name`: of the model; `module(layer)`: returns a decoder layer's module."""
         self._weights = weights
         self._name = name
         self._module = module
         self._pieces = pieces
 
-    def fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
-        """Brings a layer's bytes to new pages while forwards run: those that a peer has `given`, else its backing's, if
-        nobody but the layer can have been shown that. WeightsFileChanged, DriverError; ManageError for what is not the
-        layer's."""
+    def fill(self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Filled:
+        """Copies a layer's bytes to the pages `filled` while forwards run: those that a peer has `given`, else those of
+        its file, if it has one. WeightsFileChanged, DriverError; ManageError where `given` does not fit the layer."""
         if given is not None:
             return self._fill_from(each, filled, given)
         if not _in_files(each):
@@ -52,7 +51,7 @@ class LayerBytes:
     def _fill_from(
         self, each: StreamedLayer, filled: Range, given: Mapping[str, torch.Tensor]
     ) -> dict[int, dict[int, bytes]]:
-        """The same from a peer. Returns the checksums of what came, by range and offset. ManageError."""
+        """Copies a peer's bytes. Returns their checksums, by range and offset. ManageError."""
         lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
         if wrong := sorted(
             name
@@ -73,23 +72,23 @@ class LayerBytes:
                 self._pieces.done()
         return found
 
-    def complete(self, each: StreamedLayer, filled: Range, came: Came) -> bool:
-        """Between two forwards: the pages have the layer's bytes now. Are they those that a peer gave?
-        WeightsFileChanged, DriverError."""
+    def complete(self, each: StreamedLayer, filled: Range, came: Filled) -> bool:
+        """Fills the pages between two forwards, unless they have the right bytes already. Returns whether these are a
+        peer's. WeightsFileChanged, DriverError."""
         peer = bool(came) and came == self._sums(each)
         if not (peer or (came == {} and _in_files(each))):
             self._copy(each, filled, None)
         return peer
 
     def _sums(self, each: StreamedLayer) -> dict[int, dict[int, bytes]]:
-        """The checksums of a layer on the host, by range and offset; empty where nobody knows."""
+        """Returns the checksums of a layer's backing, by range and offset; those of files may be missing."""
         if _in_files(each):
             return {part.range.address: dict(part.backing.sums) for part in each.parts}
         lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
         return {part.range.address: sums(part.range, lying, self._pieces) for part in each.parts}
 
     def _copy(self, each: StreamedLayer, filled: Range, after: int | None) -> None:
-        """From the layer's backing. WeightsFileChanged, DriverError."""
+        """Copies the layer's backing. WeightsFileChanged, DriverError."""
         each.check()
         try:
             self._pieces.copy(each.copies(filled), after, "device")
@@ -98,12 +97,12 @@ class LayerBytes:
 
 
 def _in_files(each: StreamedLayer) -> bool:
-    """Does all of a layer on the host lie in files, so that nobody has been shown it?"""
+    """Returns whether all backings of a layer are files, so only the layer can have been mapped to them."""
     return all(part.backing.file is not None for part in each.parts)
 
 
 def _place(each: StreamedLayer, address: int, page: int) -> int:
-    """Returns where the byte at an address of the layer's lies in its slot."""
+    """Returns the offset in the layer's slot of the byte at an address of the layer."""
     for part in each.parts:
         offset = address - part.range.address - part.first * page
         if 0 <= offset < part.count * page:

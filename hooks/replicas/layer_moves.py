@@ -1,12 +1,12 @@
-"""Layers of a replica on their way: made ready to be dropped, brought home, and sent to others that bring theirs home.
+"""Moves layers of a replica: prepares drops, drops, restores layers, and sends layers to others that restore theirs.
 
 Note [Pulled layers]
-    Who brings a layer home asks the replica that holds it, over their link, and waits for the tensors; where there is
-    no such link the layer comes from its own backing. While it waits it sends what others ask for: two that pull from
-    each other would wait for ever otherwise.
+    A replica restores a layer by asking a holder for it over their link, and waiting for the tensors; without such a
+    link the layer comes from its own backing. While it waits it answers the requests of others: otherwise two that pull
+    from each other would deadlock.
 
-    Who is on its own and lacks layers keeps their pages from KV at once, while it has none, and brings them home
-    between its microbatches: from its backing, until the supervisor says from where.
+    A lone replica that lacks layers reserves their pages at once, while it has no KV, and restores the layers between
+    its microbatches: from its backing, until the supervisor sends a source.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .errors import Interrupted, LinkError
 from .held_layers import Source
 from .link import Link
 from .messages import ENDS_PULL
-from .setup import Setup
-from .stage import Over
+from .replica_setup import ReplicaSetup
+from .stage import WatchedLink
 from .stage_link import tensor_of, text_of
 
 
 class LayerMoves:
-    """Used by one thread. `pulling`: layers come home; `ready`: all can be dropped at once, or it is said why not when
-    that is asked for; `sent`: bytes of layers that went to others."""
+    """Moves layers. Used by one thread. `pulling`: layers are being restored; `ready`: all are prepared for a drop, or
+    an error that `prepare` will raise has stopped that; `sent`: bytes of layers sent to others."""
 
-    def __init__(self, setup: Setup, beat: Callable[[], object], links: Callable[[], Iterable[Link]]) -> None:
-        """`beat`: is called while something is waited for; `links`: all that others may ask for layers over."""
+    def __init__(self, setup: ReplicaSetup, beat: Callable[[], object], links: Callable[[], Iterable[Link]]) -> None:
+        """`beat`: called during waits; `links`: returns the links over which others may ask for layers."""
         self.pulling = False
         self.ready = False
         self.sent = 0
@@ -46,12 +46,12 @@ class LayerMoves:
         self._links = links
         self._preparing: Iterator[object] | None = None
         self._pulls: Iterator[object] = iter(())
-        self._epoch = -1  # that the pull is of
+        self._epoch = -1  # of the pull
 
     # -- ready to be dropped
 
     def prepare(self) -> bool:
-        """Makes one more layer ready. False once all are. What HeldLayers.prepare raises."""
+        """Prepares one more layer for a drop. False once all are. Raises as HeldLayers.prepare."""
         if self._preparing is None:
             self._preparing = self._setup.holds.prepare(range(self._setup.layers))
         if next(self._preparing, None) is not None:
@@ -60,21 +60,21 @@ class LayerMoves:
         return False
 
     def prepare_anew(self) -> None:
-        """The next `prepare` looks at all layers: files may have changed since they were made ready."""
+        """Has the next `prepare` check all layers again: their files may have changed."""
         self._preparing = None
 
     def prepare_idle(self) -> bool:
-        """The same while there is nothing else to do."""
+        """Prepares one more layer while the replica is idle, ignoring errors. Returns whether there may be more."""
         try:
             self.ready = not self.prepare()
         except (BallonetError, torch.OutOfMemoryError):
             self._preparing, self.ready = None, True
         return not self.ready
 
-    # -- held and not
+    # -- drop and release
 
-    def hold(self, group: Group) -> None:
-        """Drops the layers that are not of this replica's span."""
+    def drop_outside_span(self, group: Group) -> None:
+        """Drops the layers outside of this replica's span; reserves pages for dropped layers if it is alone."""
         if not group.is_dropped:
             self._setup.holds.keep_room()
             return
@@ -83,31 +83,31 @@ class LayerMoves:
         self._setup.holds.drop(span)
         notes.now("layers", None)
 
-    def go_home(self, group: Group, epoch: int) -> None:
-        """Layers that a replica on its own lacks come home from now on; call `pull`."""
+    def restore_own_layers(self, group: Group, epoch: int) -> None:
+        """Begins to restore the layers that a lone replica lacks, from its backing; call `pull`."""
         dropped = () if group.is_dropped else self._setup.holds.dropped
         if dropped:
             self.begin(epoch, [Pull(self._setup.me, layer, None) for layer in dropped], {})
 
     def release(self, group: Group) -> None:
-        """Layers are a usual plan's again, where the group drops none and none is on its way."""
+        """Lets the governor decide about all layers again, if the group drops none and none is being restored."""
         if not group.is_dropped and not self.pulling:
             self._setup.holds.release()
 
-    # -- home
+    # -- restore
 
     def begin(self, epoch: int, pulls: Iterable[Pull], links: Mapping[int, Link]) -> None:
-        """Layers come home from now on; call `pull`."""
-        self._pulls = self.pulled(pulls, links)
+        """Begins to restore layers; call `pull`."""
+        self._pulls = self.pull_all(pulls, links)
         self.pulling, self._epoch = True, epoch
 
     def stop(self, epoch: int | None = None) -> None:
-        """No more layers come home, of this epoch, or at all."""
+        """Stops restoring layers: those of this epoch; None: of any."""
         self.pulling &= epoch is not None and self._epoch != epoch
 
     def pull(self) -> bool:
-        """Brings the next layer home. False once all are here, and `Restored` is posted. LinkError, Interrupted: the
-        pull has ended. Other errors end it too, and the supervisor is told."""
+        """Restores the next layer. False once all are resident. LinkError and Interrupted end the pull; so do other
+        errors, which are reported to the supervisor and not raised."""
         me, supervisor = self._setup.me, self._setup.supervisor
         try:
             if next(self._pulls, None) is not None:
@@ -123,42 +123,43 @@ class LayerMoves:
         return False
 
     def post_restored(self) -> None:
-        """All layers are home."""
+        """Reports to the supervisor that all layers are restored."""
         self._setup.supervisor.post(events.Restored(0.0, self._epoch, self._setup.me))
 
-    def pulled(self, pulls: Iterable[Pull], links: Mapping[int, Link]) -> Iterator[object]:
-        """Brings layers home one by one, from a peer where there is a link to it, else from their backing."""
+    def pull_all(self, pulls: Iterable[Pull], links: Mapping[int, Link]) -> Iterator[object]:
+        """Restores this replica's layers, one in each step, from a peer if there is a link to it, else from the
+        backing."""
         for each in pulls:
             if each.member != self._setup.me:
                 continue
             link = None if each.source is None else links.get(each.source)
-            source = None if link is None or link.error is not None else self._from(link)
+            source = None if link is None or link.error is not None else self._source_over(link)
             yield from self._setup.holds.restore((each.layer,), source)
 
-    def _from(self, link: Link) -> Source:
+    def _source_over(self, link: Link) -> Source:
         def weights(layer: int) -> dict[str, torch.Tensor]:
             link.send(tensor_of(str(layer)), "pull", urgent=True)
             names = json.loads(text_of(self._wait(link, "layer")))
             found: dict[str, torch.Tensor] = {}
             for name in names:
                 found[name] = self._wait(link, "weights")
-                self._beat()  # they may come fast enough to be waited for shortly, and be many
+                self._beat()  # `_wait` beats only in long waits, and there may be many tensors
             return found
 
         return weights
 
     def _wait(self, link: Link, tag: str) -> torch.Tensor:
-        ends = partial(self._setup.supervisor.waits, ENDS_PULL)
-        return Over(link, self._setup.tuning.beat, self._meanwhile, ends).recv(tag)
+        ends = partial(self._setup.supervisor.has_kind, ENDS_PULL)
+        return WatchedLink(link, self._setup.tuning.beat, self._on_idle, ends).recv(tag)
 
-    def _meanwhile(self) -> None:
+    def _on_idle(self) -> None:
         self._beat()
         self.serve()
 
     # -- to others
 
     def serve(self) -> None:
-        """Sends layers that others ask for."""
+        """Sends the layers that others have asked for."""
         for link in self._links():
             while link.error is None and link.has("pull") and (found := link.take("pull")) is not None:
                 self._send(link, int(text_of(found)))
@@ -175,7 +176,7 @@ class LayerMoves:
 
 
 def reason_of(error: Exception) -> Reason:
-    """Why layers could not be made ready, or brought home, as the supervisor is told."""
+    """Returns the reason to report for an error in preparing or restoring layers."""
     if isinstance(error, WeightsFileChanged):
         return Reason.FILE_CHANGED
     return Reason.HOST_MEMORY if isinstance(error, DropRefused) else Reason.PAGES

@@ -1,10 +1,10 @@
-"""The first stage of a group: it has the requests, plans microbatches, computes its own part and hears the tokens.
+"""The first stage of a group: holds the requests, plans microbatches, computes its layers, and receives the tokens.
 
 Note [Places]
     A group has as many microbatches in flight as stages, so that each stage has one (KunServe Fig. 8: the first stage
-    takes microbatch k once k - stages has left the last one). As soon as a place is free an iteration is planned of the
-    requests that are in no microbatch, in as many microbatches as places are free: after the first iteration that is
-    one, so the requests of a microbatch stay together, and new ones join whichever has a place next.
+    takes microbatch k once k - stages has left the last one). As soon as a place is free an iteration of the requests
+    that are in no microbatch is planned, in as many microbatches as there are free places: one, after the first
+    iteration, so the requests of a microbatch stay together, and new ones join the next microbatch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
-from .follower_news import FollowerNews
-from .forming import Form, by_tokens
-from .group_requests import GroupRequests, Told
+from .follower_updates import FollowerUpdates
+from .group_requests import GroupRequests, Notify
+from .group_settings import GroupSettings
+from .in_flight import FollowerRoom, Microbatch, split_iteration
 from .iterations import Iterations
+from .microbatch_split import SplitPolicy, split_by_tokens
 from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request
-from .settings import GroupSettings
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
 from .stage_link import StageLink, tensor_of, text_of
 
 
 class Leader:
-    """Used by one thread. `requests`: those of its group."""
+    """The leader of a group. Used by one thread. `requests`: of its group."""
 
     def __init__(
         self,
@@ -39,64 +39,65 @@ class Leader:
         cache: SpanCache,
         runner: SpanRunner,
         settings: GroupSettings,
-        told: Told,
+        notify: Notify,
         *,
         after: StageLink | None = None,
         last: StageLink | None = None,
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
         reads: float = float("inf"),
-        form: Form = by_tokens,
+        split: SplitPolicy = split_by_tokens,
     ) -> None:
-        """`after`, `last`: links to the next stage and to the last one, where there are others. `rooms`: tokens that
-        each follower has memory for; `most`: that each could have if no request ran; `reads`: that each can read in a
-        microbatch."""
+        """`notify`: called with each request that got a token, or failed; `after`, `last`: links to the next and the
+        last stage, if there are others; `rooms`: tokens for which each follower has memory; `most`: the least of their
+        rooms if no request ran; `reads`: tokens that every follower can read in a microbatch."""
         self.epoch = epoch
         self.cache = cache
-        self.plans = True  # else only what is in flight is brought to its end
+        self.plans = True  # else only microbatches that are planned already are computed
         self._runner = runner
         self._after = after
         self._last = last
-        self._form = form
+        self._split = split
         self._stages = 1 + len(rooms)
-        self._rooms = left = Rooms(rooms)
-        self.requests = GroupRequests(cache, settings, self._stages, told, lambda: left.least, lambda: most)
+        self._rooms = left = FollowerRoom(rooms)
+        self.requests = GroupRequests(cache, settings, self._stages, notify, lambda: left.least, lambda: most)
         self._iterations = Iterations(cache, self.requests, reads)
-        self._news = FollowerNews(cache, self.requests)
+        self._updates = FollowerUpdates(cache, self.requests)
         self._queue: deque[Microbatch] = deque()  # planned
-        self._flying: deque[Microbatch] = deque()  # and begun
+        self._flying: deque[Microbatch] = deque()  # begun, and not answered
         self._number = 0
-        self._failed: list[RequestState] = []  # of requests in flight that this stage had no memory for
+        self._failed: list[RequestState] = []  # of requests in flight for which this stage had no memory
 
     def adopt(self, request: Request, held: int) -> None:
         """Takes a request `held` tokens of which have KV in the caches of all stages."""
         self.requests.adopt(request, held)
-        self._news.have(request.name)
+        self._updates.add_known(request.name)
 
     def forget(self, request: str) -> None:
-        """Has all stages free what they have of a request that is not here."""
-        self._news.have(request)
+        """Has all stages free the KV of a request that this group does not adopt."""
+        self._updates.add_known(request)
         self.cache.free_blocks(request)
 
     @property
     def in_flight(self) -> int:
-        """Microbatches that were begun and not answered."""
+        """Number of microbatches that were begun and not answered."""
         return len(self._flying)
 
     @property
     def queued(self) -> int:
-        """Microbatches that are planned and not begun."""
+        """Number of microbatches that are planned and not begun."""
         return len(self._queue)
 
     @property
     def idle(self) -> bool:
-        """Is there nothing to do until a request comes?"""
-        return not (self._queue or self._flying or self._tells or self.requests.scheduler.has_pending_requests())
+        """Whether there is nothing to do until a request comes."""
+        return not (self._queue or self._flying or self._has_updates or self.requests.scheduler.has_pending_requests())
 
     # -- steps
 
     def launch(self) -> bool:
-        """Begins a microbatch, if there is a place and anything to compute or to tell. Was there?"""
+        """Begins a microbatch, if a place is free and there is anything to compute, or followers need an update.
+        Returns whether it did."""
         if len(self._flying) >= self._stages:
             return False
         if not self._queue and self.plans:
@@ -108,13 +109,14 @@ class Leader:
             if current.chunks:
                 self._begin(current)
                 return True
-        if self._tells:
+        if self._has_updates:
             self._begin(Microbatch((), ()))
             return True
         return False
 
     def collect(self) -> bool:
-        """Takes in the answer to the oldest microbatch, waiting for it. Was there one? OutOfStep."""
+        """Waits for the answer to the oldest microbatch, and takes it in. Returns whether one was in flight.
+        OutOfStep."""
         if not self._flying:
             return False
         found = self._flying.popleft()
@@ -138,8 +140,8 @@ class Leader:
     # -- planning
 
     @property
-    def _tells(self) -> bool:
-        return self._stages > 1 and bool(self._news)
+    def _has_updates(self) -> bool:
+        return self._stages > 1 and bool(self._updates)
 
     def _plan(self) -> None:
         found = self._iterations.next(bool(self._flying))
@@ -148,7 +150,7 @@ class Leader:
         states = [each.state for each in found]
         chunks = [_chunk(each) for each in found]
         places = self._stages - len(self._flying)
-        self._queue.extend(formed(chunks, states, self._form, places))
+        self._queue.extend(split_iteration(chunks, states, self._split, places))
         for each in self._queue:
             self.requests.scheduler.in_flight.update(chunk.request for chunk in each.chunks)
 
@@ -158,7 +160,7 @@ class Leader:
     # -- computing
 
     def _begin(self, batch: Microbatch) -> None:
-        plan = Plan(self.epoch, self._number, tuple(batch.chunks), *self._news.take(batch.chunks))
+        plan = Plan(self.epoch, self._number, tuple(batch.chunks), *self._updates.take(batch.chunks))
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
             self._after.send(tensor_of(plan.to_json()), "plan", True)
@@ -176,7 +178,7 @@ class Leader:
         self._flying.append(batch)
 
     def _compute(self, batch: Microbatch) -> States | None:
-        """None where there was no memory."""
+        """Runs this stage's layers. None where there was no memory."""
         if not batch.chunks:
             return ()
         try:

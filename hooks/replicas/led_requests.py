@@ -1,4 +1,4 @@
-"""Requests that a replica leads, as the first stage of its group, and what the supervisor hears of them."""
+"""The requests that a replica leads, as the first stage of its group, and reports on them to the supervisor."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from ...allocator.errors import BallonetError
 from .handover import Handed
 from .leader import Leader
 from .messages import Start, Told
+from .replica_setup import SupervisorChannel
 from .requests import Request
-from .setup import Speaks
 
 
 class LedRequests:
-    """Remembers the assignment of each (ledger.py), and those that were given before their epoch has begun here."""
+    """Keeps the assignment of each request (ledger.py), and requests that came before their epoch began here."""
 
-    def __init__(self, supervisor: Speaks) -> None:
+    def __init__(self, supervisor: SupervisorChannel) -> None:
         self._supervisor = supervisor
         self._assignments: dict[str, int] = {}
         self._early: list[Start] = []
         self._news: list[Told] = []
 
     def start(self, start: Start, epoch: int, leader: Leader | None) -> None:
-        """Gives a request to the leader of this epoch; None: it is not there yet, so the request waits for it."""
+        """Starts a request with the leader of this epoch; None: not there yet, so the request waits."""
         if start.epoch < epoch:
-            return  # of a group that is no more: the supervisor gives it to another
+            return  # its group has ended: the supervisor assigns it to another
         if start.epoch > epoch or leader is None:
             self._early.append(start)
             return
@@ -30,29 +30,29 @@ class LedRequests:
         try:
             leader.requests.add(start.request)
         except BallonetError as error:
-            self.told(start.request, error)
+            self.add_report(start.request, error)
 
     def start_early(self, epoch: int, leader: Leader | None) -> None:
-        """The same with all that wait."""
+        """Starts all requests that waited for this epoch or its leader."""
         early, self._early = self._early, []
         for each in early:
             self.start(each, epoch, leader)
 
     def cancel(self, request: str) -> None:
-        """Ends its part in a request whose client does not want it, whether it waits or runs."""
+        """Forgets a request whose client has gone away."""
         self._assignments.pop(request, None)
         self._early = [each for each in self._early if each.request.name != request]
 
-    def give(self, request: str) -> int | None:
-        """Ends its part in a request, and returns the assignment; None: the supervisor waits for it no more."""
+    def release_assignment(self, request: str) -> int | None:
+        """Forgets a request that is handed over, and returns its assignment; None: it was cancelled, or has ended."""
         return self._assignments.pop(request, None)
 
-    def take(self, handed: Handed) -> None:
-        """A request has come from another group."""
+    def adopt(self, handed: Handed) -> None:
+        """Takes a request from another group."""
         self._assignments[handed.request.name] = handed.assignment
 
-    def told(self, request: Request, error: Exception | None) -> None:
-        """Notes for `tell` a new token, or why the request failed."""
+    def add_report(self, request: Request, error: Exception | None) -> None:
+        """Queues a report: the request's new token, or why it failed."""
         assignment = self._assignments.get(request.name)
         if assignment is None:
             return
@@ -63,12 +63,12 @@ class LedRequests:
         if error is not None or request.over:
             self._assignments.pop(request.name, None)
 
-    def tell(self) -> None:
-        """Tells the supervisor what is new of all requests, at once. SupervisorLost."""
+    def send_reports(self) -> None:
+        """Sends the queued reports of all requests in one message. SupervisorLost."""
         news, self._news = self._news, []
         if news:
             self._supervisor.post(*news)
 
     def forget(self) -> None:
-        """Ends its part in all: the group is no more, and the supervisor has the requests."""
+        """Forgets all requests, as the group has ended: the supervisor has them."""
         self._assignments.clear()

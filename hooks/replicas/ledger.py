@@ -1,10 +1,10 @@
-"""The supervisor's ledger: each request that was accepted, until its client has its whole answer.
+"""The supervisor's ledger: each accepted request, with its delivered tokens, until its client has the whole answer.
 
 Note [Never twice]
-    Replicas may end at any moment, and a request that is computed again repeats tokens that its client has already.
-    Each report says how many tokens came before it, so what is behind the end of what was delivered is new, and the
-    rest is compared: sampling is keyed by (seed, position), so a token that differs is an error of the group, which
-    ends that request. Reports of an assignment that is not the latest one are ignored.
+    Replicas may end at any moment, and a request that is computed anew repeats tokens that its client already has. Each
+    report has the number of earlier tokens, so tokens beyond the delivered ones are new, and the rest is compared:
+    sampling is keyed by (seed, position), so a token that differs is an error of the group, which ends that request.
+    Reports of an assignment other than the latest are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .requests import Request
 
 @dataclass(slots=True)
 class Entry:
-    """One request, which `came` at this time. `assignment`: counts how often it was given to a group."""
+    """One request. `came`: when it arrived; `assignment`: counts how often it was given to a group."""
 
     request: Request
     came: float
@@ -25,11 +25,11 @@ class Entry:
 
 
 class RepeatedOtherwise(RuntimeError):
-    """A request that was computed again has got another token than the one that its client has."""
+    """A request that was computed anew has another token than the delivered one."""
 
 
 class Ledger:
-    """Used by one thread."""
+    """The requests that have not ended. Used by one thread. See Note [Never twice]."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -41,28 +41,28 @@ class Ledger:
         return name in self._entries
 
     def accept(self, request: Request, now: float) -> None:
-        """Takes a request at this time. ValueError where one of this name has not ended."""
+        """Adds a request that arrives `now`. ValueError where one of this name has not ended."""
         if request.name in self._entries:
             raise ValueError(f"a request {request.name!r} has not ended yet: give each a name of its own")
         self._entries[request.name] = Entry(request, now)
 
     def assign(self, name: str) -> Entry:
-        """Gives a request to a group, to be computed from what was delivered on. KeyError."""
+        """Counts that a request is given to a group, to be computed after its delivered tokens. KeyError."""
         entry = self._entries[name]
         entry.assignment += 1
         return entry
 
     def entry(self, name: str) -> Entry:
-        """KeyError where it has ended."""
+        """Returns the entry of a request. KeyError where it has ended."""
         return self._entries[name]
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
 
     def deliver(self, name: str, assignment: int, before: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns those of the tokens that its client has not got; `before`: tokens of the answer before these. Nothing
-        where the request has ended, or was given to a group again since. RepeatedOtherwise; ValueError where tokens
-        between are missing."""
+        """Appends reported tokens, and returns those that are new to the client; none where the request has ended, or
+        has a later assignment. `before`: tokens of the answer before these. RepeatedOtherwise; ValueError where tokens
+        in between are missing."""
         entry = self._entries.get(name)
         if entry is None or entry.assignment != assignment:
             return ()
@@ -78,5 +78,6 @@ class Ledger:
         return new
 
     def end(self, name: str) -> Entry | None:
-        """Forgets a request, whose client has its answer, or does not want it. None where it has ended before."""
+        """Removes a request whose client has its answer, or has gone away, and returns its entry; None where it has
+        ended before."""
         return self._entries.pop(name, None)

@@ -1,4 +1,4 @@
-"""A thread that takes a queue of the store empty, as it fills."""
+"""A thread that reads a queue of the store."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from .errors import NoAnswer, SupervisorLost
 from .store import Store
 
 _FOREVER: Final = 7 * 86400.0  # s; when it is over the wait begins again (the store's milliseconds are 32 bits)
-_END: Final = ""  # of who closes; nobody else sends it
+_END: Final = ""  # pushed by `close`; no message is empty
 
 
 class Listener:
-    """Waits in the store, on a connection of its own, so that it neither looks again and again nor holds up others. It
-    hears at once when the supervisor's process ends."""
+    """Waits for texts in a queue, on a connection of its own: it neither polls nor blocks other calls, and notices at
+    once when the supervisor's process ends."""
 
-    def __init__(self, store: Store, queue: str, told: Callable[[str], None], ended: Callable[[], None]) -> None:
-        """`told`: called with each text, in order, in the thread. `ended`: once, when the store is gone. SupervisorLost
-        if it is so now."""
+    def __init__(self, store: Store, queue: str, on_text: Callable[[str], None], on_lost: Callable[[], None]) -> None:
+        """`on_text`: called with each text, in order, on the thread. `on_lost`: called once, when the store is gone.
+        SupervisorLost where it is gone already."""
         self.error: SupervisorLost | None = None
         self._store = store
         self._queue = queue
-        self._told = told
-        self._ended = ended
+        self._on_text = on_text
+        self._on_lost = on_lost
         self._waiting = store.clone(_FOREVER)
         self._thread = threading.Thread(target=self._listen, name=f"ballonet {queue}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. What others send later stays in the store. A thread that does not end within the time that
-        the store has to answer is left: it waits for a machine that is gone without a word. Idempotent."""
+        """Ends the thread. Later texts stay in the store. A thread that does not end within the store's timeout is
+        abandoned: it waits for a machine that has disappeared. Idempotent."""
         if self._thread.is_alive():
-            with suppress(SupervisorLost):  # of which the thread hears too
+            with suppress(SupervisorLost):  # which ends the thread too
                 self._store.push(self._queue, _END)
             self._thread.join(self._store.timeout)
 
@@ -46,9 +46,9 @@ class Listener:
                 continue
             except SupervisorLost as error:
                 self.error = error
-                self._ended()
+                self._on_lost()
                 return
             if text == _END:
                 return
             if text is not None:
-                self._told(text)
+                self._on_text(text)

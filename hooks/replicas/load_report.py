@@ -1,9 +1,9 @@
-"""What a replica tells the supervisor of itself while it runs: that its main loop goes on, and how full it is.
+"""Reports a replica's load and heartbeat to the supervisor.
 
 Note [Wished pages]
-    Who goes down the ladder of this device and lacks pages up to rung 7 wishes for a drop (duplicates.py of the
-    governor). That is demand like that of prompts which wait, so it is told as such for a while, and the controller,
-    which sees all replicas and predicts what a drop would gain, decides as it does for them.
+    An allocation on this device that still lacks pages at rung 7 of the ladder wishes for a drop
+    (offload/governor/duplicates.py). Its pages are reported as pending for a while, like those of prompts that wait,
+    and the controller, which knows all replicas and predicts the gain of a drop, decides.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.demand import KVSize, prompt_pages
-from .setup import Setup
+from .replica_setup import ReplicaSetup
 from .stage import Stage
 
 
 class LoadReport:
-    """Counts the turns of the main loop, and tells the load now and then."""
+    """Counts the iterations of the main loop, and sends the load periodically."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
         self._progress = 0
         self._told_at = -1.0
@@ -28,14 +28,14 @@ class LoadReport:
         self._lock = threading.Lock()
         self._wished: list[tuple[float, int]] = []  # until when, and how many pages
 
-    def wish(self, pages: int) -> None:
-        """Counts pages that were lacking on this device as demand. See Note [Wished pages]. Any thread."""
+    def add_wish(self, pages: int) -> None:
+        """Adds pages that were lacking on this device to the demand. Thread-safe. See Note [Wished pages]."""
         until = self._setup.clock() + self._setup.tuning.wished
         with self._lock:
             self._wished.append((until, pages))
 
     def beat(self, epoch: int, stage: Stage | None) -> None:
-        """Counts one more. SupervisorLost."""
+        """Counts an iteration, and sends the load if it is due. SupervisorLost."""
         self._progress += 1
         now = self._setup.clock()
         if epoch < 0 or not self._is_due(now):
@@ -44,9 +44,9 @@ class LoadReport:
         pending += self._wishes(now)
         self._tell(events.Load(0.0, self._setup.me, epoch, used, free, pending, self._progress), now)
 
-    def goes_on(self) -> None:
-        """Counts one more in the middle of a long turn, and tells the load as it was told last: the cache and its locks
-        may not be asked there. SupervisorLost."""
+    def beat_mid_step(self) -> None:
+        """Counts progress within a long iteration, and repeats the latest load if it is due: the cache and its locks
+        must not be used here. SupervisorLost."""
         self._progress += 1
         now = self._setup.clock()
         if self._told is not None and self._is_due(now):
@@ -61,19 +61,19 @@ class LoadReport:
         self._setup.supervisor.post(load)
 
     def _wishes(self, now: float) -> int:
-        """Pages that are wished for."""
+        """Returns the pages that are wished for."""
         with self._lock:
             self._wished = [(until, pages) for until, pages in self._wished if until > now]
             return sum(pages for _, pages in self._wished)
 
 
 def pages_of(stage: Stage, layers: int) -> tuple[int, int, int]:
-    """Pages of KV on the device, those that are free, and those that are waited for: by prompts, and by KV that had to
-    leave for the host. What idles in the heap between two steps is no free memory: activations have it. `layers`: of
-    the model, as the supervisor counts prompts by all of them."""
+    """Returns pages: (of KV on the device, free, pending). Pending are those for prompts that wait, and for KV that had
+    to move to the host. Idle memory of the heap between two steps belongs to activations, and does not count as free.
+    `layers`: of the model; pending prompts count with all of them."""
     cache = stage.cache
     page = cache.on.page_size
-    cache.pool.try_to_free_sectors()  # of requests that have ended: nobody asks while nothing runs
+    cache.pool.try_to_free_sectors()  # of ended requests: otherwise freed only when the next request needs some
     waiting = () if stage.leader is None else stage.leader.requests.waiting
     size = KVSize(round(cache.token_bytes * layers / len(cache.layers)), page)
     away = cache.pages.client.displaced

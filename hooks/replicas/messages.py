@@ -1,4 +1,4 @@
-"""What supervisor and replicas tell each other, as text: the controller's actions, its events, requests and tokens."""
+"""Messages between supervisor and replicas, and their encoding: actions and events of the controller, and others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Final
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.text import KINDS, kinds, made, plain
+from ...offload.policy.replicas.json_values import KINDS, from_plain, kinds, to_plain
 from . import handover, plan, requests
 from .requests import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To the first stage of a group: it computes a request from what was delivered on. `assignment`: counts how often
-    the request was given to a group (ledger.py)."""
+    """To the first stage of a group: compute a request, after its delivered tokens. `assignment`: counts how often the
+    request was given to a group (ledger.py)."""
 
     epoch: int
     request: Request
@@ -26,18 +26,18 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """To a replica: it leaves."""
+    """To a replica: end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """To a replica: it tells from now on what it does."""
+    """To a replica: send `Seen` for a timeline from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From a replica, now and then, after `Record`: what it has done (notes.py). `machine`, and the time at which it
-    `sent` this by its own clock: see recording.py, Note [One clock]."""
+    """From a replica, periodically after `Record`: its `bars` of a timeline (notes.py). `machine`, and `sent`, the time
+    of sending by its own clock: see recording.py, Note [One clock]."""
 
     machine: str
     sent: float
@@ -46,9 +46,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """From a replica that has joined. For people: its `process`, on that `host`. `pages`: for layers and KV together;
-    `layers`: pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there;
-    `rank`: on the supervisor's machine, None where somebody else started it."""
+    """From a replica that has joined. `process`, `host`: for log lines; `pages`: for layers and KV together; `layers`:
+    pages of each; `token`: bytes of a token's KV in all layers; `page`: bytes of a page; `cost`: of chunks on this
+    replica; `rank`: on the supervisor's machine, None where the supervisor did not start it."""
 
     process: int
     host: str
@@ -62,8 +62,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """To a process that the supervisor starts, in its environment: its `rank`, and what chunks take on this machine;
-    None: it measures that. Who replaces another starts in the middle of a load, and would measure that."""
+    """To a process that the supervisor starts, in its environment: its `rank`, and the `cost` of chunks on this
+    machine; None: measure it. A replacement starts under load, where a measurement would be wrong."""
 
     rank: int
     cost: ChunkCost | None
@@ -71,7 +71,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """From the first stage: tokens of an answer, which come after `before` others. `error`: why the request failed."""
+    """From the first stage: tokens of an answer, after `before` earlier ones. `error`: why the request failed."""
 
     request: str
     assignment: int
@@ -82,8 +82,8 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """From a replica, now and then: bytes of KV and layers that it has sent in all, and layers that it holds. `busy`,
-    `open`, `error`: see stage_times.py."""
+    """From a replica, periodically: bytes of KV and of layers that it has sent in all, and the number of layers that it
+    holds. `busy`, `open`, `error`: see stage_times.py."""
 
     kv_bytes: int
     layer_bytes: int
@@ -97,9 +97,9 @@ Message = (
     Hello | Start | Started | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
 )
 
-# What ends a replica's part in its group, and so whatever it waits for there
+# Messages that end a replica's part in its group, and so its waits there
 ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End)
-# and what ends its waiting for layers: an epoch that is given up as well, while the group in force goes on
+# and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
 ENDS_PULL: Final = (*ENDS_GROUP, actions.Discard)
 
 _KINDS: Final[Mapping[str, Any]] = {
@@ -110,14 +110,14 @@ _KINDS: Final[Mapping[str, Any]] = {
 
 
 def encoded(message: Message) -> str:
-    """The message as text."""
-    return json.dumps(plain(message))
+    """Returns the message as text."""
+    return json.dumps(to_plain(message))
 
 
 def decoded(text: str) -> Message:
-    """The message that `encoded` was called on. ValueError where it is none."""
+    """Returns the message that `encoded` has encoded. ValueError where the text is none."""
     try:
-        found: Message = made(json.loads(text), _KINDS)
+        found: Message = from_plain(json.loads(text), _KINDS)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{text[:80]!r} is no message of this version: {error}") from None
     return found

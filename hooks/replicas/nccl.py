@@ -1,23 +1,23 @@
-"""A pair of ranks whose device memory goes over NCCL, from GPU to GPU; what lies on the host goes over gloo.
+"""A pair of ranks that sends device memory over NCCL, from GPU to GPU, and host memory over gloo.
 
 Note [Two communicators]
-    NCCL runs what is submitted to a communicator in order, on a stream of its own. Were both ways to use one, and both
-    ends begin to send, each receive would wait behind a send that waits for the other end's receive. So each way has a
-    communicator. Its receiver submits nothing before the header of a message has come over gloo: a receive never lies
-    there and waits, and nothing of NCCL is outstanding on a link that idles.
+    NCCL runs the operations of a communicator in order, on a stream of its own. If both ways used one, and both ends
+    began to send, each receive would wait behind a send that waits for the other end's receive. So each way has a
+    communicator. A receiver submits its operation only after the header of the message has come over gloo, so an idle
+    link has no outstanding NCCL operation.
 
 Note [Deadlines of its own]
-    NCCL does not hear that the other process has ended, and an abort may hang. So the host looks whether an operation
-    is over, until a deadline, or until gloo has heard it or `close` was called; a communicator that is given up is
-    aborted in a thread which nobody waits for. torch's own watchdog, which would end the process, is turned off before
-    the first group is made.
+    NCCL does not notice that the other process has ended, and an abort may hang. So the host polls whether an operation
+    has ended, until a deadline or `close`, which the link calls when gloo fails; a communicator that is given up is
+    aborted on a thread that is not joined. torch's own watchdog, which would end the process, is turned off before the
+    first group is made.
 
 Note [Streams]
-    An operation waits for what was submitted to the current stream of its thread before. The thread's usual stream is
-    the one that models compute on, so it would wait for microbatches of later; the pair has a stream of its own. What
-    is sent was copied before, which the link has waited for on the host; what came is complete on the host's clock when
-    `recv` returns. The buffers are activations of the pool, whose pages nobody remaps while they live. Those that
-    receive are allocated on the pair's stream: a block that another stream has given back may still be read there.
+    An operation waits for the work submitted before to the current stream of its thread. Models compute on the thread's
+    usual stream, so the operation would wait for later microbatches; the pair has a stream of its own. The link has
+    waited on the host for the copy of a tensor that is sent; a received tensor is complete when `recv` returns. The
+    buffers are activations of the pool, whose pages do not move while they live. Receive buffers are allocated on the
+    pair's stream: a block that another stream has freed may still be read there.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from torch import distributed
 from ...allocator.config import change_environment
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .pair import GlooConnect, GlooPair, TwoRanks
-from .staging import buffer
+from .staging import device_buffer
 from .store import Store
 
 _UNWATCHED: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _WAYS: Final = ("there", "back")  # from the first rank, and to it
-_ID: Final = 64  # bytes in which an end says which GPU it has
+_ID: Final = 64  # bytes of the name of an end's GPU
 
 Group = Any  # ProcessGroupNCCL, which torch does not annotate
 MakeGroup = Callable[[Store, str, int, float], Group]  # (store, prefix, rank, timeout in seconds)
 
 
 class NcclPair:
-    """Two ranks on different GPUs."""
+    """Two ranks on different GPUs, a TwoRanks. See the notes above."""
 
     direct = True
 
@@ -63,8 +63,8 @@ class NcclPair:
         clock: Callable[[], float] = time.monotonic,
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
-        """`out`, `into`: communicators, one for each way; `other`: the rank at the other end; `stream`: makes the
-        pair's stream the current one; `timeout`: seconds that one operation may take."""
+        """`control`: for host memory; `out`, `into`: communicators to send and to receive; `other`: the rank at the
+        other end; `stream`: makes the pair's stream the current one; `timeout`: seconds of one operation at most."""
         self._control = control
         self._out = out
         self._into = into
@@ -77,26 +77,26 @@ class NcclPair:
         self._closed = threading.Event()
 
     def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
-        """See TwoRanks."""
+        """Sends a contiguous tensor: `direct` over NCCL, else over gloo. RuntimeError, see TwoRanks."""
         if not direct:
             self._control.send(tensor)
             return
         self._run(self._out, lambda group: group.send([tensor], self._other, 0))
 
     def recv(self, into: torch.Tensor, direct: bool = False) -> None:
-        """See TwoRanks."""
+        """Receives into a tensor: `direct` over NCCL, else over gloo. RuntimeError, see TwoRanks."""
         if not direct:
             self._control.recv(into)
             return
         self._run(self._into, lambda group: group.recv([into], self._other, 0))
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """See TwoRanks."""
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """Returns uint8[nbytes] on the device, allocated on the pair's stream."""
         with self._stream():
-            return buffer(nbytes, self._device)
+            return device_buffer(nbytes, self._device)
 
     def close(self) -> None:
-        """See TwoRanks, and Note [Deadlines of its own]."""
+        """Ends the pair; calls that wait in it raise. Idempotent. See Note [Deadlines of its own]."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -137,18 +137,18 @@ class NcclConnect(GlooConnect):
         bulk: float,
         make: MakeGroup | None = None,
     ) -> None:
-        """`gpu`: the name of the GPU `device` of this end, another one for each GPU; `bulk`: seconds that one operation
-        may take; `make`: makes communicators; None: those of NCCL."""
+        """`gpu`: the unique name of the GPU `device` of this end; `stream`: makes the pair's stream the current one;
+        `bulk`: seconds of one operation at most; `make`: makes communicators, None: NCCL's."""
         super().__init__(store, epoch, me, peer, timeout)
         self._gpu = gpu
         self._device = device
         self._stream = stream
         self._bulk = bulk
-        self._make = make or made
+        self._make = make or make_communicator
         self._wait = timeout
 
     def __call__(self) -> TwoRanks:  # type: ignore[override]
-        """See Connect."""
+        """Forms the pair, waiting for the other end. RuntimeError: it did not come, or gave up."""
         control = super().__call__()
         if not self._differ(control):
             return control
@@ -157,14 +157,14 @@ class NcclConnect(GlooConnect):
         out, into = (there, back) if self.first else (back, there)
         return NcclPair(control, out, into, 1 - rank, self._stream, self._device, self._bulk)
 
-    def forget(self) -> None:
-        """See Connect."""
-        super().forget()
+    def delete_keys(self) -> None:
+        """Deletes the keys of the link. Both ends may do so."""
+        super().delete_keys()
         for way in _WAYS:
             self._store.delete(f"{self._below}/{way}/0")
 
     def _differ(self, control: GlooPair) -> bool:
-        """Have both ends a GPU, and not the same one? NCCL takes one for two ranks for a mistake."""
+        """Returns whether the ends have different GPUs: NCCL refuses two ranks on one GPU."""
         mine = torch.zeros(_ID, dtype=torch.uint8)
         name = self._gpu.encode()[:_ID]
         mine[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8) if name else mine[:0]
@@ -175,8 +175,8 @@ class NcclConnect(GlooConnect):
         return bool(name) and bool(theirs.any()) and not torch.equal(mine, theirs)
 
 
-def made(store: Store, prefix: str, rank: int, timeout: float) -> Group:
-    """A communicator of NCCL for two ranks, which is not registered with torch. RuntimeError."""
+def make_communicator(store: Store, prefix: str, rank: int, timeout: float) -> Group:
+    """Returns an NCCL process group of two ranks, not registered with torch. RuntimeError."""
     change_environment(dict(_UNWATCHED))
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
@@ -186,15 +186,15 @@ def made(store: Store, prefix: str, rank: int, timeout: float) -> Group:
     return kind(store.below(prefix), rank, 2, options)
 
 
-def available(device: torch.device) -> str:
-    """A name for this GPU that no other one has; empty where NCCL cannot be used."""
+def gpu_name(device: torch.device) -> str:
+    """Returns the UUID of a GPU; empty where NCCL cannot be used."""
     if device.type != "cuda" or not distributed.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes a new stream of a GPU the current one, as often as it is called."""
+    """Makes a stream of a GPU. Returns a function whose context manager makes it the current stream."""
     stream = torch.cuda.Stream(device)
     return lambda: torch.cuda.stream(stream)
 

@@ -1,4 +1,4 @@
-"""What a process notes of what it does, for a timeline: bars in lanes. Nothing where nobody wants one."""
+"""Bars of a process for a timeline, in lanes. None are recorded unless switched on."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ Noted = tuple[str, str, float, float]  # lane, name, begin and end in seconds of
 
 
 class Notes:
-    """Used by one thread."""
+    """Records bars, if `on`. Used by one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.on = False  # does anybody want them?
+        self.on = False
         self._clock = clock
         self._bars: list[Noted] = []
-        self._open: dict[str, tuple[str, float]] = {}  # by lane: what goes on there, and since when
+        self._open: dict[str, tuple[str, float]] = {}  # by lane: name and begin of its open bar
 
     def bar(self, lane: str, name: str, begin: float, end: float) -> None:
-        """Something went on from `begin` to `end`."""
+        """Adds a bar from `begin` to `end`."""
         if self.on:
             self._bars.append((lane, name, begin, end))
 
     def now(self, lane: str, name: str | None) -> None:
-        """What goes on in a lane from now on; None: nothing. May be said again and again."""
+        """Ends the open bar of a lane, and opens one with this name; None: opens none. Does nothing where a bar of this
+        name is open."""
         before = self._open.get(lane)
         if not self.on or name == (None if before is None else before[0]):
             return
@@ -35,16 +36,16 @@ class Notes:
             self._open[lane] = name, at
 
     def close(self) -> None:
-        """Nothing goes on any more."""
+        """Ends all open bars."""
         for lane in list(self._open):
             self.now(lane, None)
 
     def take(self) -> tuple[Noted, ...]:
-        """What is over and was not taken."""
+        """Removes and returns the bars that have ended."""
         found, self._bars = tuple(self._bars), []
         return found
 
 
 def machine() -> str:
-    """Says which machine this is since it was started: processes of one machine have one monotonic clock."""
+    """Returns the boot id of this machine: processes with the same one share a monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,10 +1,10 @@
-"""What waits to be sent over a link: urgent messages before bulk, and a log from which it can be proved.
+"""The queue of messages to be sent over a link: urgent ones before bulk, with a log to verify that.
 
 Note [At most one chunk]
-    A link sends one message after the other. Bulk (chunks of KV) is cut by its sender; of it a message that has begun
-    is finished, and no other begins while an urgent one (an activation) waits. So an urgent message waits for one chunk
-    at most, and for urgent ones before it (KunServe §4.2, coordinated exchange). Ticks of the log count what happens to
-    the outbox, one each; between the ticks `put` and `begun` of an urgent message no bulk message has its tick `begun`.
+    A link sends one message after the other. Bulk (KV) is cut into chunks by its sender; a chunk that has begun is
+    finished, and no other begins while an urgent message (an activation) waits. So an urgent message waits for at most
+    one chunk, and for earlier urgent ones (KunServe §4.2, coordinated exchange). Each event of the outbox has a tick in
+    the log; between the ticks `put` and `begun` of an urgent message no bulk message has its tick `begun`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
-    """One message that was sent. `put`, `begun`, `ended`: ticks, in the order of events; `waited`, `took`: seconds
-    until it began, and from there."""
+class SentMessage:
+    """A message that was sent. `put`, `begun`, `ended`: ticks, in the order of events; `waited`: seconds in the queue;
+    `took`: seconds of sending."""
 
     tag: str
     urgent: bool
@@ -34,60 +34,63 @@ class Logged:
 
 
 @dataclass(slots=True)
-class Waiting(Generic[_Message]):
-    """A message in the outbox, and its row of the log so far. `since`: seconds of the clock, of its last event."""
+class QueuedMessage(Generic[_Message]):
+    """A message in the outbox, and its row of the log so far. `since`: time of its latest event, in seconds."""
 
     message: _Message
-    row: Logged
+    row: SentMessage
     since: float
 
 
 class Outbox(Generic[_Message]):
-    """See Note [At most one chunk]. Any thread may call it."""
+    """A queue with two priorities. Thread-safe. See Note [At most one chunk]."""
 
     def __init__(self, clock: Callable[[], float], remembered: int) -> None:
-        """`remembered`: rows of the log."""
+        """`remembered`: rows that the log keeps."""
         self._clock = clock
         self._tick = 0
-        self._urgent: deque[Waiting[_Message]] = deque()
-        self._bulk: deque[Waiting[_Message]] = deque()
-        self._log: deque[Logged] = deque(maxlen=remembered)
+        self._urgent: deque[QueuedMessage[_Message]] = deque()
+        self._bulk: deque[QueuedMessage[_Message]] = deque()
+        self._log: deque[SentMessage] = deque(maxlen=remembered)
         self._closed = False
-        self._last: list[Waiting[_Message]] = []  # after it was closed
+        self._last: list[QueuedMessage[_Message]] = []  # after it was closed
         self._changed = threading.Condition()
 
     def put(self, message: _Message, tag: str, nbytes: int, urgent: bool) -> bool:
-        """Adds a message behind those of its kind. False, and nothing is added, once it is closed."""
+        """Queues a message, after the earlier ones of its priority. Returns False, and queues nothing, once closed."""
         with self._changed:
             if self._closed:
                 return False
-            row = Logged(tag, urgent, nbytes, put=self._ticked())
-            (self._urgent if urgent else self._bulk).append(Waiting(message, row, self._clock()))
+            row = SentMessage(tag, urgent, nbytes, put=self._next_tick())
+            (self._urgent if urgent else self._bulk).append(QueuedMessage(message, row, self._clock()))
             self._changed.notify()
             return True
 
-    def next(self) -> Waiting[_Message] | None:
-        """Takes out the next message, and waits for one. None once it is closed, see `close`."""
+    def next(self) -> QueuedMessage[_Message] | None:
+        """Waits for a message, removes and returns it. None once the outbox is closed, see `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._urgent or self._bulk)
             if self._closed:
                 return self._last.pop() if self._last else None
             found = (self._urgent or self._bulk).popleft()
             now = self._clock()
-            found.row = replace(found.row, begun=self._ticked(), waited=now - found.since)
+            found.row = replace(found.row, begun=self._next_tick(), waited=now - found.since)
             found.since = now
             return found
 
-    def sent(self, done: Waiting[_Message]) -> None:
-        """Notes that a message that was taken out is sent."""
+    def mark_sent(self, done: QueuedMessage[_Message]) -> None:
+        """Logs that a message from `next` is sent."""
         with self._changed:
-            self._log.append(replace(done.row, ended=self._ticked(), took=self._clock() - done.since))
+            self._log.append(replace(done.row, ended=self._next_tick(), took=self._clock() - done.since))
 
     def close(self, *last: _Message) -> list[_Message]:
-        """Ends it, and returns what was not sent. `next` returns `last`, at most one, and then None. Once."""
+        """Closes the outbox, and returns the messages that were not sent. `next` returns `last` (at most one message),
+        and then None. To be called once."""
         with self._changed:
             self._closed = True
-            self._last = [Waiting(each, Logged("", False, 0, put=self._ticked()), self._clock()) for each in last]
+            self._last = [
+                QueuedMessage(each, SentMessage("", False, 0, put=self._next_tick()), self._clock()) for each in last
+            ]
             left = [each.message for each in (*self._urgent, *self._bulk)]
             self._urgent.clear()
             self._bulk.clear()
@@ -95,11 +98,11 @@ class Outbox(Generic[_Message]):
             return left
 
     @property
-    def log(self) -> list[Logged]:
-        """The latest messages that were sent, in the order in which they began."""
+    def log(self) -> list[SentMessage]:
+        """The latest messages that were sent, in order."""
         with self._changed:
             return [*self._log]
 
-    def _ticked(self) -> int:
+    def _next_tick(self) -> int:
         self._tick += 1
         return self._tick

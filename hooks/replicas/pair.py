@@ -1,10 +1,10 @@
-"""A process group of two ranks, not registered with torch, which a link owns: formed, used by two threads, ended.
+"""The process group of a link: two ranks over gloo, not registered with torch.
 
 Note [Ending a wait]
-    A rank that waits in gloo for a message hears when the other process ends, but nothing else ends the wait: not
-    `abort()`, and not dropping the group, as the work holds what it needs. What does is a second wait for the same
-    work, with a timeout: when it is over gloo closes the connection, and both waits raise. `close` does this for
-    whatever is waited for, and the last reference to the group goes.
+    A rank that waits in gloo for a message notices when the other process ends, but nothing else ends the wait: not
+    `abort()`, and not dropping the group, as the work keeps it alive. A second wait for the same work, with a timeout,
+    does: when it times out gloo closes the connection, and both waits raise. `close` does this for all outstanding
+    work, and drops the group.
 """
 
 from __future__ import annotations
@@ -22,49 +22,50 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from .store import Store
 
-_FOREVER: Final = timedelta(days=3650)  # an open link may be idle as long as it likes
+_FOREVER: Final = timedelta(days=3650)  # an open link may be idle for any time
 _AT_ONCE: Final = timedelta(milliseconds=1)  # 0 would be the group's own timeout
 _HERE: Final = "here"
 _GONE: Final = "gone"
-_Gloo: Any = ProcessGroupGloo  # most of which torch does not annotate
+_Gloo: Any = ProcessGroupGloo  # torch annotates only a part of it
 
 
 class TwoRanks(Protocol):
-    """Carries tensors between two processes, each way in order. One thread sends and another receives. Both raise
-    RuntimeError once the other end is gone, or `close` was called. `direct`: tensors of the devices can be carried;
-    those of the host always can."""
+    """Sends tensors between two processes, in order each way. One thread sends and another receives. Both raise
+    RuntimeError once the other end is gone, or `close` was called. `direct`: can also send device memory, not only host
+    memory."""
 
     direct: bool
 
     def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
-        """Returns when a tensor, which is contiguous, is sent. `direct`: it lies on the device, and all that was
-        written to it is there."""
+        """Sends a contiguous tensor, and returns when it is sent. `direct`: it lies on the device, and all writes to it
+        have completed."""
 
     def recv(self, into: torch.Tensor, direct: bool = False) -> None:
-        """Returns when a tensor is filled. `direct`: it lies on the device, and nothing else uses it."""
+        """Receives into a tensor, and returns when it is filled. `direct`: it lies on the device, and nothing else uses
+        it."""
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """uint8[nbytes] on the device, for `recv`."""
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """Returns uint8[nbytes] on the device, for `recv`."""
 
     def close(self) -> None:
-        """Ends it, and whatever waits in it. Any thread, idempotent."""
+        """Ends the group; calls that wait in it raise. Thread-safe, idempotent."""
 
 
 class Connect(Protocol):
-    """Makes the two ranks of one link, in a thread of the link."""
+    """Forms the two ranks of one link, on a thread of the link."""
 
     def __call__(self) -> TwoRanks:
-        """Waits for the other end. RuntimeError: it did not come, or went."""
+        """Waits for the other end, and returns the ranks. RuntimeError: it did not come, or gave up."""
 
     def cancel(self) -> None:
-        """Has a call that waits return, with an error, here and at the other end. Any thread."""
+        """Has a waiting call raise, here and at the other end. Thread-safe."""
 
-    def forget(self) -> None:
-        """Deletes what forming the link left elsewhere, once both ends have formed it. Any thread."""
+    def delete_keys(self) -> None:
+        """Deletes the store's keys of the link, once both ends have formed it. Thread-safe."""
 
 
 class GlooPair:
-    """Two ranks over gloo."""
+    """Two ranks over gloo, a TwoRanks for host memory."""
 
     direct = False
 
@@ -72,25 +73,25 @@ class GlooPair:
         """`other`: the rank at the other end."""
         self._group: Any = group
         self._other = other
-        self._works: list[Any] = []  # that are waited for
+        self._works: list[Any] = []  # outstanding operations
         self._lock = threading.Lock()
 
     def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
-        """See TwoRanks."""
+        """Sends a contiguous host tensor. RuntimeError, see TwoRanks."""
         assert not direct, "gloo carries tensors of the host"
         self._run(lambda group: group.send([tensor], self._other, 0))
 
     def recv(self, into: torch.Tensor, direct: bool = False) -> None:
-        """See TwoRanks."""
+        """Receives into a host tensor. RuntimeError, see TwoRanks."""
         assert not direct, "gloo carries tensors of the host"
         self._run(lambda group: group.recv([into], self._other, 0))
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """See TwoRanks; RuntimeError, as nothing comes to the device."""
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """Raises RuntimeError: gloo does not send device memory."""
         raise RuntimeError(f"the other end sends {nbytes} bytes over NCCL, which this end does not use")
 
     def close(self) -> None:
-        """See TwoRanks, and Note [Ending a wait]."""
+        """Ends the group; calls that wait in it raise. Idempotent. See Note [Ending a wait]."""
         with self._lock:
             self._group = None
             works = [*self._works]
@@ -112,22 +113,22 @@ class GlooPair:
 
 
 class GlooConnect:
-    """Forms the pair of one link: a group over the store, below `epoch/E/link/I-J` with I < J.
+    """Forms the pair of one link over the store, with keys below `epoch/E/link/I-J`, I < J.
 
-    Each end says that it is here and waits for the other before gloo is called, as there nothing could cancel it."""
+    Each end first sets a key and waits for the other's, as this wait, unlike gloo's, can be cancelled."""
 
     def __init__(self, store: Store, epoch: int, me: int, peer: int, timeout: float) -> None:
-        """`timeout`: seconds that the other end is waited for."""
+        """`timeout`: seconds to wait for the other end."""
         self._store = store
         self._below = f"epoch/{epoch}/link/{min(me, peer)}-{max(me, peer)}"
         self._me = me
         self._peer = peer
         self._timeout = timeout
         self._cancelled = False
-        self.first = False  # once it is called: is this the first of the two ranks?
+        self.first = False  # set by the call: is this rank 0?
 
     def __call__(self) -> GlooPair:
-        """See Connect."""
+        """Forms the pair, waiting for the other end. RuntimeError: it did not come, or gave up."""
         store = self._store.clone(self._timeout)
         store.set(f"{self._below}/{self._me}", _HERE)
         if self._cancelled:
@@ -142,26 +143,26 @@ class GlooConnect:
         return GlooPair(_Gloo(store.below(self._below), rank, 2, options), 1 - rank)
 
     def cancel(self) -> None:
-        """See Connect."""
+        """Has a waiting call raise, here and at the other end. Thread-safe."""
         self._cancelled = True
         for member in (self._me, self._peer):
             self._store.set(f"{self._below}/{member}", _GONE)
 
-    def forget(self) -> None:
-        """See Connect. Both ends may do so."""
+    def delete_keys(self) -> None:
+        """Deletes the keys of the link. Both ends may do so."""
         for key in (self._me, self._peer, "0/0", "0/1"):  # the last two are gloo's
             self._store.delete(f"{self._below}/{key}")
 
 
 @lru_cache(maxsize=8)
 def _device(address: str) -> Any:
-    """What all links of a process share, a thread of gloo's: an own one for each would be another thread for each."""
+    """Returns gloo's device for an address, with its thread: one for all links of a process."""
     return _Gloo.create_device(hostname=address)
 
 
 @lru_cache(maxsize=8)
 def local_address(host: str, port: int) -> str:
-    """The address of this machine on the way to the store, where the other ends find it."""
+    """Returns this machine's address on the route to the store, at which peers reach it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as found:
         found.connect(address)  # sends nothing

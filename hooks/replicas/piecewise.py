@@ -1,10 +1,10 @@
-"""Layers that are copied in pieces, after each of which whoever watches the replica hears that it goes on.
+"""Copies layers in pieces, and reports progress after each, so the replica is not taken for dead.
 
 Note [A layer takes seconds]
-    The main loop of a replica makes a layer ready, drops it or brings it home in one turn. A large layer takes seconds
-    over a slow link, or from a slow file, and a count of turns that stands still for one second is a death
-    (policy/replicas/heartbeat.py). So a layer is copied, compared and added up piece by piece, and the loop counts on
-    after each. A copy that hangs still ends the count.
+    The main loop of a replica prepares, drops or restores a layer in one iteration. A large layer takes seconds over a
+    slow link, or from a slow file, and a replica whose count of iterations stands still for a second counts as dead
+    (policy/replicas/heartbeat.py). So a layer is copied, compared and summed piece by piece, and the count grows after
+    each piece. If a copy hangs, the count stops.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ if TYPE_CHECKING:
     from ...allocator._native import Place
 
 
-def _nobody() -> None:
-    """Nobody watches."""
+def _ignore() -> None:
+    """Reports no progress."""
 
 
 class Piecewise:
-    """Copies of weights, one piece after the other. `told`: is called after each piece of work on a layer, in its
-    middle, so it may not touch the model; what it raises ends that work, and nothing is under way then."""
+    """Copies weights piece by piece. `on_progress`: called after each piece of work on a layer; it must not use the
+    model; an error that it raises ends the work, with no copy under way."""
 
     def __init__(self, device: Device, most: int) -> None:
         """`most`: bytes of a piece."""
-        self.told: Callable[[], object] = _nobody
+        self.on_progress: Callable[[], object] = _ignore
         self._most = most
         self._pages = max(1, most // device.page_size)
         self._transfer = Transfer(device)
 
     def done(self) -> None:
-        """A piece of work is done, of whatever kind."""
-        self.told()
+        """Reports that a piece of work is done."""
+        self.on_progress()
 
     def copy(self, parts: Copies, after: int | None, to: Place) -> None:
-        """Copies as `Transfer.copy`, and waits. DriverError."""
+        """Copies in pieces, as `Transfer.copy`, and waits. DriverError."""
         for piece in cut(parts, self._most):
             self._transfer.copy(piece, after=after, owner="weights", to=to).wait()
-            self.told()
+            self.on_progress()
 
     def end(self) -> None:
-        """Nobody watches any more. Idempotent."""
-        self.told = _nobody
+        """Stops reporting progress. Idempotent."""
+        self.on_progress = _ignore
 
     def spans(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The same (first, count) of pages, none longer than a piece. `told` is called after each was used."""
+        """Yields the runs of pages, (first, count), cut to the size of a piece; reports progress after each."""
         for first, count in runs:
             for at in range(first, first + count, self._pages):
                 yield at, min(self._pages, first + count - at)
-                self.told()
+                self.on_progress()
 
 
 def cut(parts: Copies, most: int) -> Iterator[Copies]:
-    """The copies in their order, in lists of `most` bytes, of which the last may have fewer."""
+    """Yields the copies, in order, in lists of `most` bytes each; the last may have fewer."""
     piece: Copies = []
     left = most
     for to, source, nbytes in parts:

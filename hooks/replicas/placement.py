@@ -1,11 +1,10 @@
-"""Where the supervisor is, and whether this process has to start it: from `--join`, or from what torchrun says.
+"""The address of the supervisor, and whether this process starts it: from `--join`, or torchrun's environment.
 
 Note [Ranks of torchrun]
-    Each rank is one replica; rank 0 is the supervisor, which starts its replica as a process of its own. Nobody here
-    uses torch's default process group, and what reads the variables of a rank expects one (transformers shards a model
-    over WORLD_SIZE ranks). So they are forgotten once the place is known, as is the GPU of all ranks but the own one.
-    torchrun sends SIGTERM to all ranks at once: only the supervisor heeds it, as the others compute requests until it
-    ends.
+    Each rank is one replica; rank 0 is the supervisor, which starts its replica as a process of its own. torch's
+    default process group is not used, but code that reads the variables of a rank expects one (transformers shards a
+    model over WORLD_SIZE ranks). So a replica's process unsets them, and sees only its own GPU. torchrun sends SIGTERM
+    to all ranks at once: only the supervisor heeds it, as the others compute requests until it ends.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ _LOCAL: Final = "LOCAL_RANK"
 _OTHERS: Final = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 _ELASTIC: Final = "TORCHELASTIC_"
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-_AGENT: Final = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun itself listens on the port that it tells
+_AGENT: Final = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun itself listens on MASTER_PORT
 _PORTS: Final = range(2**16)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`hosts`: this process starts the supervisor, which listens on `host` and `port` (0: any that is free), else it
-    joins the one that does. `rank`, `size`: of torchrun, `local`: the rank on this machine. `agent`: `host` and `port`
-    are of torchrun's own store, in which the supervisor's address is found."""
+    """The supervisor's `host` and `port` (0: any free port). `hosts`: this process starts the supervisor there, else it
+    joins it. `rank`, `size`: torchrun's, `local`: the rank on this machine. `agent`: the address is that of
+    torchrun's own store, which has the supervisor's address."""
 
     host: str
     port: int
@@ -42,8 +41,9 @@ class Placement:
 
 
 def placement(environ: Mapping[str, str], join: str | None) -> Placement:
-    """`join`: "HOST:PORT" of a supervisor, which wins; else RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of which
-    there are all or none; else a supervisor for this machine alone. PlacementError."""
+    """Returns the placement: from `join` ("HOST:PORT" of a supervisor) if given; else from RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT; else a supervisor for this machine alone. PlacementError where a value is malformed, or
+    only some of the four are set."""
     if join is not None:
         host, port = _address(join)
         return Placement(host, port, hosts=False)
@@ -65,8 +65,8 @@ def placement(environ: Mapping[str, str], join: str | None) -> Placement:
 
 
 def as_replica(environ: Mapping[str, str], number: int, devices: int) -> dict[str, str | None]:
-    """What replica `number` of a machine with so many GPUs has to change in this environment, None: to unset. Each has
-    a GPU of its own, in turns, and no rank of torchrun; see Note [Ranks of torchrun]."""
+    """Returns the changes to this environment for replica `number` of a machine with so many GPUs; None: unset. GPUs
+    are dealt in turns, and torchrun's variables unset. See Note [Ranks of torchrun]."""
     known = (*_TORCHRUN, _LOCAL, *_OTHERS)
     changes: dict[str, str | None] = {name: None for name in environ if name in known or name.startswith(_ELASTIC)}
     if devices:
@@ -77,7 +77,7 @@ def as_replica(environ: Mapping[str, str], number: int, devices: int) -> dict[st
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT", or "[HOST]:PORT" for IPv6."""
+    """Returns host and port of "HOST:PORT", or "[HOST]:PORT" for IPv6. PlacementError."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) in _PORTS):

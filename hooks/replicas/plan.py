@@ -1,16 +1,16 @@
-"""The records that stages of a group exchange for each microbatch: what is computed, what was left out, what came out.
+"""The records that stages of a group exchange for each microbatch: its plan, the chunks left out, and the answer.
 
 Note [Shape header]
-    The first stage schedules; the others follow. Its plan of a microbatch goes through the pipeline before the states
-    do, so each stage knows how many tokens of which request come. A plan has the ids of its tokens, 4 bytes each beside
-    hidden states of kilobytes: so a follower keeps no copy of prompts and answers that could get out of step, and a
-    model that looks at ids in every layer works. A follower holds of a request how many tokens it has KV of, and how
-    its tokens are sampled.
+    The first stage schedules; the others follow. The plan of a microbatch goes through the pipeline before the hidden
+    states, so each stage knows how many tokens of which request come. A plan has the ids of its tokens, 4 bytes each,
+    little beside hidden states of kilobytes: so a follower keeps no copy of prompts and answers that could diverge, and
+    models that read ids in every layer work. Per request, a follower keeps only how many tokens have KV, and how tokens
+    are sampled.
 
 Note [Order]
-    Plans are numbered within an epoch and every stage takes them in this order. What a plan says of requests that are
-    gone is done before its chunks are computed; so KV is freed only after all microbatches that could read it, and a
-    request that is gone and begins in the same plan begins with nothing.
+    Plans are numbered within an epoch, and every stage takes them in this order. A stage frees the requests in `gone`
+    before it computes the plan's chunks; so KV is freed only after all microbatches that could read it, and a request
+    that is in `gone` and begins in the same plan begins without KV.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens of a request are chosen. `seed`: of its random numbers; `temperature`: 0 chooses the likeliest token;
-    `top_k`: among so many likeliest, 0: all; `top_p`: among the likeliest with so much probability in all."""
+    """How the tokens of a request are sampled. `temperature`: 0: the likeliest token; `top_k`: among so many likeliest,
+    0: all; `top_p`: among the likeliest with this total probability. ValueError."""
 
     seed: int = 0
     temperature: float = 0.0
@@ -38,7 +38,7 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of one request. `ids`: of the tokens; `before`: tokens of the request that have KV already;
-    `samples`: is the token after the last of these wanted?"""
+    `samples`: whether the token after the last of these is sampled."""
 
     request: str
     ids: tuple[int, ...]
@@ -47,15 +47,15 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Tokens of the request that have KV once it is computed: the position of the token that it samples."""
+        """Tokens of the request that have KV once this chunk is computed: the position of the token that it samples."""
         return self.before + len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One microbatch. `number`: within its epoch, from 0 on; `begun`: how requests are sampled of which no chunk came
-    before; `gone`: requests whose KV nobody needs any more; `aside`: requests that wait, whose KV may leave the
-    device. Without chunks it tells what is gone, and asks for what stages have room for."""
+    """The plan of a microbatch. `number`: within its epoch, from 0 on; `begun`: sampling of the requests whose first
+    chunk this is; `gone`: requests whose KV is to be freed; `aside`: preempted requests, whose KV may go to the host. A
+    plan without chunks only frees requests, and asks for the stages' free memory."""
 
     epoch: int
     number: int
@@ -65,14 +65,14 @@ class Plan:
     aside: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         chunks = [[each.request, each.ids, each.before, each.samples] for each in self.chunks]
         begun = [[name, each.seed, each.temperature, each.top_k, each.top_p] for name, each in self.begun]
         return json.dumps([self.epoch, self.number, chunks, begun, self.gone, self.aside])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The plan that `to_json` was called on."""
+        """Returns the plan that `to_json` has encoded."""
         epoch, number, chunks, begun, gone, aside = json.loads(text)
         return cls(
             epoch,
@@ -86,9 +86,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """What a stage tells the next one with the states of a microbatch. `left_out`: (request, stage) of chunks that it
-    or one before it could not compute: the states have no rows of them. `rooms`: tokens that stage 1, 2, ... have
-    memory for beyond what they hold. `tensors`: how many follow that the next layer is called with."""
+    """The record that a stage sends to the next one, before the hidden states of a microbatch. `left_out`: (request,
+    stage that failed) of chunks that were not computed: the states have no rows of them. `rooms`: tokens for which
+    stages 1, 2, ... have free memory. `tensors`: number of tensors that follow."""
 
     epoch: int
     number: int
@@ -97,20 +97,20 @@ class Passing:
     tensors: int = 0
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         return json.dumps([self.epoch, self.number, self.left_out, self.rooms, self.tensors])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` was called on."""
+        """Returns the record that `to_json` has encoded."""
         epoch, number, left_out, rooms, tensors = json.loads(text)
         return cls(epoch, number, _pairs(left_out), tuple(rooms), tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the last stage tells the first one. `tokens`: (request, id) of those that were sampled; the rest as in
-    `Passing`, of all stages."""
+    """The record that the last stage sends to the first. `tokens`: (request, id) of the sampled tokens; `left_out`,
+    `rooms`: as in `Passing`, of all stages."""
 
     epoch: int
     number: int
@@ -119,12 +119,12 @@ class Answer:
     rooms: tuple[int, ...] = ()
 
     def to_json(self) -> str:
-        """Text for another process."""
+        """Returns the record as JSON."""
         return json.dumps([self.epoch, self.number, self.tokens, self.left_out, self.rooms])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` was called on."""
+        """Returns the record that `to_json` has encoded."""
         epoch, number, tokens, left_out, rooms = json.loads(text)
         return cls(epoch, number, _pairs(tokens), _pairs(left_out), tuple(rooms))
 

@@ -1,4 +1,4 @@
-"""Replicas that the supervisor's machine runs, one of each rank: started, and started again where one is lost."""
+"""The replicas on the supervisor's machine, one of each rank: started, and replaced where one is lost."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.replacing import Replacements
+from ...offload.policy.replicas.replacements import Replacements
 from ...offload.policy.tuning import Replicas
 
 
 class Processes(Protocol):
-    """The processes of replicas that this machine runs, one of each rank."""
+    """The processes of replicas on this machine, one of each rank."""
 
     def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank. `cost`: what chunks take there; None: it measures that. OSError."""
+        """Starts the replica of a rank. `cost`: of chunks; None: the replica measures it. OSError."""
 
     def ended(self) -> list[tuple[int, str]]:
-        """The ranks of those that have ended since the last call, and how."""
+        """Returns the ranks of the processes that have ended since the last call, and how each did."""
 
     def end(self, rank: int) -> None:
-        """Ends the one of a rank at once. Nothing where there is none."""
+        """Kills the process of a rank, if there is one."""
 
 
 class Ranks:
-    """Used by one thread. `replaced`: replicas that were started instead of lost ones."""
+    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Ranks:
         say: Callable[[str], object],
         tuning: Replicas,
     ) -> None:
-        """`cost`: what chunks take; None: the first measure that. `say`: with lines for people."""
+        """`count`: of ranks; `cost`: of chunks; None: the first replicas measure it. `say`: prints a line."""
         self.replaced = 0
         self._ranks = range(count)
         self._processes = processes
@@ -47,17 +47,17 @@ class Ranks:
 
     @property
     def expected(self) -> bool:
-        """Whether a replica starts somewhere, or will."""
+        """Whether a replica is starting, or will be started."""
         return self._replacements.expected
 
     def start(self) -> None:
-        """Starts all. OSError where a process cannot be started."""
+        """Starts the replicas of all ranks. OSError where a process cannot be started."""
         for rank in self._ranks:
             self._processes.start(rank, self._cost)
 
     def joined(self, rank: int, member: int, cost: ChunkCost) -> bool:
-        """The replica of a rank is a member, and has measured that cost. False where none of that rank can have
-        joined."""
+        """Notes that the replica of a rank has joined as a member, with its cost of chunks. False where that cannot be:
+        no process of the rank runs, or its replica has joined already."""
         if not self._replacements.joined(rank, self._clock()):
             return False
         self._cost = self._cost or cost
@@ -65,8 +65,8 @@ class Ranks:
         return True
 
     def lost(self) -> Iterator[tuple[int | None, str]]:
-        """Members whose processes have ended, and how; None: it had not joined. Others are started instead when they
-        are due."""
+        """Yields the members whose processes have ended, and how; None: the replica had not joined. Starts the
+        replacements that are due."""
         for rank, how in self._processes.ended():
             yield self._gone(rank, how)
         for rank in self._replacements.due(self._clock()):
@@ -77,14 +77,14 @@ class Ranks:
                 yield self._gone(rank, f"it could not be started: {error}")
 
     def end(self, member: int) -> bool:
-        """Ends the process of a member. False where this machine runs none."""
+        """Kills the process of a member. False where this machine runs none."""
         ranks = [rank for rank, each in self._members.items() if each == member]
         for rank in ranks:
             self._processes.end(rank)
         return bool(ranks)
 
     def end_starting(self) -> None:
-        """Ends those that have not joined, and cannot be told."""
+        """Kills the processes of replicas that have not joined, and so cannot be sent a message."""
         for rank in self._ranks:
             if rank not in self._members:
                 self._processes.end(rank)

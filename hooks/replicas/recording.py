@@ -1,9 +1,9 @@
-"""The timeline of a server with replicas: what it noted, and what its replicas told, on the server's clock.
+"""The timeline of a server with replicas: its own marks and the bars of its replicas, on the server's clock.
 
 Note [One clock]
-    Processes of one machine share the monotonic clock. What a replica of another machine tells has its time of sending;
-    the least that the server's clock was ahead of that when it came is how far the clocks are apart, but for the
-    fastest message's way.
+    Processes of one machine share the monotonic clock. A message of a replica on another machine has its time of
+    sending; the least difference to the time of receipt is the offset of the clocks, up to the latency of the fastest
+    message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .notes import machine
 
 
 class Recording:
-    """Used by one thread. Bounded: of too many bars the first ones are kept."""
+    """Collects bars and marks, the first `tuning.bars` and `tuning.marks` of them. Used by one thread."""
 
     def __init__(self, clock: Callable[[], float], tuning: Timelines = DEFAULT.timeline) -> None:
         self._clock = clock
@@ -25,13 +25,13 @@ class Recording:
         self._machine = machine()
         self._start = clock()
         self._bars: list[Bar] = []
-        self._foreign: dict[int, list[Bar]] = {}  # of other machines, by their own clocks
-        self._apart: dict[int, float] = {}
+        self._foreign: dict[int, list[Bar]] = {}  # by replica of another machine, on its own clock
+        self._apart: dict[int, float] = {}  # seconds that the server's clock is ahead, by replica
         self._marks: list[FleetMark] = []
         self._missing = 0
 
     def seen(self, member: int, seen: Seen) -> None:
-        """A replica tells what it has done."""
+        """Adds the bars of a replica."""
         bars = [Bar(member, *each) for each in seen.bars]
         if seen.machine == self._machine:
             self._keep(self._bars, bars)
@@ -41,7 +41,7 @@ class Recording:
         self._keep(self._foreign.setdefault(member, []), bars)
 
     def request(self, name: str, came: float, first: float | None) -> None:
-        """A request has ended now."""
+        """Adds a request that has ended now. `came`, `first`: times of its arrival, and of its first token."""
         now = self._clock()
         parts = [(f"{name} waits", came, now if first is None else first)]
         if first is not None:
@@ -49,12 +49,12 @@ class Recording:
         self._keep(self._bars, [Bar(-1, REQUESTS, *each) for each in parts])
 
     def mark(self, name: str) -> None:
-        """Something has happened."""
+        """Adds a mark with this name at the present time."""
         if len(self._marks) < self._tuning.marks:
             self._marks.append(FleetMark(name, self._clock()))
 
     def recording(self) -> FleetRecording:
-        """All so far."""
+        """Returns everything recorded so far."""
         moved = [
             each._replace(begin=each.begin + self._apart[member], end=each.end + self._apart[member])
             for member, bars in self._foreign.items()

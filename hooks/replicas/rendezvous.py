@@ -1,4 +1,4 @@
-"""The supervisor's store, made or found as a placement says."""
+"""Opens the supervisor's store: hosts it, or connects to it, according to the placement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _KEY: Final = "ballonet/supervisor"  # in torchrun's store
 
 
 def open_store(placement: Placement, timeout: float) -> Store:
-    """Hosts the store where this process has to, else reaches it. `timeout`: seconds that it is waited for, and that a
-    call waits later. PortInUse; SupervisorLost: nobody answers; NoAnswer: nobody said in torchrun's store where."""
+    """Hosts the store if this process is the supervisor, else connects to it. `timeout`: seconds to wait for it, and of
+    its calls later. SupervisorPortInUse; SupervisorLost: no answer; NoAnswer: torchrun's store has no address of it."""
     if not placement.agent:
         if placement.hosts:
             return Store.host(placement.host, placement.port, timeout=timeout)

@@ -1,10 +1,10 @@
-"""The main loop of a replica: it hears the supervisor, computes its part in a group, and changes from epoch to epoch.
+"""The main loop of a replica: handles messages of the supervisor, computes microbatches, and changes epochs.
 
 Note [One thread]
-    Everything that touches the model happens in this loop, one thing after the other: mail, a microbatch, a piece of
-    KV, a layer that comes home. So a change of epoch happens between two microbatches, and nothing is locked. What
-    waits for others counts on meanwhile (`Over`), and so does what moves a layer (piecewise.py): a replica that stands
-    still is one whose kernel, or process, does.
+    Everything that uses the model happens in this loop, one step after the other: a message, a microbatch, a piece of
+    KV, a layer that is restored. So epochs change between two microbatches, without locks. The count of iterations
+    also grows during waits for other replicas (`WatchedLink`) and moves of layers (piecewise.py): it stands still only
+    where a kernel, or the process, does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import suppress
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.groups import alone
-from .bell import Bell
 from .count_report import CountReport
 from .epoch_change import EpochChange
+from .epoch_state import EpochState
 from .errors import Interrupted, LinkClosed, LinkError, SupervisorLost
 from .follower import OutOfStep
 from .layer_moves import LayerMoves
@@ -23,131 +23,132 @@ from .led_requests import LedRequests
 from .link import Link
 from .load_report import LoadReport
 from .messages import End, Message, Record, Start
-from .place import Place
-from .setup import Setup
+from .replica_setup import ReplicaSetup
+from .wakeup import Wakeup
 
-_NEWS = ("kv", "arrival", "handover", "pull", "old")  # tags that somebody who idles has to take in
+_TAGS = ("kv", "arrival", "handover", "pull", "old")  # whose messages end an idle wait
 
 
 class Replica:
     """One replica of a model."""
 
-    def __init__(self, setup: Setup, bell: Bell) -> None:
-        """`bell`: is rung when mail or a message on a link is there."""
+    def __init__(self, setup: ReplicaSetup, wakeup: Wakeup) -> None:
+        """`wakeup`: is notified when a message of the supervisor or on a link has come."""
         self._setup = setup
         self._supervisor = setup.supervisor
-        self._bell = bell
+        self._wakeup = wakeup
         self._load = LoadReport(setup)
         self._requests = LedRequests(setup.supervisor)
-        self._place = Place(setup, self._requests, self._beat)
+        self._state = EpochState(setup, self._requests, self._beat)
         self._moves = LayerMoves(setup, self._beat, self._links)
-        self._change = EpochChange(setup, self._place, self._moves, self._requests)
-        self._counts = CountReport(setup, self._place, self._moves)
+        self._change = EpochChange(setup, self._state, self._moves, self._requests)
+        self._counts = CountReport(setup, self._state, self._moves)
         self._ended = self._rejoins = False
-        setup.holds.offer(self._load.wish)
-        setup.holds.pieces.told = self._load.goes_on
+        setup.holds.offer(self._load.add_wish)
+        setup.holds.pieces.on_progress = self._load.beat_mid_step
 
     # -- the loop
 
     def run(self) -> bool:
-        """Until the supervisor says so, or is gone. Is it to join anew, with nothing of what it had? SupervisorLost."""
+        """Runs until the supervisor ends this replica. Returns whether it has to join anew, without KV and requests.
+        SupervisorLost."""
         try:
             while not self._ended:
                 self.step()
         finally:
-            self._forget_all()
+            self._leave_all()
             self._setup.notes.close()
             with suppress(SupervisorLost):
-                self._counts.tell(at_once=True)
-            self._place.close()
+                self._counts.send(at_once=True)
+            self._state.wait_closed()
             self._setup.holds.end_offer()
             self._setup.holds.pieces.end()
             self._setup.holds.give_back()
         return self._rejoins
 
     def step(self) -> None:
-        """One turn of the loop, which waits a little where there is nothing to do."""
+        """One iteration of the loop. Waits a little where there is nothing to do."""
         self._beat()
-        self._note()
-        self._counts.tell()
+        self._update_timeline()
+        self._counts.send()
         while not self._ended and (message := self._supervisor.take()) is not None:
-            self._hear(message)
+            self._handle(message)
         try:
             happened = self._work()
         except Interrupted:
-            happened = True  # what it waited for is over: the mail says why
+            happened = True  # by a message of the supervisor, which is handled next
         except LinkError as error:
-            self._lost(error.peer)
+            self._on_link_lost(error.peer)
             happened = True
         if not happened and not self._ended:
-            self._bell.wait(lambda: self._has_news() or None, self._setup.tuning.beat)
+            self._wakeup.wait(lambda: self._has_input() or None, self._setup.tuning.beat)
 
     def _work(self) -> bool:
-        place, moves = self._place, self._moves
+        state, moves = self._state, self._moves
         happened = self._compute()
         happened = self._change.step() or happened
-        if (handover := place.handover) is not None:
-            happened = place.exchange() or happened
+        if (handover := state.handover) is not None:
+            happened = state.exchange_kv() or happened
             if handover.complete:
-                self._counts.tell(at_once=True)
-        if place.leader is not None:
-            self._requests.start_early(place.epoch, place.leader)
+                self._counts.send(at_once=True)
+        if state.leader is not None:
+            self._requests.start_early(state.epoch, state.leader)
         happened = self._pull() or happened
         moves.serve()
         return happened or (not moves.ready and moves.prepare_idle())
 
     def _compute(self) -> bool:
-        stage = self._place.stage
+        stage = self._state.stage
         try:
             return stage is not None and stage.step()
         except OutOfStep:
             assert stage is not None
             members = stage.group.members
-            self._lost(members[members.index(self._setup.me) - 1])
+            self._on_link_lost(members[members.index(self._setup.me) - 1])
             return False
         except LinkClosed as error:
-            if not self._change.has_turned(error.peer):
+            if not self._change.peer_has_entered(error.peer):
                 raise
-            return False  # nothing more comes in this epoch, and what comes next is heard over the next one's link
+            return False  # nothing more comes in this epoch; the next one has links of its own
         finally:
-            self._requests.tell()  # before another group may go on with a request
+            self._requests.send_reports()  # before another group may go on with a request
 
-    def _has_news(self) -> bool:
-        stage = self._place.stage
+    def _has_input(self) -> bool:
+        stage = self._state.stage
         if self._supervisor.has() or (stage is not None and stage.has_work()):
             return True
-        return any(link.has(tag) for link in self._links() for tag in _NEWS if link.error is None)
+        return any(link.has(tag) for link in self._links() for tag in _TAGS if link.error is None)
 
     def _links(self) -> list[Link]:
-        return [*self._place.links.values(), *self._change.links.values()]
+        return [*self._state.links.values(), *self._change.links.values()]
 
-    def _note(self) -> None:
-        """Notes what goes on."""
-        notes, place = self._setup.notes, self._place
+    def _update_timeline(self) -> None:
+        """Records the present activities for a timeline."""
+        notes, state = self._setup.notes, self._state
         if not notes.on:
             return
-        me, group = self._setup.me, None if place.stage is None else place.stage.group
+        me, group = self._setup.me, None if state.stage is None else state.stage.group
         where = None
         if group is not None:
             span = group.span(me)
             stage = f"stage {group.members.index(me)} of {group.size}"
-            where = f"epoch {place.epoch}: {stage}, layers {span.begin} to {span.end - 1}"
+            where = f"epoch {state.epoch}: {stage}, layers {span.begin} to {span.end - 1}"
         notes.now("epoch", where)
-        coming = self._change.epoch
-        notes.now("next epoch", None if coming is None else f"prepare epoch {coming}")
-        notes.now("exchange", None if place.handover is None else f"KV into epoch {place.epoch}")
+        pending = self._change.epoch
+        notes.now("next epoch", None if pending is None else f"prepare epoch {pending}")
+        notes.now("exchange", None if state.handover is None else f"KV into epoch {state.epoch}")
         notes.now("restore", "layers come home" if self._moves.pulling else None)
 
     def _beat(self) -> None:
-        self._load.beat(self._place.epoch, self._place.stage)
+        self._load.beat(self._state.epoch, self._state.stage)
 
     # -- mail
 
-    def _hear(self, message: Message) -> None:
-        place = self._place
+    def _handle(self, message: Message) -> None:
+        state = self._state
         match message:
             case Start():
-                self._requests.start(message, place.epoch, place.leader)
+                self._requests.start(message, state.epoch, state.leader)
             case actions.Cancel():
                 self._cancel(message.request)
             case actions.Prepare():
@@ -158,10 +159,10 @@ class Replica:
                 self._moves.stop(message.epoch)
                 self._change.discard(message.epoch)
             case actions.Alone():
-                self._forget_all()
-                place.take(alone(self._setup.me, self._setup.layers), message.epoch, {}, self._moves)
+                self._leave_all()
+                state.begin_stage(alone(self._setup.me, self._setup.layers), message.epoch, {}, self._moves)
             case actions.StartRestore():
-                links = self._change.links if self._change.epoch == message.epoch else place.links
+                links = self._change.links if self._change.epoch == message.epoch else state.links
                 self._moves.begin(message.epoch, message.pulls, links)
             case Record():
                 self._setup.notes.on = True
@@ -172,42 +173,43 @@ class Replica:
 
     def _cancel(self, request: str) -> None:
         self._requests.cancel(request)
-        if self._change.coming is not None:
-            self._change.coming.cancelled.add(request)
-        if self._place.handover is not None:
-            self._place.handover.cancel(request)
-        if self._place.leader is not None:
-            self._place.leader.requests.cancel(request)
+        if self._change.pending is not None:
+            self._change.pending.cancelled.add(request)
+        if self._state.handover is not None:
+            self._state.handover.cancel(request)
+        if self._state.leader is not None:
+            self._state.leader.requests.cancel(request)
 
     # -- layers
 
     def _pull(self) -> bool:
-        """Brings a layer home, if any has to come."""
-        moves, stage = self._moves, self._place.stage
+        """Restores a layer, if any has to be. Returns whether it did."""
+        moves, stage = self._moves, self._state.stage
         if not moves.pulling:
             return False
         if not moves.pull():
             if stage is not None:
                 moves.release(stage.group)
             moves.post_restored()
-            self._counts.tell(at_once=True)
+            self._counts.send(at_once=True)
         return True
 
     # -- what goes wrong
 
-    def _lost(self, peer: int) -> None:
-        """A link is gone: the supervisor decides what becomes of the group."""
-        coming = self._change.coming
-        is_coming = coming is not None and peer in coming.links and coming.links[peer].error is not None
-        epoch = coming.epoch if coming is not None and is_coming else self._place.epoch
+    def _on_link_lost(self, peer: int) -> None:
+        """Reports a lost link to the supervisor, which decides about the group. Gives up the next epoch if the link was
+        of that one and it is not committed, else leaves all groups."""
+        pending = self._change.pending
+        is_pending = pending is not None and peer in pending.links and pending.links[peer].error is not None
+        epoch = pending.epoch if pending is not None and is_pending else self._state.epoch
         self._supervisor.post(events.Suspected(0.0, epoch, self._setup.me, peer))
-        if coming is not None and is_coming and not coming.committed:
-            self._change.drop_coming()
+        if pending is not None and is_pending and not pending.committed:
+            self._change.drop_pending()
             return
-        self._forget_all()
+        self._leave_all()
 
-    def _forget_all(self) -> None:
-        """Ends its part in groups, with all KV and requests."""
-        self._change.drop_coming()
+    def _leave_all(self) -> None:
+        """Leaves all groups, and drops all KV and requests."""
+        self._change.drop_pending()
         self._moves.stop()
-        self._place.leave()
+        self._state.leave()

@@ -1,4 +1,4 @@
-"""A request as everybody may know it: enough to compute it again from nothing, on any replica."""
+"""A request with its answer so far: enough to compute it anew on any replica."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .plan import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`prompt`: ids of its tokens; `new`: tokens that its answer has at most; `ends`: ids that end it; `delivered`: the
-    tokens of its answer so far. `ttft`, `tpot`: its SLOs in seconds, of the time to its first token and of a step in
-    which it decodes; None where it asks for none. `waited`: seconds since it came, when it was told to somebody."""
+    """A request. `prompt`: token ids; `new`: tokens of the answer at most; `ends`: ids that end it; `delivered`: tokens
+    of the answer so far. `ttft`, `tpot`: SLOs in seconds, for the first token and for a decoding step; None: no SLO.
+    `waited`: seconds since it arrived, at the time of sending."""
 
     name: str
     prompt: tuple[int, ...]
@@ -29,28 +29,29 @@ class Request:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All its tokens so far."""
+        """The ids of all tokens so far."""
         return self.prompt + self.delivered
 
     @property
     def over(self) -> bool:
-        """Is its answer complete?"""
+        """Whether the answer is complete."""
         return len(self.delivered) >= self.new or (bool(self.delivered) and self.delivered[-1] in self.ends)
 
     def slo(self, now: float) -> RequestSLO:
-        """What it asks, by a clock that is at `now`. The first token is asked for no more once it is there."""
+        """Returns the SLO of the request, with its arrival on a clock that is at `now`; without a TTFT once the first
+        token is there."""
         if self.tpot is None and (self.ttft is None or self.delivered):
             return NOTHING
         return RequestSLO(None if self.delivered else self.ttft, self.tpot, now - self.waited)
 
     def with_token(self, token: int) -> Self:
-        """The request after one more token of its answer."""
+        """Returns the request with one more token of its answer."""
         return replace(self, delivered=(*self.delivered, token))
 
 
 def state_of(request: Request, held: int = 0) -> RequestState:
-    """transformers' state of a request `held` tokens of which have KV, fewer than it has tokens. What was delivered
-    counts as prompt, as after a preemption: a request that decodes has a prompt of one token left."""
+    """Returns transformers' state of a request, of which the first `held` tokens have KV, fewer than all. Delivered
+    tokens count as prompt, as after a preemption: a decoding request has a prompt of one token left."""
     state: Any = RequestState(
         request.name,
         list(request.ids),

@@ -1,4 +1,4 @@
-"""Device pages for layers that come home: opened when they are, or kept before, so that nobody else has them."""
+"""Device pages for layers that are restored: allocated then, or reserved before, so KV does not take them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..weights.ranges import Weights
 
 
 class RestorePages:
-    """Used under the lock of HeldLayers."""
+    """Pages for layers that are restored. Used under the lock of HeldLayers."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._kept: dict[int, Range] = {}  # by layer
+        self._kept: dict[int, Range] = {}  # reserved pages, by layer
 
     def keep(self, layers: Iterable[int]) -> None:
-        """Takes the pages of these layers, which are dropped, as far as they are free."""
+        """Reserves pages for these dropped layers, as far as there are free ones."""
         for layer in layers:
             each = self._weights.ring.layer(layer)
             if each is None or layer in self._kept:
@@ -31,16 +31,16 @@ class RestorePages:
                 return
 
     def give_back(self) -> None:
-        """Gives up what was kept. Idempotent."""
+        """Frees the reserved pages. Idempotent."""
         while self._kept:
             self._kept.popitem()[1].close()
 
     def take(self, layer: int, pages: int) -> Range:
-        """Returns those that were kept for a layer, or opens so many. torch.OutOfMemoryError."""
+        """Returns the pages reserved for a layer, or else allocates so many. torch.OutOfMemoryError."""
         return self._kept.pop(layer, None) or self._open(layer, pages)
 
     def _open(self, layer: int, pages: int) -> Range:
-        """Pages that are free: what others have they keep."""
+        """Allocates free pages, without reclaiming any. torch.OutOfMemoryError."""
         device = self._weights.device
         if device.available < pages:
             device.trim()

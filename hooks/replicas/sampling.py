@@ -1,11 +1,11 @@
-"""Choosing tokens so that a token that is computed again is the same one, on whichever replica.
+"""Reproducible sampling: a token that is computed again is the same one, on any replica.
 
 Note [Keyed draws]
-    A generator's state depends on all draws before, also on those of other requests in the batch. Here each draw is a
-    function of the request's seed and of the position of the token: a hash of both, as a number u in [0, 1). The token
-    is the first in order of rising score at which the cumulative probability passes u. So it changes neither with the
-    batch nor with the number of stages, and one that was delivered and is computed again after a fault repeats, as far
-    as logits do: u has to lie within their rounding of a boundary for another one.
+    A generator's state depends on all earlier draws, also on those of other requests in the batch. Here each draw is a
+    hash of the request's seed and the token's position, as a number u in [0, 1). The token is the first in order of
+    rising score at which the cumulative probability passes u. So it depends neither on the batch nor on the number of
+    stages, and a token that is computed again after a fault is the same, unless u lies so close to a boundary that the
+    rounding of logits decides.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _BITS: Final = struct.Struct("<Q")
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for the token at a position of a request with this seed. The seed counts modulo 2**64."""
+    """Returns a number in [0, 1) for the token at a position of a request. `seed`: modulo 2**64."""
     signed = (seed + 2**63) % 2**64 - 2**63
     (bits,) = _BITS.unpack(hashlib.blake2b(_KEY.pack(signed, position), digest_size=8).digest())
     return float(bits >> 11) / float(2**53)
 
 
 def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Chooses a token for each row of logits, [rows, vocabulary]. Temperature, then top_k, then top_p, as
-    transformers' processors; `positions`: of the tokens that are chosen."""
+    """Returns a token for each row of `logits`, [rows, vocabulary]: temperature, then top_k, then top_p, as in
+    transformers. `positions`: of the returned tokens."""
     logits = logits.float()
     likeliest = logits.argmax(-1)
     drawn = [row for row, each in enumerate(settings) if each.temperature > 0]

@@ -1,4 +1,4 @@
-"""Which requests are in the next microbatches of a group: those that are in none, as far as every stage has room."""
+"""The scheduler of a group: considers requests that are in no microbatch, and the memory of all stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..batching.preemption import PagePreemption
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
 from ..sectors.room import memory_of, most_of
-from .settings import GroupSettings
+from .group_settings import GroupSettings
 from .span_cache import SpanCache
 
 
 def limited(own: Memory, room: float) -> Memory:
-    """What there is on the first stage where others leave room for `room` of its bytes: less by what is usable beyond
-    that. Followers have activations as large as the first stage's, so these count as well."""
+    """Returns the first stage's memory, reduced so that at most `room` bytes are usable. The activations of followers
+    are as large as the first stage's, so they count as well."""
     excess = own.usable - max(0.0, room)
     if excess <= 0:
         return own
@@ -32,7 +32,8 @@ def limited(own: Memory, room: float) -> Memory:
 
 
 class GroupScheduler(ElasticFIFO):
-    """As ElasticFIFO, for requests that are in flight too: see `in_flight`."""
+    """An ElasticFIFO that leaves out requests which are in flight. `in_flight`: microbatches of each request that are
+    not answered yet."""
 
     def __init__(
         self,
@@ -42,11 +43,11 @@ class GroupScheduler(ElasticFIFO):
         room: Callable[[], float],
         most: Callable[[], float],
     ) -> None:
-        """`room`: tokens that every follower has memory for beyond what is planned, `most`: that each would have if no
-        request ran; infinity where there are no followers."""
+        """`room`: returns the tokens for which every follower has memory beyond those planned; `most`: the same if no
+        request ran; infinity without followers."""
         client = cache.pages.client
         tuning = client.governor.tuning.serving
-        self.in_flight: Counter[str] = Counter()  # microbatches with a chunk of a request that are not answered yet
+        self.in_flight: Counter[str] = Counter()
         self._stages = stages
         memory = RequestMemory(
             cache,
@@ -64,8 +65,8 @@ class GroupScheduler(ElasticFIFO):
         )
 
     def begins(self, found: bool) -> None:
-        """As ElasticScheduler's. What passes between two microbatches of a pipeline is no step of the model, so nothing
-        is learned from it."""
+        """Called when an iteration begins, see ElasticScheduler. The time between two microbatches of a pipeline is no
+        step of the model, so no cost is learned from it."""
         if self._stages > 1:
             self._step = None
         super().begins(found)
@@ -81,7 +82,7 @@ class GroupScheduler(ElasticFIFO):
 
 
 class GroupPreemption(PagePreemption):
-    """As PagePreemption; `aside`: requests that were preempted, and whose KV others may move as well."""
+    """A PagePreemption. `aside`: preempted requests whose KV followers may move to the host as well."""
 
     def __init__(self, cache: SpanCache, scheduler: GroupScheduler, settings: GroupSettings) -> None:
         super().__init__(

@@ -1,9 +1,9 @@
-"""One microbatch on one stage: its inputs, and the forward of the layers of the span.
+"""The forward of one microbatch on one stage: its inputs, and the layers of the span.
 
 Note [One set of inputs]
-    transformers makes input tensors of the largest batch once. A stage needs one set, although several microbatches are
-    in flight in the group: it computes them one after the other on one stream, which also orders the writes to the
-    inputs of the next one. What outlives a microbatch on a stage is its record (plan.py).
+    transformers allocates input tensors for the largest batch once. A stage needs one set, although several
+    microbatches are in flight in the group: it computes them one after the other on one stream, which also orders the
+    writes to the next inputs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
+from .group_settings import GroupSettings
 from .plan import Chunk
-from .settings import GroupSettings
 from .span_cache import SpanCache, config_of
 from .stage_times import StageTimes
 
-States = tuple[torch.Tensor, ...]  # what travels between two layers, hidden states [1, tokens, width] first
+States = tuple[torch.Tensor, ...]  # passed between two layers, hidden states [1, tokens, width] first
 
 
 class RunsLayers(Protocol):
-    """A model of which a part runs."""
+    """Runs some layers of a model."""
 
     def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
-        """Runs these layers with the model's own forward. `inputs`: what the forward is called with; `given`: what
-        travels to the first of them, None where that is the first of the model. Returns what travels on from the last
-        of them, or the logits [1, tokens, vocabulary] where that is the last of the model."""
+        """Runs these layers with the model's own forward. `inputs`: the forward's keyword arguments; `given`: the
+        states before the first of these layers, None before the model's first. Returns the states after the last of
+        them, or the logits [1, tokens, vocabulary] after the model's last."""
 
 
 class SpanRunner:
@@ -38,7 +38,7 @@ class SpanRunner:
     def __init__(
         self, model: Any, runs: RunsLayers, cache: SpanCache, settings: GroupSettings, times: StageTimes | None = None
     ) -> None:
-        """`times`: takes in what microbatches take."""
+        """`times`: measures the microbatches."""
         config = model.config.get_text_config()
         keeps = getattr(model, "_supports_logits_to_keep", None)
         self._keeps = keeps is not None and keeps()
@@ -53,9 +53,9 @@ class SpanRunner:
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
-        """Computes chunks, whose requests have their blocks; `states`: of the requests, which are moved on. Returns
-        what travels to the next stage, or on the last one the logits [sampling chunks, vocabulary].
-        torch.OutOfMemoryError."""
+        """Computes chunks, whose requests have their blocks. `states`: of the requests, advanced by their chunks;
+        `given`: the states from the stage before. Returns the states for the next stage, or on the last stage the
+        logits [sampling chunks, vocabulary]. torch.OutOfMemoryError."""
         began = None if self._times is None else self._times.begin()
         found = self._run(chunks, states, given)
         if self._times is not None and began is not None:

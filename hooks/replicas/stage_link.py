@@ -1,4 +1,4 @@
-"""What stages need of a link between two of them; records that are sent over it as tensors."""
+"""The interface of a link between two stages, and records encoded as tensors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 class StageLink(Protocol):
-    """One end of a link. Tensors of one tag arrive in the order in which they were sent."""
+    """One end of a link. Tensors of one tag arrive in order."""
 
     def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> object:
-        """Sends a tensor, which is not written to afterwards. `urgent`: before what is waiting and is not."""
+        """Sends a tensor, which must not be written to afterwards. `urgent`: before queued messages that are not."""
 
     def recv(self, tag: str) -> torch.Tensor:
-        """The next tensor of this tag; waits for it."""
+        """Waits for the next tensor of this tag, and returns it."""
 
 
 def tensor_of(text: str) -> torch.Tensor:
-    """A record as uint8[bytes], to be sent."""
+    """Returns a record as uint8[bytes], to be sent."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def text_of(tensor: torch.Tensor) -> str:
-    """The record that `tensor_of` was called on."""
+    """Returns the record that `tensor_of` has encoded."""
     return tensor.cpu().numpy().tobytes().decode()

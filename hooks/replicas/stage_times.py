@@ -1,14 +1,14 @@
-"""What the microbatches of a replica took: how long it computed, how far predictions were off, the pipeline's bubble.
+"""Times of a replica's microbatches: seconds of compute, errors of predictions, and the pipeline's bubble.
 
 Note [Bubble]
-    The part of the time of all stages of pipelines in which they wait, while their group has work: 1 - busy / open. A
-    stage is busy from the first to the last operation of a microbatch's layers. A group of k stages with a microbatch
-    in flight is open for k seconds in each second, which its first stage counts; so what links and sampling take is
-    bubble, too (the simulation, where links take no time, counts alike). Replicas that hold all layers count nothing.
+    The bubble is the part of the stages' time in which they wait while their group has work: 1 - busy / open. A stage
+    is busy from the first to the last operation of a microbatch's layers. A group of k stages with a microbatch in
+    flight is open for k seconds in each second, which its first stage counts; so the time of links and sampling is
+    bubble, too (as in the simulation, where links take no time). Groups of one replica count nothing.
 
 Note [The clock of a GPU]
-    Work is submitted long before it runs, so a moment is an event on the stream. Its time is that of the host's clock
-    at a reference event, which is recorded while the stream has nothing to do, plus what passed on the device since.
+    Work is submitted long before it runs, so a time is taken as an event on the stream. It is converted to the host's
+    clock by a reference event, recorded while the stream was idle, and the seconds on the device since then.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .plan import Chunk
 
-Mark = Callable[[], float | None]  # seconds of the clock at which the device was there; None: it is not there yet
+Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 
 
 class Ran(NamedTuple):
-    """A microbatch that has run. Seconds of the clock; `sizes`: (tokens before, new tokens) of its chunks; `layers`:
-    computed."""
+    """A microbatch that has run. `begin`, `end`: in seconds; `sizes`: (tokens before, new tokens) of its chunks;
+    `layers`: number of layers that were computed."""
 
     begin: float
     end: float
@@ -39,7 +39,7 @@ class Ran(NamedTuple):
 
 
 class StageTimes:
-    """Used by one thread. `busy`, `open`: see Note [Bubble]."""
+    """Measures microbatches. Used by one thread. `busy`, `open`: seconds, see Note [Bubble]."""
 
     def __init__(
         self,
@@ -47,33 +47,33 @@ class StageTimes:
         cost: ChunkCost | None,
         clock: Callable[[], float],
         mark: Callable[[], Mark],
-        told: Callable[[Ran], object] = lambda ran: None,
+        on_ran: Callable[[Ran], object] = lambda ran: None,
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
-        """`layers`: of the model; `cost`: predicts what a microbatch takes in all of them; `clock`: of the host, in
-        seconds; `mark`: the present moment on the device; `told`: of each microbatch, once it is known what it took."""
+        """`layers`: of the model; `cost`: predicts the seconds of a microbatch in all layers; `clock`: of the host, in
+        seconds; `mark`: records a mark on the device; `on_ran`: called with each microbatch once its time is known."""
         self.busy = 0.0
         self.open = 0.0
         self._layers = layers
         self._cost = cost
         self._clock = clock
         self._mark = mark
-        self._told = told
+        self._on_ran = on_ran
         self._errors: deque[float] = deque(maxlen=tuning.judged)
         self._running: deque[tuple[Mark, Mark, Sequence[Chunk], int]] = deque()
-        self._since: tuple[float, int] | None = None  # when a group had work first, and its stages
+        self._since: tuple[float, int] | None = None  # (since when `open` is not counted yet, open stages)
 
     def begin(self) -> Mark:
-        """A microbatch is computed from now on."""
+        """Marks the begin of a microbatch, before it is submitted."""
         return self._mark()
 
     def end(self, began: Mark, chunks: Sequence[Chunk], layers: int) -> None:
-        """All of it is submitted."""
+        """Marks the end of a microbatch, after it is submitted."""
         self._running.append((began, self._mark(), chunks, layers))
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
-        """Takes in what has run since."""
+    def poll(self) -> None:
+        """Takes in the microbatches that have run."""
         while self._running:
             begin, end, chunks, layers = self._running[0]
             ended, began = end(), begin()
@@ -84,12 +84,12 @@ class StageTimes:
             self._take(Ran(began, ended, sizes, layers))
 
     @property
-    def told_all(self) -> bool:
-        """Is nothing computed whose time is not known?"""
+    def all_timed(self) -> bool:
+        """Whether the times of all submitted microbatches are known."""
         return not self._running
 
-    def works(self, stages: int) -> None:
-        """From now on so many stages are open: those of the group that this replica leads; 0: it has no work."""
+    def set_open_stages(self, stages: int) -> None:
+        """Counts so many stages as open from now on: those of the group that this replica leads; 0: it has no work."""
         if self._since is None and stages < 2:
             return
         now = self._clock()
@@ -100,7 +100,7 @@ class StageTimes:
 
     @property
     def error(self) -> float | None:
-        """Mean relative error of what the latest microbatches were predicted to take; None before the first."""
+        """Mean relative error of the predicted seconds of the latest microbatches; None before the first."""
         return statistics.fmean(self._errors) if self._errors else None
 
     def _take(self, ran: Ran) -> None:
@@ -110,23 +110,23 @@ class StageTimes:
         if self._cost is not None and seconds > 0:
             whole = self._cost.batch(ran.sizes)
             self._errors.append(abs(whole * ran.layers / self._layers / seconds - 1))
-        self._told(ran)
+        self._on_ran(ran)
 
 
-class HostMarks:
-    """Marks of a device that computes when it is told to."""
+class HostTimeMarks:
+    """Marks of a device that computes synchronously, the CPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
 
     def __call__(self) -> Mark:
-        """The present moment."""
+        """Returns a mark with the present time."""
         now = self._clock()
         return lambda: now
 
 
-class CudaMarks:
-    """Marks on the current stream of a GPU. See Note [The clock of a GPU]."""
+class CudaTimeMarks:
+    """Marks in the current stream of a GPU. See Note [The clock of a GPU]."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._device = device
@@ -134,7 +134,7 @@ class CudaMarks:
         self._reference: tuple[Any, float] | None = None
 
     def __call__(self) -> Mark:
-        """The moment at which the stream gets here."""
+        """Records a mark in the current stream."""
         stream = torch.cuda.current_stream(self._device)
         event = torch.cuda.Event(enable_timing=True)
         if self._reference is None:
@@ -154,5 +154,5 @@ class CudaMarks:
 
 
 def marks_of(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Callable[[], Mark]:
-    """What makes marks on a device."""
-    return CudaMarks(device, clock) if device.type == "cuda" else HostMarks(clock)
+    """Returns a function that records marks on a device."""
+    return CudaTimeMarks(device, clock) if device.type == "cuda" else HostTimeMarks(clock)

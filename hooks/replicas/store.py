@@ -1,7 +1,7 @@
 """The store of a supervisor: keys and queues over TCP, `torch.distributed.TCPStore`, with errors that are typed.
 
-Nothing here knows a secret: what is read from the store is what anybody may have written who reaches its port. See
-secret.py for what is believed of it.
+The store is not authenticated: anybody who reaches its port may have written its values. secret.py has the keyed hashes
+that messages carry.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _IN_USE: Final = (errno.EADDRINUSE, errno.EACCES)
 
 
 class Store:
-    """One connection to the store. A call that waits keeps the connection to itself: who waits has a clone. The store
-    ends with the last reference to it in the process that hosts it, or with the process."""
+    """One connection to the store. A waiting call blocks the connection, so each thread that waits needs a clone. The
+    store ends with the last reference in the process that hosts it, or with that process."""
 
     def __init__(self, store: Any, timeout: float) -> None:
         """`store`: a TCPStore. `timeout`: seconds that a call waits at most."""
@@ -34,8 +34,8 @@ class Store:
 
     @classmethod
     def host(cls, host: str = LOCAL, port: int = 0, *, timeout: float) -> Self:
-        """Makes a store that listens there, and nowhere else; port 0: any that is free. PortInUse; OSError: there is no
-        such address here."""
+        """Makes a store that listens on this address only; port 0: any free port. `timeout`: seconds of a call at most.
+        SupervisorPortInUse; OSError where this machine has no such address."""
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,7 +59,7 @@ class Store:
 
     @classmethod
     def connect(cls, host: str, port: int, *, timeout: float) -> Self:
-        """Reaches the store of a supervisor. SupervisorLost: none answers there within `timeout` seconds."""
+        """Connects to the store of a supervisor. SupervisorLost: none answers within `timeout` seconds."""
         try:
             found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -77,38 +77,38 @@ class Store:
         return str(self._store.host)
 
     def clone(self, timeout: float | None = None) -> Store:
-        """Another connection, `timeout` seconds (None: the same) for its calls. SupervisorLost."""
+        """Opens another connection. `timeout`: seconds of its calls at most; None: as here. SupervisorLost."""
         with self._typed("a connection"):
             return Store(self._store.clone(), self.timeout if timeout is None else timeout)
 
     def below(self, prefix: str) -> PrefixStore:
-        """What process groups are given: the store, with all keys below a prefix."""
+        """Returns the store with all keys below a prefix, for a process group."""
         return PrefixStore(prefix, self._store)
 
     def set(self, key: str, value: str) -> None:
-        """SupervisorLost."""
+        """Sets a key. SupervisorLost."""
         with self._typed(key):
             self._store.set(key, value)
 
     def get(self, key: str) -> str:
-        """The value of a key, once there is one. NoAnswer, SupervisorLost."""
+        """Waits until a key is set, and returns its value. NoAnswer, SupervisorLost."""
         with self._typed(key):
             return bytes(self._store.get(key)).decode(errors="replace")
 
     def delete(self, key: str) -> None:
-        """Nothing where there is no such key. SupervisorLost."""
+        """Deletes a key, if it is set. SupervisorLost."""
         with self._typed(key):
             self._store.delete_key(key)
 
     def push(self, queue: str, value: str) -> None:
-        """Appends to a queue, which several may do, and does not wait until it is there: of several connections the
-        order is not known. SupervisorLost."""
+        """Appends to a queue, without waiting for an acknowledgement: values of several connections come in any order.
+        SupervisorLost."""
         with self._typed(queue):
             self._store.queue_push(queue, value)
 
     def pop(self, queue: str, wait: bool) -> str | None:
-        """Takes the first out of a queue, which is no key any more once it is empty; `wait`: for one to come, without
-        using the CPU. None: it is empty. NoAnswer, SupervisorLost."""
+        """Removes and returns the first value of a queue; None where the queue is empty. `wait`: blocks until one
+        comes. An emptied queue leaves no key. NoAnswer, SupervisorLost."""
         with self._typed(queue):
             try:
                 return bytes(self._store.queue_pop(queue, wait)).decode(errors="replace")
@@ -116,7 +116,7 @@ class Store:
                 return None
 
     def keys(self) -> int:
-        """How many keys there are. SupervisorLost."""
+        """Returns the number of keys. SupervisorLost."""
         with self._typed("the number of keys"):
             return int(self._store.num_keys())
 

@@ -1,9 +1,9 @@
-"""The supervisor: it has no weights, hears replicas and clients, asks the controller, and has done what that decides.
+"""The supervisor: takes requests of clients and messages of replicas, and performs the controller's actions.
 
 Note [One supervisor]
-    Its thread alone touches the ledger and the controller. Clients' threads leave requests in a queue. If its process
-    ends, so do the replicas, and the requests: there is no election. A controller decision is O(log N) for a request
-    and O(N log N) for a drop; what a replica says in a second is some hundred bytes, and its tokens.
+    Only its thread uses the ledger and the controller; clients' threads put requests into a queue. If its process ends,
+    so do the replicas and the requests: there is no election. A decision of the controller is O(log N) for a request
+    and O(N log N) for a drop; a replica sends some hundred bytes per second, and its tokens.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Note, decide
 from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .action_performer import ActionPerformer, Tells
-from .bell import Bell
+from .action_performer import ActionPerformer, ReplicaSink
 from .client_requests import ClientRequests
-from .fleet_state import State, state_of
+from .fleet_state import FleetState, state_of
 from .messages import Counted, End, Hello, Message, Record, Seen, Told
 from .ranks import Processes, Ranks
 from .recording import Recording
 from .requests import Request
+from .wakeup import Wakeup
 
 
-class Hears(Tells, Protocol):
-    """The replicas, as the supervisor hears and tells them."""
+class ReplicaChannel(ReplicaSink, Protocol):
+    """Messages to and from replicas."""
 
     def take(self) -> tuple[int, Message] | None:
-        """What one says next, with its number."""
+        """Removes and returns the next message, (member, message); None where none has come."""
 
     def has(self) -> bool:
-        """Is anything here?"""
+        """Returns whether a message has come."""
 
 
 class Supervisor:
-    """Call `start` and, at the end, `close`."""
+    """A supervisor. Call `start` and, at the end, `close`."""
 
     def __init__(
         self,
         make: Callable[[Hello], Controller],
-        replicas: Hears,
+        replicas: ReplicaChannel,
         processes: Processes,
-        bell: Bell,
+        wakeup: Wakeup,
         clock: Callable[[], float],
-        told: Callable[[Request, str | None], object],
+        notify_client: Callable[[Request, str | None], object],
         say: Callable[[str], object],
         ranks: int = 0,
         cost: ChunkCost | None = None,
@@ -57,20 +57,20 @@ class Supervisor:
         note: Note = lambda entry: None,
         recording: Recording | None = None,
     ) -> None:
-        """`make`: makes the controller, for the first replica that has joined; `told`: is called, on the supervisor's
-        thread, with a request after each token, and with why it failed; `say`: with lines for people. `ranks`: so many
-        replicas it starts, and replaces when they are lost; `cost`: what chunks take; None: the first measure that.
-        `note`: is called with each decision of the controller; `recording`: keeps what happens."""
-        self.ready = threading.Event()  # a replica serves
+        """`make`: makes the controller, from the first replica's Hello; `notify_client`: called on the supervisor's
+        thread with a request after each token, and with an error message when it failed; `say`: prints a line; `ranks`:
+        number of replicas to start and to replace; `cost`: of chunks; None: the first replicas measure it; `note`:
+        called with each decision of the controller; `recording`: of a timeline."""
+        self.ready = threading.Event()  # a replica serves, or none ever will
         self._make = make
         self._controller: Controller | None = None
         self._replicas = replicas
-        self._bell = bell
+        self._wakeup = wakeup
         self._clock = clock
         self._say = say
         self._tuning = tuning
         self._note = note
-        self._clients = ClientRequests(clock, told, self._on, recording)
+        self._clients = ClientRequests(clock, notify_client, self._on, recording)
         self._ranks = Ranks(ranks, processes, cost, clock, say, tuning)
         self._actions = ActionPerformer(replicas, self._clients, self._ranks, self.ready, say, recording)
         self._hello: Hello | None = None
@@ -78,65 +78,65 @@ class Supervisor:
         self._recording = recording
         self._ticked = -float("inf")
         self._ending = False
-        self._ended = False  # all clients were told
+        self._ended = False  # all clients were notified
         self._failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="ballonet supervisor", daemon=True)
 
     def start(self) -> None:
-        """Begins. OSError where a process cannot be started."""
+        """Starts the replicas and the thread. OSError where a process cannot be started."""
         self._ranks.start()
         self._thread.start()
 
     def close(self) -> None:
-        """Tells all clients and replicas, and ends."""
-        self.tell()
+        """Ends all requests and replicas, and the thread."""
+        self.end_requests()
         if self._thread.is_alive():
             self._thread.join()
         elif self._thread.ident is None:
             self._end()  # it never began
 
     def collect(self) -> None:
-        """Takes in what replicas noted before they ended. After `close`, once they have."""
+        """Takes in the last bars of replicas. To be called after `close`, once their processes have ended."""
         while (found := self._replicas.take()) is not None:
             if self._recording is not None and isinstance(found[1], Seen):
                 self._recording.seen(found[0], found[1])
 
     # -- for clients, on any thread
 
-    def ask(self, request: Request) -> str | None:
-        """Takes a request; says why where it does not."""
+    def submit(self, request: Request) -> str | None:
+        """Takes a request. Returns why it is refused; None: it is taken."""
         if self._ending or self._failed is not None:
             return self._why
         if not request.prompt:
             return "the prompt has no tokens"
-        self._clients.ask(request)
-        self._bell.ring()
+        self._clients.submit(request)
+        self._wakeup.notify()
         if self._ended:
-            self._clients.drop(self._why)  # it was not told with the others
+            self._clients.drop(self._why)  # it came after the others were notified
         return None
 
     def cancel(self, name: str) -> None:
-        """The client of a request has gone away."""
+        """Cancels a request whose client has gone away."""
         self._clients.cancel(name)
-        self._bell.ring()
+        self._wakeup.notify()
 
-    def tell(self) -> None:
-        """Ends all requests, without waiting; their clients are told."""
+    def end_requests(self) -> None:
+        """Begins to end all requests, and notifies their clients. Does not wait."""
         self._ending = True
-        self._bell.ring()
+        self._wakeup.notify()
 
     @property
     def failed(self) -> str | None:
-        """Why nothing can be served any more; None while something can."""
+        """Why nothing can be served; None while requests can be."""
         return self._failed
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their first token."""
+        """Number of requests that wait for their first token."""
         return len(self._clients.waiting)
 
-    def state(self) -> State:
-        """What is to be seen of it now."""
+    def state(self) -> FleetState:
+        """Returns a snapshot of the replicas and their counts."""
         counted = dict(self._counted)
         return state_of(
             self._controller,
@@ -153,7 +153,7 @@ class Supervisor:
         try:
             while not self._ending:
                 self._turn()
-                self._bell.wait(lambda: self._has_news() or None, self._tuning.period)
+                self._wakeup.wait(lambda: self._has_news() or None, self._tuning.period)
         except Exception as error:
             self._failed = f"the supervisor has failed: {type(error).__name__}: {error}"
             self._say(self._failed)
@@ -179,7 +179,7 @@ class Supervisor:
         self._look_for_replicas()
 
     def _join(self, member: int, hello: Hello) -> None:
-        """A replica is there, with all layers."""
+        """Adds a replica that has joined, with all layers; ends it where it does not match the others."""
         first = self._hello = self._hello or hello
         if (hello.layers, hello.token, hello.page) != (first.layers, first.token, first.page):
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
@@ -198,7 +198,7 @@ class Supervisor:
         self._on(events.Joined(self._clock(), member, hello.pages))
 
     def _lost(self, member: int | None, how: str) -> None:
-        """A process has ended, of a replica or of one that had not joined yet."""
+        """Handles the end of a replica's process. `member`: None if it had not joined."""
         if member is not None:
             self._on(events.Lost(self._clock(), member))
         elif self._controller is None and not self._ranks.expected:
@@ -206,14 +206,14 @@ class Supervisor:
             self.ready.set()
 
     def _look_for_replicas(self) -> None:
-        """Nothing can be served any more once no replica is left, nor expected."""
+        """Fails all requests once no replica is left, nor expected."""
         assert self._controller is not None
         if self._controller.cluster.replicas or self._ranks.expected:
             return
         if self._failed is None:
             self._failed = "no replica is left, and no other one is started instead: see why they ended"
             self._say(self._failed)
-        self._clients.fail_all(self._failed)  # also those that were asked for while that was found out
+        self._clients.fail_all(self._failed)  # in each iteration, as more requests may come
 
     def _hear(self, member: int, message: Message) -> None:
         match message:
@@ -246,7 +246,7 @@ class Supervisor:
         return self._failed or "the server shuts down"
 
     def _end(self) -> None:
-        self.ready.set()  # for whoever waits for the first replica
+        self.ready.set()  # ends a wait for the first replica
         self._ended = True
         self._clients.end(self._why)
         self._ranks.end_starting()

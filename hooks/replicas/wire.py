@@ -1,5 +1,4 @@
-"""The header that precedes each message on a link: a row of int64 of a fixed length, so that it can be received before
-anything is known of the message."""
+"""The header of each message on a link: `WORDS` int64, so it can be received without knowing the message's size."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ LONGEST_TAG: Final = 96  # bytes of a tag
 MOST_DIMENSIONS: Final = 8
 MESSAGE: Final = 1
 BYE: Final = 2  # the sender closes its end
-_UNCHECKED: Final = -1  # which no CRC-32 is
+_UNCHECKED: Final = -1  # is no CRC-32
 _SHAPE: Final = 9  # words before it
-_TAG: Final = 18  # words before it; 12 that it has and 2 that nobody has follow
+_TAG: Final = 18  # words before it; its 12 words and 2 unused ones follow
 
-# By their place here; only to be appended to.
+# Sent as indices into this table: only append to it.
 DTYPES: Final = (
     "float32",
     "float64",
@@ -40,8 +39,8 @@ DTYPES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a receiver has to know of a message. `nbytes`: that follow as its payload; `checksum`: CRC-32 of these, None
-    if it is not checked; `direct`: the payload goes from device to device."""
+    """The header of a message. `nbytes`: of its payload, which follows; `checksum`: CRC-32 of the payload, None if it
+    is not checked; `direct`: the payload goes from device to device."""
 
     kind: int
     epoch: int
@@ -54,7 +53,7 @@ class Header:
     direct: bool = False
 
     def encode(self) -> list[int]:
-        """`WORDS` numbers. ValueError: a tag, shape or dtype that a header cannot say."""
+        """Returns `WORDS` numbers. ValueError where the tag, shape or dtype does not fit into a header."""
         tag = self.tag.encode()
         if len(tag) > LONGEST_TAG:
             raise ValueError(f"a tag has {LONGEST_TAG} bytes at most, and {self.tag!r} has {len(tag)}")
@@ -72,7 +71,7 @@ class Header:
 
     @classmethod
     def decode(cls, words: list[int]) -> Self:
-        """What `encode` was called on. ValueError: these are no header."""
+        """Returns the header that `encode` has encoded. ValueError where these are no header."""
         if len(words) != WORDS or words[0] != MAGIC:
             raise ValueError("what arrived is no header of a message: the other end is of another version")
         _, kind, epoch, urgent, dtype, dimensions, nbytes, checksum, length = words[:_SHAPE]

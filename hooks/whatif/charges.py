@@ -1,10 +1,10 @@
-"""What a step of a managed model takes beside its compute, by what has really happened to its pages.
+"""The seconds of a managed model's step beside its compute, from what has happened to its pages.
 
 Note [What is charged]
-    Streamed layers have it wait as long as the schedule says of passes that repeat (offload/policy/schedule.py). What
-    is read in place goes over the link in each step, which hides nothing of it: layers without a slot, KV of the batch
-    on the host. And what was moved since the last step, of any model, has to be waited for: layers and KV that went to
-    the host, KV and layers that came back. On a GPU a part of that hides behind compute; here none does.
+    For streamed layers a step waits as long as the schedule predicts for repeated passes (offload/policy/schedule.py).
+    Bytes that are read in place cross the link in each step, and nothing hides that: layers without a slot, KV of the
+    batch on the host. A step also waits for everything moved since the last one, of any model: layers and KV to the
+    host and back. On a GPU a part of that hides behind compute; here none does.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ..sectors.client import SectorClient
 from ..streaming.elastic import Elastic
 from .loops import VirtualLoop
 from .machine import Machine
-from .pretending import Clock
+from .virtual_model import Clock
 
 
 class Charges:
-    """The charges of all models of one device."""
+    """The charges of all models of one device. `moved`, `stalls`: seconds so far of copies, and of reads."""
 
     def __init__(self, device: Device, machine: Machine, clock: Clock, in_place: float) -> None:
-        """`machine`: as this one has it; `in_place`: the part of the link that reads in place have."""
-        self.moved = 0.0  # seconds of the link so far for what was moved, and for what was read in place
-        self.stalls = 0.0
+        """`machine`: scaled, `Machine.here`; `in_place`: fraction of the link's bandwidth that reads in
+        place reach."""
+        self.moved = 0.0
+        self.stalls = 0.0  # of streamed layers, and of reads in place
         self._device = device
         self._page = machine.page_size / machine.link
         self._link = machine.link
@@ -41,14 +42,14 @@ class Charges:
         self.begin()
 
     def begin(self) -> None:
-        """What was moved before costs nothing."""
+        """Starts counting copies: earlier ones cost nothing."""
         self._copied = self._total()
 
     def step(self, loop: VirtualLoop, handle: Managed) -> None:
-        """The step of that loop is computed: activations have pages, and time passes. torch.OutOfMemoryError."""
+        """Computes a step of a loop: allocates its activations, and advances the clock. torch.OutOfMemoryError."""
         cache: ElasticPagedCache = loop.processor.cache
         elastic = elastic_of(handle)
-        self._device.synchronize()  # what comes has come, or it would depend on this machine when that is known
+        self._device.synchronize()  # all copies have ended: otherwise the figures depended on this machine's speed
         with GroupLease(cache.group):
             cache.pages.client.uses()
             nbytes = sum(cache.sizes.of(new, held) for new, held in loop.sequences)
@@ -77,6 +78,7 @@ class Charges:
         return stall + away * self._page / self._in_place + moved
 
     def _total(self) -> int:
-        """Bytes that went over the link, without layers that came over: those are in the stalls, or counted."""
+        """Returns the bytes copied so far, without weights to the device: streamed layers are in the stalls, and
+        restored ones are counted by `_waits`."""
         copied = self._device.snapshot()["copied"]
         return sum(nbytes for what, nbytes in copied.items() if what != "weights_h2d")

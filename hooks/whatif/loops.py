@@ -1,4 +1,4 @@
-"""The generation loop of one model on the clock: transformers' own, a step at a time."""
+"""The generation loop of one model on a virtual clock: transformers' own, one step at a time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..batching.scheduler import ElasticScheduler
 from ..server.arrivals import BLOCK, RecordedArrival
 from ..server.load import Answered
 from .machine import Tenant
-from .pretending import Clock, Pretending
+from .virtual_model import Clock, VirtualModel
 
-Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # when, of which model, new tokens of each request
+Decision = tuple[float, str, tuple[tuple[str, int], ...]]  # time, model, (request, new tokens) of the step
 
 
 class VirtualLoop:
-    """`answers`: what became of its requests; `looks`: how often nothing could run since something did."""
+    """A generation loop. `answers`: of its requests so far; `looks`: attempts in a row in which no step could run."""
 
     def __init__(
-        self, tenant: Tenant, model: Pretending, clock: Clock, batching: dict[str, Any], asks: RequestSLO = NOTHING
+        self, tenant: Tenant, model: VirtualModel, clock: Clock, batching: dict[str, Any], asks: RequestSLO = NOTHING
     ) -> None:
-        """`batching`: what ContinuousBatchingConfig takes; `asks`: what each request asks. What the cache raises."""
+        """`batching`: arguments of ContinuousBatchingConfig; `asks`: the SLO of each request. Raises as the cache."""
         self.tenant = tenant
         self.model = model
         self.answers: list[Answered] = []
         self.steps = self.looks = 0
-        self.ready_at = 0.0  # when it is looked again whether something can run
+        self.ready_at = 0.0  # when to try again to prepare a step
         self._clock = clock
         self._asks = asks
         self._waiting = list(reversed(tenant.arrivals))
@@ -44,38 +44,38 @@ class VirtualLoop:
         self._manager.batch_processor = self.processor
 
     def close(self) -> None:
-        """Frees its cache."""
+        """Frees the cache."""
         self.processor = self._manager.batch_processor = None
         del self.model.step
 
     @property
     def next_at(self) -> float | None:
-        """When the next request comes; None where all have."""
+        """Time at which the next request arrives; None where all have."""
         return self._waiting[-1].at if self._waiting else None
 
     @property
     def busy(self) -> bool:
-        """Are there requests in it?"""
+        """Whether the loop has requests."""
         return self.processor.has_pending_requests() or not self._manager.input_queue.empty()
 
     @property
     def batch(self) -> list[Any]:
-        """The requests of the step that is prepared."""
+        """The requests of the prepared step."""
         found: list[Any] = self.processor.inputs_and_outputs.requests_in_batch
         return found
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """(new tokens, tokens held) of each of these."""
+        """(new tokens, tokens with KV) of each request of the prepared step."""
         return [(each.query_length, each.state.current_len() - each.query_length) for each in self.batch]
 
     @property
     def seconds(self) -> float:
-        """What the step takes to compute."""
+        """Seconds of compute of the prepared step."""
         return self.tenant.costs.seconds(Step.of(self.sequences))
 
     def take_in(self) -> None:
-        """Requests that have come by now are in it."""
+        """Adds the requests that have arrived by now."""
         while self._waiting and self._waiting[-1].at <= self._clock.now:
             arrival = self._waiting.pop()
             number = len(self.answers)
@@ -88,7 +88,8 @@ class VirtualLoop:
             self._manager.input_queue.put(_state(name, arrival, number))
 
     def prepare(self) -> bool:
-        """Is there a step to compute? Where none could ever be all requests fail, as in the loop."""
+        """Prepares a step. Returns whether there is one. Fails all requests where none could ever run, as transformers'
+        loop does."""
         stuck = self.looks > DEFAULT.serving.lonely * 10
         try:
             if stuck:
@@ -103,7 +104,7 @@ class VirtualLoop:
         return found
 
     def run(self) -> Decision:
-        """Computes the step that was prepared."""
+        """Computes the prepared step."""
         chosen = tuple((each.state.request_id, each.query_length) for each in self.batch)
         decided = self._clock.now, self.tenant.name, chosen
         self.processor._generation_step(self.model)
@@ -111,8 +112,8 @@ class VirtualLoop:
         self.steps += 1
         return decided
 
-    def hear(self, note: Callable[[], None]) -> None:
-        """Takes in what its requests were answered; `note` is called for each that has ended."""
+    def take_answers(self, note: Callable[[], None]) -> None:
+        """Takes in new tokens and errors of requests. `note`: called for each request that has ended."""
         queue = self._manager.output_router.output_queue
         while not queue.empty():
             output = queue.get_nowait()

@@ -1,10 +1,10 @@
-"""The machine that is simulated, the models on it and what is asked of them.
+"""The simulated machine, the models on it, and their requests.
 
 Note [Scale]
-    Pages are real memory of this machine, which as a rule has less than the one that is simulated. So one byte here
-    stands for `scale` there: the budget, pages, weights, KV of a token and its activations are all so much smaller, in
-    numbers as many as there, and the link takes as long for each. Time is not scaled. What does not shrink: the tables
-    and indices of a batch, of which the admission counts `scale` times too much, a per mille of a budget.
+    Pages are real memory of this machine, which usually has less than the simulated one. So one byte here stands for
+    `scale` bytes there: the budget, pages, weights, and KV and activations of a token are all so much smaller, their
+    numbers the same, and the link takes the same time for each. Time is not scaled. The tables and indices of a batch
+    do not shrink, so the admission counts `scale` times too much for them, about 0.1 % of a budget.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..weights.layers import decoder_layers
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is: bytes of the device, of the host and of a page, and bytes per second of the link between them.
-    `scale`: bytes that one byte of this machine stands for. See Note [Scale]."""
+    """The simulated machine. Bytes: `budget` of the device, `host_budget`, `page_size`; `link`: bytes per second
+    between host and device. `scale`: see Note [Scale]. ManageError where the page cannot be scaled."""
 
     budget: int
     host_budget: int
@@ -38,7 +38,7 @@ class Machine:
     scale: int = 1
 
     def __post_init__(self) -> None:
-        """ManageError where the page cannot be scaled."""
+        """Raises ManageError where the page cannot be scaled."""
         if self.scale < 1 or self.page_size % (self.scale * 4096):
             raise ManageError(
                 f"a page of {format_size(self.page_size)} cannot be {self.scale} times smaller here: it has to be a "
@@ -47,7 +47,7 @@ class Machine:
 
     @property
     def here(self) -> Machine:
-        """What this machine has for it."""
+        """The scaled machine, in bytes of this one."""
         pages = self.budget // self.page_size, self.host_budget // self.page_size
         page = self.page_size // self.scale
         return Machine(pages[0] * page, pages[1] * page, page, self.link / self.scale)
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A model by its configuration, what its steps take on the machine, and the requests for it."""
+    """A model: its configuration, the costs of its steps on the simulated machine, and its requests."""
 
     name: str
     config: Any
@@ -63,7 +63,7 @@ class Tenant:
     arrivals: Sequence[RecordedArrival]
 
     def record(self, machine: Machine, grid: Grid) -> Record:
-        """What a measurement of its iterations would say."""
+        """Returns the record that a measurement of the model's iterations would make."""
         found = {}
         for batch, length in grid.sizes():
             found[Point("decode", batch, length)] = self.costs.seconds(Step(batch, batch * (length + 1)))
@@ -73,14 +73,14 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class MachineSizes:
-    """Bytes of the weights of a model: of each decoder layer, and of the rest."""
+    """Bytes of a model's weights: of each decoder layer, and of the rest."""
 
     layers: tuple[int, ...]
     rest: int
 
     @classmethod
     def of(cls, config: Any) -> MachineSizes:
-        """The sizes of a model with this configuration, in its own type."""
+        """Returns the sizes of a model with this configuration, in its own dtype."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -95,7 +95,7 @@ class MachineSizes:
 
 
 def costs_of(path: Path) -> Parts:
-    """The cost model in a file: seconds by part, as JSON. ManageError where it is none."""
+    """Returns the cost model in a JSON file: seconds of `fixed`, `row`, `key`, `pair`. ManageError where it is none."""
     try:
         parts = Parts(**json.loads(path.read_text()))
         if not all(isinstance(each, int | float) and each >= 0 for each in asdict(parts).values()):
@@ -108,8 +108,8 @@ def costs_of(path: Path) -> Parts:
 
 
 def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None) -> list[list[RecordedArrival]]:
-    """The requests of each of so many models: one after the other to each, or where they take turns all of `turn`
-    seconds to one, and then to the next."""
+    """Returns the requests of each of so many models, dealt one by one; or, with `turn`, all requests of `turn` seconds
+    to one model, then to the next."""
     found: list[list[RecordedArrival]] = [[] for _ in range(models)]
     for number, each in enumerate(arrivals):
         found[(number if turn is None else int(each.at / turn)) % models].append(each)
@@ -117,8 +117,8 @@ def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None =
 
 
 def smaller(config: Any, scale: int) -> Any:
-    """The configuration of text whose KV and activations are so many times smaller. ManageError where heads cannot
-    be."""
+    """Scales a text configuration in place, so that KV and activations are `scale` times smaller, and returns it.
+    ManageError where heads cannot be scaled."""
     text = config.get_text_config()
     if scale > 1:
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -129,7 +129,7 @@ def smaller(config: Any, scale: int) -> Any:
 
 
 def checked(tenants: Sequence[Tenant], machine: Machine) -> None:
-    """ManageError where there is no request, or a model does not fit by itself."""
+    """Raises ManageError where there is no request, or a model does not fit even alone."""
     for each in tenants:
         weights = MachineSizes.of(each.config).total
         if weights >= machine.budget:

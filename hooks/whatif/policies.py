@@ -1,4 +1,4 @@
-"""What requests can be simulated with: ballonet, ballonet with parts switched off, and what it is compared with."""
+"""The policies of a simulation: ballonet, ballonet with parts switched off, and stock transformers to compare with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """transformers' own cache and scheduler. `shared`: of the budget each model has an even part, else all of it while
-    it is the one that is there."""
+class StockPolicy:
+    """transformers' own cache and scheduler. `shared`: each model has an even part of the budget; else one model at a
+    time is on the device, and has all of it."""
 
     what: str
     shared: bool
@@ -24,7 +24,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPolicy:
-    """ballonet. `changes`: values of tuning that are other ones, by part."""
+    """ballonet. `changes`: tuning values that differ from the defaults, by part."""
 
     what: str
     batches: Literal["full", "fast"] = "fast"
@@ -33,23 +33,25 @@ class ElasticPolicy:
 
     @property
     def options(self) -> ManageOptions:
-        """What models are managed with."""
+        """The options that models are managed with."""
         return ManageOptions(batches=self.batches, interval=self.interval)
 
     def tuning(self, machine: Machine) -> Tuning:
-        """The values to decide by. What is in bytes of a model's tensors is scaled as they are. On the machine that is
-        simulated copies hide behind the computation."""
+        """Returns the tuning. Values in bytes of a model's tensors are scaled like them. `exposed` is 0: on the
+        simulated machine copies hide behind compute."""
         weights = replace(DEFAULT.weights, large=DEFAULT.weights.large // machine.scale)
         small = replace(DEFAULT, weights=weights, serving=replace(DEFAULT.serving, exposed=0.0))
         changed = {part: replace(getattr(small, part), **values) for part, values in self.changes.items()}
         return replace(small, **changed)
 
 
-Policy = Peer | ElasticPolicy
+Policy = StockPolicy | ElasticPolicy
 POLICIES: Final[Mapping[str, Policy]] = {
-    "stock": Peer("transformers' own cache and scheduler, of one model", shared=True),
-    "split": Peer("the same, and each model has an even part of the budget", shared=True),
-    "swap": Peer("the same, with one model at a time on the device, whose weights are copied when it changes", False),
+    "stock": StockPolicy("transformers' own cache and scheduler, of one model", shared=True),
+    "split": StockPolicy("the same, and each model has an even part of the budget", shared=True),
+    "swap": StockPolicy(
+        "the same, with one model at a time on the device, whose weights are copied when it changes", False
+    ),
     "full": ElasticPolicy("ballonet, with as many requests in a step as there is room for", batches="full"),
     "fast": ElasticPolicy("ballonet"),
     "lru": ElasticPolicy("of idle models that with the earliest use gives first", changes={"weights": {"mru": False}}),
@@ -70,7 +72,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
 
 
 def named(name: str, models: int) -> Policy:
-    """The policy of that name, for so many models. ManageError."""
+    """Returns the policy of that name, for so many models. ManageError where there is none."""
     if name not in POLICIES:
         raise ManageError(f"no policy {name!r}: there are {', '.join(POLICIES)}")
     if name == "stock" and models > 1:
@@ -79,5 +81,5 @@ def named(name: str, models: int) -> Policy:
 
 
 def default(models: int) -> tuple[str, ...]:
-    """The policies that are compared where nobody says which."""
+    """Returns the names of the policies that are compared by default."""
     return ("stock", "full", "fast") if models == 1 else ("split", "swap", "fast")

@@ -1,23 +1,23 @@
-"""What recorded requests would meet: the scheduler, the cache and the pages of this library, and a clock that only a
-cost model moves. Time is simulated, pages are real.
+"""Simulates recorded requests with this library's scheduler, cache and real pages, on a virtual clock that a cost model
+advances.
 
 Note [What is real]
-    Requests go through transformers' own loop, ballonet's scheduler, admission, preemption, cache and governor.
-    Weights, KV and activations have pages of the stand-in, which are taken, moved to the host and restored as they
-    would be. But no layer computes: a step takes what `Parts` says of its new tokens and of those that it reads
-    (step_costs.py), and what charges.py says of its copies, and each answer has as many tokens as were recorded. One
-    step is computed at a time, of each model that has one in turn.
+    Requests go through transformers' own loop, and ballonet's scheduler, admission, preemption, cache and governor.
+    Weights, KV and activations have pages of the stand-in driver, which are taken, moved to the host and restored as
+    usual. But no layer computes: a step takes the seconds of `Parts` for its new tokens and those that it reads
+    (step_costs.py), and those of charges.py for its copies, and each answer has as many tokens as were recorded. One
+    step is computed at a time; models take turns.
 
 Note [Exactly again]
-    Two runs take the same decisions. So no thread works behind them (`Device.stop_background`), copies have arrived
-    before a batch is chosen, what Python and transformers allocate is not in the pool, and whatever is decided by time
-    asks the clock.
+    Two runs take the same decisions. So there are no background threads (`Device.stop_background`), copies have ended
+    before a batch is chosen, memory of Python and transformers is not in the pool, and all decisions by time use the
+    virtual clock.
 
 Note [Peers]
-    For comparison the same requests go through transformers' own cache and scheduler, whose cache is as large as stock
-    makes it in what the weights leave of the budget: of an even part for each model (`split`), or of all, with one
-    model at a time on the device (`swap`). That one gets no new requests once another's oldest has waited long enough;
-    when its last one has ended the other's weights are copied.
+    For comparison the same requests go through transformers' own cache and scheduler. Stock transformers sizes the
+    cache, for the budget less the weights: an even part of the budget for each model (`split`), or all of it, with one
+    model at a time on the device (`swap`). The present model gets no new requests once another's oldest has waited long
+    enough; when its last one has ended the other's weights are copied.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from ..server.load import summary
 from .charges import Charges
 from .loops import Decision, VirtualLoop
 from .machine import Machine, MachineSizes, Tenant, checked
-from .policies import ElasticPolicy, Peer, named
-from .pretending import Clock, Pretending
+from .policies import ElasticPolicy, StockPolicy, named
+from .virtual_model import Clock, VirtualModel
 
 SLOs = tuple[float | None, float | None]
 
@@ -59,19 +59,19 @@ def run(
     note: Callable[[int], None] = lambda done: None,
     log: list[Decision] | None = None,
 ) -> dict[str, Any]:
-    """Returns the figures of `load`, and `policy`; `steps`; `kv_bytes`, at the most (0 of stock's, which are fixed);
-    `stalled` and `moved`: seconds that steps waited for what they read from the host, and for what changed its place;
-    `swaps`; where there are several tenants the figures of each in `models`; `scale`. `policy`: see policies.py;
-    `batching`: what ContinuousBatchingConfig takes; `slos`: seconds to the first token, and of one, for the goodput,
-    and that each request asks where `ask`; `note`: is called with the number of requests that have ended; `log`: is
-    given what was computed, step by step. ManageError, ConfigError, torch.OutOfMemoryError."""
+    """Returns the figures of `load`, and `policy`; `steps`; `kv_bytes`: at most (0 for stock, whose cache is fixed);
+    `stalled`, `moved`: seconds in which steps waited for reads from the host, and for moves; `swaps`; with several
+    tenants the figures of each in `models`; `scale`. `policy`: see policies.py; `batching`: arguments of
+    ContinuousBatchingConfig; `slos`: TTFT and TPOT in seconds, for the goodput, and as SLOs of each request if `ask`;
+    `note`: called with the number of requests that have ended; `log`: gets each step. ManageError, ConfigError,
+    torch.OutOfMemoryError."""
     chosen = named(policy, len(tenants))
     checked(tenants, machine)
     clock = Clock()
     asks = RequestSLO(*slos) if ask else NOTHING
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        if isinstance(chosen, Peer):
+        if isinstance(chosen, StockPolicy):
             clients: _Clients = stack.enter_context(_stock(tenants, machine, chosen, clock, batching))
         else:
             clients = stack.enter_context(_elastic(tenants, machine, chosen, clock, batching, asks))
@@ -85,7 +85,7 @@ def run(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it transformers logs no request that fails: those are counted. A log of them would keep their caches."""
+    """A context in which transformers does not log failed requests: a log would keep references to their caches."""
     logger = logging.getLogger("ContinuousBatchingLogger")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -96,27 +96,27 @@ def _quiet() -> Iterator[None]:
 
 
 class _Clients:
-    """The loops, and what happens to them between two steps."""
+    """The loops, and the actions between two steps."""
 
     def __init__(self, loops: Sequence[VirtualLoop]) -> None:
         self.loops = loops
 
     def take_in(self) -> None:
-        """Requests that have come are in their loops."""
+        """Adds the requests that have arrived to their loops."""
         for loop in self.loops:
             loop.take_in()
 
     def wait_returned(self) -> None:
-        """A batch is about to be chosen."""
+        """Called before a batch is chosen."""
 
     def figures(self, machine: Machine) -> dict[str, Any]:
-        """See `run`."""
+        """Returns figures of the simulation, see `run`."""
         steps = sum(loop.steps for loop in self.loops)
         return {"steps": steps, "kv_bytes": 0, "stalled": 0.0, "moved": 0.0, "swaps": 0}
 
 
 class _Run:
-    """All loops, until all requests have ended."""
+    """Runs all loops until all requests have ended."""
 
     def __init__(self, clients: _Clients, clock: Clock, note: Callable[[int], None], log: list[Decision]) -> None:
         self._clients = clients
@@ -145,19 +145,20 @@ class _Run:
         self._clients.wait_returned()
         if found := loop.prepare():
             self._log.append(loop.run())
-        loop.hear(self._heard)
+        loop.take_answers(self._count_ended)
         return found
 
-    def _heard(self) -> None:
+    def _count_ended(self) -> None:
         self._done += 1
         self._note(self._done)
 
 
 class _Swapping(_Clients):
-    """One model is there at a time. See Note [Peers]."""
+    """Models of which one at a time is on the device. See Note [Peers]."""
 
     def __init__(self, loops: Sequence[VirtualLoop], clock: Clock, seconds: Sequence[float], patience: float) -> None:
-        """`seconds`: that the weights of each take; `patience`: times that, until others' requests matter."""
+        """`seconds`: to copy the weights of each model; `patience`: a waiting request is late after so many times the
+        seconds of its model."""
         super().__init__(loops)
         self._clock = clock
         self._seconds = dict(zip(loops, seconds, strict=True))
@@ -186,7 +187,7 @@ class _Swapping(_Clients):
 
 
 class _Governed(_Clients):
-    """Models that ballonet manages."""
+    """The loops of models that ballonet manages."""
 
     def __init__(self, loops: Sequence[VirtualLoop], charges: Charges) -> None:
         super().__init__(loops)
@@ -194,7 +195,7 @@ class _Governed(_Clients):
         self._most = 0
 
     def wait_returned(self) -> None:
-        """See Note [Exactly again]."""
+        """Waits for copies and retired pages before a batch is chosen. See Note [Exactly again]."""
         device = devices.require()
         self._most = max(self._most, sum(loop.processor.cache.pages.nbytes for loop in self.loops))
         device.synchronize()
@@ -228,7 +229,7 @@ def _elastic(
         charges = Charges(device, here, clock, tuning.kv_reads.in_place)
         loops = []
         for tenant in tenants:
-            model = Pretending.of(tenant, machine)
+            model = VirtualModel.of(tenant, machine)
             handle = managed(model, policy.options, record=tenant.record(here, grid))
             undo.callback(handle.release)
             loop = VirtualLoop(tenant, model, clock, batching, asks)
@@ -243,16 +244,16 @@ def _elastic(
 
 @contextmanager
 def _stock(
-    tenants: Sequence[Tenant], machine: Machine, policy: Peer, clock: Clock, batching: dict[str, Any]
+    tenants: Sequence[Tenant], machine: Machine, policy: StockPolicy, clock: Clock, batching: dict[str, Any]
 ) -> Iterator[_Clients]:
     budget = machine.budget // (len(tenants) if policy.shared else 1)
     weights = [MachineSizes.of(tenant.config).total for tenant in tenants]
     loops: list[VirtualLoop] = []
     try:
         for tenant, nbytes in zip(tenants, weights, strict=True):
-            model = Pretending.of(tenant, machine, weights=False)
+            model = VirtualModel.of(tenant, machine, weights=False)
             try:
-                with _told(budget // machine.scale, nbytes // machine.scale):
+                with _reported_memory(budget // machine.scale, nbytes // machine.scale):
                     loop = VirtualLoop(tenant, model, clock, batching)
             except (MemoryError, ValueError) as error:
                 raise ManageError(
@@ -276,8 +277,8 @@ def _compute(loop: VirtualLoop, clock: Clock) -> None:
 
 
 @contextmanager
-def _told(budget: int, weights: int) -> Iterator[None]:
-    """Stock is told that the budget is all there is, and that the weights lie in it."""
+def _reported_memory(budget: int, weights: int) -> Iterator[None]:
+    """A context in which stock transformers sees `budget` bytes of memory, of which the weights take `weights`."""
     from transformers.generation.continuous_batching import cache
 
     names, name = vars(cache), "get_device_and_memory_breakdown"

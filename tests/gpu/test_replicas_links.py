@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.nccl import NcclConnect, available, stream_of
+from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
 from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wakeup import Wakeup
 
 pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
 
@@ -37,9 +37,9 @@ def sent(device: torch.device) -> list[torch.Tensor]:
 
 
 def ended(store: Store, me: int, peer: int, device: torch.device) -> Link:
-    gpu = available(device)
+    gpu = gpu_name(device)
     more: dict[str, Any] = {"gpu": gpu, "device": device, "stream": stream_of(device), "bulk": SECONDS}
-    return Link(NcclConnect(store, 1, me, peer, SECONDS, **more), 1, peer, Bell(), device=device)
+    return Link(NcclConnect(store, 1, me, peer, SECONDS, **more), 1, peer, Wakeup(), device=device)
 
 
 def other(name: str, port: int) -> None:

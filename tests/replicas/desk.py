@@ -9,7 +9,7 @@ from ballonet.hooks.replicas.messages import Message
 
 
 class Desk:
-    """See setup.Speaks. `said`: what it says; `late`: the same, while the replica waits for something else."""
+    """A SupervisorChannel. `said`: what it says; `late`: the same, while the replica waits for something else."""
 
     def __init__(self) -> None:
         self.said: deque[Message] = deque()
@@ -23,7 +23,7 @@ class Desk:
     def has(self) -> bool:
         return bool(self.said)
 
-    def waits(self, kinds: tuple[type[Any], ...]) -> bool:
+    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
         if self.late and (came := self.late.popleft()) is not None:
             self.said.append(came)
         return any(isinstance(each, kinds) for each in self.said)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.dropping import Drop
-from ballonet.hooks.whatif.replicas.failing import play_faults
+from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
+from ballonet.hooks.whatif.replicas.fault_player import play_faults
 from ballonet.hooks.whatif.replicas.faults import PlayedFault
 from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
@@ -32,12 +32,12 @@ class Outcome:
     """A run to its end, and all that its controller was told and answered."""
 
     run: FleetRun
-    keeper: Drop
+    keeper: DropPolicy
     log: list[Entry]
 
     @property
     def decisions(self) -> list[Decision]:
-        """All of the log but the setup."""
+        """Returns the decisions of a log, without its setup."""
         return [each for each in self.log if isinstance(each, Decision)]
 
     def actions(self, kind: type[A]) -> list[tuple[float, A]]:
@@ -49,7 +49,7 @@ class Outcome:
         return [each.event for each in self.decisions if isinstance(each.event, kind)]
 
     def answer(self, event: Event) -> tuple[Action, ...]:
-        """What the controller answered to it."""
+        """Returns the actions of a decision."""
         return next(each.actions for each in self.decisions if each.event == event)
 
     @property
@@ -67,16 +67,16 @@ def outcome(
     """Plays faults, to the end of the last request and of all that is under way then, and checks what has to hold."""
     log: list[Entry] = []
     run = FleetRun(at or fleet(2, 1600, network=SLOWLY), cost, arrivals, TUNING, log.append)
-    keeper = Drop(run)
+    keeper = DropPolicy(run)
     play_faults(keeper, faults)
 
     def hurries() -> None:
-        assert run.agenda.now < 1000, f"requests {[*keeper.requests.asked]} wait for nothing"
+        assert run.events.now < 1000, f"requests {[*keeper.requests.by_name]} wait for nothing"
         keeper.controller.check()
 
     run.every(1.0, hurries)
     run.answers(keeper.arrive, lambda done: None)
-    while run.agenda.step():
+    while run.events.step():
         pass
     found = Outcome(run, keeper, log)
     check(found)
@@ -92,29 +92,29 @@ def check(found: Outcome) -> None:
         assert job.answer.times == sorted(job.answer.times)
         assert len(job.answer.times) == job.made <= job.arrival.new
         assert bool(job.answer.error) != (job.made == job.arrival.new), job
-        assert (job.kv if job.answer.error else 0, job.held, job.flying, job.stalled, job.leaving) == (0,) * 5, job
+        assert (job.kv if job.answer.error else 0, job.held, job.in_flight, job.stalled, job.leaving) == (0,) * 5, job
     _is_empty(keeper)
     assert all(one == other for one, other in replayed(found.log))
-    if keeper.replicas.are_shut:
+    if keeper.replicas.is_shut_down:
         return
     keeper.controller.check()
     assert [*keeper.controller.book.held] == []
-    assert keeper.requests.asked == {}
+    assert keeper.requests.by_name == {}
     placed = [member for members in keeper.controller.cluster.groups for member in members]
     assert sorted(placed) == sorted(member for members in found.run.pipes for member in members)
-    assert {*keeper.controller.cluster.groups} == {*keeper.formed.groups}
-    for members, group in keeper.formed.groups.items():
+    assert {*keeper.controller.cluster.groups} == {*keeper.active.groups}
+    for members, group in keeper.active.groups.items():
         pipe = found.run.pipes[members]
         assert pipe.stages.streamed == 0
-        assert pipe.capacity == (keeper.formed.capacity(group) if group.is_dropped else fleet.tokens)
+        assert pipe.capacity == (keeper.active.capacity(group) if group.is_dropped else fleet.tokens)
         for member, span in zip(members, group.spans, strict=True):
             assert keeper.pulls.held[member] >= {*span.layers}, "nobody computes layers that it does not have"
 
 
-def _is_empty(keeper: Drop) -> None:
+def _is_empty(keeper: DropPolicy) -> None:
     """No memory of a device or a host is in use, and nothing is on its way."""
     for pipe in keeper.run.pipes.values():
-        assert (pipe.used, pipe.flying, pipe.everybody(), pipe.stages.halted) == (0, 0, set(), False), pipe.members
+        assert (pipe.used, pipe.in_flight, pipe.all_jobs(), pipe.stages.halted) == (0, 0, set(), False), pipe.members
         host = keeper.host(pipe)
         assert (host.room, host.away, host.copies) == (len(pipe.members) * keeper.run.fleet.host_budget, [], [])
     assert {*keeper._hosts} <= {*keeper.run.pipes.values()}
@@ -124,4 +124,4 @@ def _is_empty(keeper: Drop) -> None:
     assert keeper.changes.exchanging == set()
     assert keeper.requests.early == {}
     assert keeper.pulls._chains == {}
-    assert [each._messages for each in keeper.run.wires if each._messages] == []
+    assert [each._messages for each in keeper.run.links if each._messages] == []

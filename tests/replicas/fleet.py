@@ -22,11 +22,11 @@ import uvicorn
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.control import look
-from ballonet.hooks.replicas import faults
-from ballonet.hooks.replicas.faults import Fault
+from ballonet.hooks.replicas import fault_injection
+from ballonet.hooks.replicas.fault_injection import Fault
 from ballonet.hooks.replicas.placement import Placement
-from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
-from ballonet.hooks.replicas.serving import ReplicaServer
+from ballonet.hooks.replicas.replica_server import Fleet as ReplicaFleet
+from ballonet.hooks.replicas.replica_server import ReplicaServer
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT, Replicas
@@ -231,12 +231,12 @@ class Fleet:
 
     def fault(self, *wanted: Fault) -> None:
         """From now on."""
-        faults.write(self._file, wanted)
+        fault_injection.write(self._file, wanted)
 
     @property
     def happened(self) -> list[Fault]:
         """The faults that have, since."""
-        path = faults.done(self._file)
+        path = fault_injection.done(self._file)
         if not path.exists():
             return []
         rows = [line.split("\t") for line in path.read_text().splitlines()]
@@ -244,7 +244,7 @@ class Fleet:
 
     def happened_at(self) -> float:
         """When the last of them did, by the supervisor's clock."""
-        return time.monotonic() - (time.time() - faults.done(self._file).stat().st_mtime)
+        return time.monotonic() - (time.time() - fault_injection.done(self._file).stat().st_mtime)
 
     def opened(self, asked: Asked) -> Any:
         """One request over HTTP, streamed: what urlopen returns."""
@@ -267,7 +267,7 @@ class Fleet:
         return found
 
     def burst(self, asked: Sequence[Asked]) -> list[Answer]:
-        """All at once."""
+        """Sends all requests at once."""
         with ThreadPoolExecutor(len(asked)) as pool:
             return list(pool.map(self.ask, asked))
 
@@ -304,7 +304,7 @@ def serving(
 ) -> Iterator[Fleet]:
     """A fleet; at its end no process of it is left. `log`, `timeline`: as of ReplicaServer; `more`: environment."""
     file, said = folder / "faults", list[str]()
-    faults.write(file, ())
+    fault_injection.write(file, ())
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
             **ENVIRONMENT,

@@ -8,7 +8,7 @@ from random import Random
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
-from ballonet.hooks.whatif.replicas.keepers import RecomputePolicy
+from ballonet.hooks.whatif.replicas.memory_policies import RecomputePolicy
 from ballonet.hooks.whatif.replicas.run import POLICIES
 from ballonet.offload.policy.replicas.actions import Action, Dispatch
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.forming import Form, by_tokens
-from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.group_settings import GroupSettings
+from ballonet.hooks.replicas.microbatch_split import SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.settings import GroupSettings
-from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.layers import decoder_layers
 
@@ -79,12 +79,12 @@ class Replicas:
         self._batching = {"page_size": BLOCK, **batching}
         self._stack = ExitStack()
 
-    def __enter__(self) -> list[Member]:
+    def __enter__(self) -> list[ReplicaModel]:
         for model in self._models:
             self._stack.enter_context(ballonet.manage(model))
         splices = [self._stack.enter_context(Splice(model)) for model in self._models]
         return [
-            Member(f"r{n}", model, SplicedLayers(splices[n]), GroupSettings.of(model, CHUNK, **self._batching))
+            ReplicaModel(f"r{n}", model, SplicedLayers(splices[n]), GroupSettings.of(model, CHUNK, **self._batching))
             for n, model in enumerate(self._models)
         ]
 
@@ -102,13 +102,13 @@ def requests(asked: Sequence[Sequence[int]], new: int = 12, sampling: Sampling |
 
 
 def answered(
-    model: Any, asked: Sequence[Request], stages: int, *, form: Form = by_tokens, broken: bool = True
+    model: Any, asked: Sequence[Request], stages: int, *, split: SplitPolicy = split_by_tokens, broken: bool = True
 ) -> list[list[int]]:
     """What a group of copies of a model answers; `broken`: each copy can compute its own span alone."""
     spans, told = evenly(model.config.num_hidden_layers, stages), Told()
     models = [hollow(model, layers) if broken else copy.deepcopy(model) for layers in spans]
     with Replicas(models) as members:
-        group = InProcess(1, members, spans, told, form)
+        group = InProcess(1, members, spans, told, split)
         for each in asked:
             group.add(each)
         group.run()

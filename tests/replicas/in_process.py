@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from ballonet.hooks.replicas.follower import Follower
-from ballonet.hooks.replicas.forming import Form, by_tokens
-from ballonet.hooks.replicas.group_requests import Told
+from ballonet.hooks.replicas.group_requests import Notify
 from ballonet.hooks.replicas.handover import Handed, HandedOver, Handover
 from ballonet.hooks.replicas.leader import Leader
-from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.microbatch_split import SplitPolicy, split_by_tokens
+from ballonet.hooks.replicas.pending_send import LinkState
+from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.sending import State
 from ballonet.hooks.replicas.span_cache import SpanCache
-from ballonet.hooks.replicas.stage import Over, Stage
+from ballonet.hooks.replicas.stage import Stage, WatchedLink
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 Inbox = defaultdict[str, deque[torch.Tensor]]
@@ -28,7 +28,7 @@ class MemoryLink:
     """One end of a link within a thread, in the place of link.Link: what was sent is there at once."""
 
     error = None
-    state = State.OPEN
+    state = LinkState.OPEN
     finished = True
 
     def __init__(self, sent: Inbox, came: Inbox) -> None:
@@ -51,7 +51,7 @@ class MemoryLink:
         return self._came[tag].popleft() if self.has(tag) else None
 
     def recv(self, tag: str, timeout: float, unless: Callable[[], bool]) -> torch.Tensor:
-        """LookupError: nothing was sent, and who would have to send it cannot, in this thread."""
+        """LookupError: nothing was sent, and the sender cannot run, in this thread."""
         if not self.has(tag):
             raise LookupError(f"nothing was sent as {tag}")
         return self._came[tag].popleft()
@@ -73,7 +73,12 @@ class InProcess:
     """The stages of one group."""
 
     def __init__(
-        self, epoch: int, members: Sequence[Member], spans: Sequence[range], told: Told, form: Form = by_tokens
+        self,
+        epoch: int,
+        members: Sequence[ReplicaModel],
+        spans: Sequence[range],
+        told: Notify,
+        split: SplitPolicy = split_by_tokens,
     ) -> None:
         """`spans`: of layers, by member. A member that is there again and again is a replica of its own each time."""
         named = [int(member.name[1:]) for member in members]
@@ -82,8 +87,8 @@ class InProcess:
         ends = all_linked(numbers)
         self.stages = []
         for number, member in zip(numbers, members, strict=True):
-            over = {peer: Over(end, 0.0, bool, bool) for peer, end in ends[number].items()}
-            self.stages.append(Stage(member, self.group, number, epoch, over, told, form))
+            over = {peer: WatchedLink(end, 0.0, bool, bool) for peer, end in ends[number].items()}
+            self.stages.append(Stage(member, self.group, number, epoch, over, told, split))
         while self.stages[0].leader is None:
             assert self.stages[0].step()
 
@@ -151,7 +156,7 @@ class Regroup:
             taken.add(handed.request.name)
 
         def damaged(member: int, name: str) -> None:
-            """As the supervisor has it: computed anew, where it is now."""
+            """Computes a damaged request anew where it is, as the supervisor would."""
             lost.append((member, name))
             taken.add(name)
             leader = gets[homes[name].members[0]].leader
@@ -166,7 +171,7 @@ class Regroup:
         }
         for part in self.parts.values():
             for one in told:
-                part.hear(one)
+                part.take_in(one)
 
     @property
     def left(self) -> int:

@@ -104,7 +104,7 @@ class Pipeline:
 
 
 def inputs_of(model: Any, step: Step, cache_name: str, cache: Any) -> Mapping[str, Any]:
-    """What its forward is called with."""
+    """Returns the arguments of a forward."""
     ids = step.ids if type(model).__name__.startswith("CpmAnt") else step.ids[:, -step.new :]
     found = {"input_ids": ids, "use_cache": True}
     if "attention_mask" in inspect.signature(model.forward).parameters:
@@ -120,7 +120,7 @@ def in_one(model: Any, all_steps: Sequence[Step]) -> list[torch.Tensor]:
 
 
 def in_parts(model: Any, spans: Sequence[Span], all_steps: Sequence[Step]) -> list[torch.Tensor]:
-    """The same by stages, each of which has only its own layers."""
+    """Computes by stages, each of which has only its own layers."""
     with Splice(model) as whole:
         whole.span = spans[0]  # proven with all layers
     splices = [Splice(without_others(model, span)) for span in spans]

@@ -89,7 +89,7 @@ class Played:
         return actions
 
     def tell(self, kind: Callable[..., events.Event], *what: Any) -> list[Action]:
-        """What is heard now."""
+        """Passes an event of this kind to the controller, at the present time."""
         return self.on(kind(self.at, *what))
 
     def tick(self, seconds: float = 0.1) -> list[Action]:
@@ -116,7 +116,7 @@ class Played:
     def load(
         self, used: int = 10, free: int = 690, pending: int = 0, members: Iterable[int] | None = None
     ) -> list[Action]:
-        """All replicas, or some, tell their load in their epochs."""
+        """Sends the loads of all replicas, or some, in their epochs."""
         self.progress += 1
         found = []
         for member in list(self.controller.cluster.replicas if members is None else members):
@@ -163,7 +163,7 @@ class Played:
         return [action for member in members for action in self.tell(kind, epoch, member)]
 
     def settled(self) -> None:
-        """All replicas take up their epochs, and have their KV and their layers."""
+        """Has all replicas enter their epochs, with their KV and their layers."""
         for member in list(self.controller.cluster.replicas):
             for kind in (events.Committed, events.Exchanged, events.Restored):
                 self.on(kind(self.at, self.epoch(member), member))
@@ -176,7 +176,7 @@ class Played:
         self.load()
 
     def calm(self) -> list[Action]:
-        """All requests end, and it is calm until a restore is prepared."""
+        """Ends all requests, and lets time pass until a restore is prepared."""
         self.finish_all()
         for _ in range(300):
             if actions := self.alive(0.1, used=10, free=690):
@@ -202,7 +202,7 @@ class Played:
         return {each.name for each in self.controller.book.of(members)}
 
     def of(self, kind: type[A], actions: Iterable[Action] | None = None) -> list[A]:
-        """All of a kind; of the log, unless others are given."""
+        """Returns the actions of a kind; of the log, unless others are given."""
         return [each for each in (self.log if actions is None else actions) if isinstance(each, kind)]
 
     def the(self, kind: type[A], actions: Iterable[Action]) -> A:
@@ -335,7 +335,7 @@ def restoring(members: int = 4) -> Played:
 
 
 def pulling(members: int = 4) -> Played:
-    """Layers come home."""
+    """Layers are restored."""
     played = restoring(members)
     played.all_prepared()
     return played

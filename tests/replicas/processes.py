@@ -1,4 +1,4 @@
-"""What tests have in common that start processes of replicas."""
+"""Helpers of tests that start processes of replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENVIRONMENT: Final = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -33,7 +33,7 @@ class Running:
     _said: TextIO
 
     def said(self) -> str:
-        """What it has written so far."""
+        """Returns the program's output so far."""
         return Path(self._said.name).read_text(errors="replace")
 
     def wait(self, until: Callable[[], object]) -> None:

@@ -33,7 +33,7 @@ _FAILED = (events.PrepareFailed, events.PullFailed, events.Lost, events.Damaged)
 
 @dataclass(slots=True)
 class Outline:
-    """See above. `requests`: of each by its place, what happened to it, and how often."""
+    """The comparable part of a log. `requests`: of each by its place, what happened to it, and how often."""
 
     changes: list[tuple[object, ...]] = field(default_factory=list)
     said: Counter[tuple[str, int, int]] = field(default_factory=Counter)

@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from ballonet.allocator.errors import SLOError
-from ballonet.hooks.replicas.front import Front, FrontLoop
+from ballonet.hooks.replicas.http_frontend import FrontendLoop, FrontendManager
 from ballonet.hooks.replicas.messages import Start
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.stage import Stage
@@ -34,23 +34,23 @@ class Takes:
 
     waiting = 0
 
-    def ask(self, request: Request) -> str | None:
+    def submit(self, request: Request) -> str | None:
         self.asked.append(request)
         return None
 
     def cancel(self, name: str) -> None: ...
 
-    def tell(self) -> None: ...
+    def end_requests(self) -> None: ...
 
 
 @pytest.mark.parametrize("slo", [None, (0.5, None), (None, 0.02)])
 def test_the_headers_of_a_request_go_with_it(slo: tuple[float | None, float | None] | None) -> None:
     taking = Takes()
-    front = Front(taking)
+    front = FrontendManager(taking)
 
     def handled() -> None:
         asked_slo.set(slo)
-        FrontLoop(front, taking, 8).init_cb(None, GenerationConfig(do_sample=False))
+        FrontendLoop(front, taking, 8).init_cb(None, GenerationConfig(do_sample=False))
         front.add_request([1, 2], "a", 3)
 
     contextvars.copy_context().run(handled)

@@ -1,4 +1,4 @@
-"""What chunks take: prompts add up however they are cut, the fit finds what made the samples, cuts take their time."""
+"""Costs of chunks: parts of a prompt add up, the fit finds the cost of the samples, cuts take the given time."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_a_link_lost_with_both_alive_dissolves_the_group_once() -> None:
     played.settled()
     for member in (0, 1):
         assert played.held(member) == Span(0, 12)
-        assert not played.controller.cluster.replicas[member].doubted
+        assert not played.controller.cluster.replicas[member].suspected
     names = {played.arrive(4000, 100) for _ in range(2)}
     assert played.running(0) & names
 

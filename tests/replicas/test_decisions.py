@@ -20,8 +20,8 @@ from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, replayed, to_line
 from ballonet.offload.policy.replicas.demand import KVSize
+from ballonet.offload.policy.replicas.drop_gate import Verdict
 from ballonet.offload.policy.replicas.events import Arrived, Damaged, Joined, Load, PrepareFailed, Reason, Tick
-from ballonet.offload.policy.replicas.gate import Verdict
 from ballonet.offload.policy.replicas.groups import Group, Span
 from ballonet.offload.policy.replicas.restore_plan import Pull
 from ballonet.offload.policy.tuning import DEFAULT
@@ -153,7 +153,7 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
         make,
         replicas,
         replicas,
-        replicas.bell,
+        replicas.wakeup,
         lambda: 7.0,
         lambda request, error: None,
         lambda line: None,
@@ -163,7 +163,7 @@ def test_the_supervisor_notes_what_its_controller_is_told_and_answers() -> None:
     try:
         replicas.says(0, hello(None))
         supervisor.ready.wait()
-        assert supervisor.ask(Request("a", (1, 2), 3)) is None
+        assert supervisor.submit(Request("a", (1, 2), 3)) is None
         wait(lambda: any(isinstance(each, Decision) and each.event == Arrived(7.0, "a", 2, 3) for each in tuple(log)))
     finally:
         supervisor.close()

@@ -83,9 +83,9 @@ def test_a_request_goes_where_most_room_is_left_for_each_replica() -> None:
     dispatcher.add((2, 3), 300)
     # after 10 tokens: 90 of one replica; 290 of two, 145 of each
     assert dispatcher.choose(10) == (2, 3)
-    dispatcher.take((2, 3), 110)  # 190 - 10 = 180, 90 of each: as much, so the smaller group
+    dispatcher.promise((2, 3), 110)  # 190 - 10 = 180, 90 of each: as much, so the smaller group
     assert dispatcher.choose(10) == (1,)
-    dispatcher.give((2, 3), 2)
+    dispatcher.release((2, 3), 2)
     assert dispatcher.choose(10) == (2, 3)
     assert dispatcher.choose(101) == (2, 3)  # the other could never hold it
     assert dispatcher.choose(301) is None
@@ -103,7 +103,7 @@ def test_requests_of_one_moment_are_spread_by_their_demand() -> None:
     for demand in (900, 900, 100, 100, 100, 100):
         group = dispatcher.choose(demand)
         assert group is not None
-        dispatcher.take(group, demand)
+        dispatcher.promise(group, demand)
         chosen.append(group)
     assert {chosen[0], chosen[1], chosen[2]} == {(0,), (1,), (2,)}
     assert {*chosen[2:]} == {chosen[2]}
@@ -122,7 +122,7 @@ def test_the_heaps_choose_as_a_look_at_all_groups_does(steps: list[tuple[str, in
             del rooms[group]
         elif what in ("take", "give") and group in rooms:
             change = size if what == "take" else -size
-            dispatcher.take(group, change)
+            dispatcher.promise(group, change)
             rooms[group][1] -= change
         chosen = dispatcher.choose(size)
         left = {each: (room - size) / len(each) for each, (most, room) in rooms.items() if most >= size}
@@ -155,7 +155,7 @@ def calls(dispatcher: Dispatcher) -> int:
         for number in range(1000):
             group = dispatcher.choose(10 + number % 7)
             assert group is not None
-            dispatcher.take(group, 10 + number % 7)
+            dispatcher.promise(group, 10 + number % 7)
     finally:
         sys.setprofile(None)
     return count

@@ -13,10 +13,10 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.devices import Runtime
 from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
-from ballonet.hooks.replicas.member import Member
+from ballonet.hooks.replicas.group_settings import GroupSettings
 from ballonet.hooks.replicas.plan import Answer
-from ballonet.hooks.replicas.settings import GroupSettings
-from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 
 from ..models import build
@@ -81,7 +81,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]
     splices = [Splice(each) for each in models]
     members = [
-        Member(f"r{n}", each, SplicedLayers(splices[n]), GroupSettings.of(each, CHUNK, page_size=BLOCK))
+        ReplicaModel(f"r{n}", each, SplicedLayers(splices[n]), GroupSettings.of(each, CHUNK, page_size=BLOCK))
         for n, each in enumerate(models)
     ]
     group = InProcess(1, members, spans, told)

@@ -222,7 +222,7 @@ def test_the_supervisor_ends(name: str, kind: type[PlayedFault], error: str) -> 
     late = [job for job in found.run.jobs if job.arrival.at > phase(name)]
     assert {job.number for job in late} <= {*found.errors}
     assert found.run.pipes == {}
-    assert found.keeper.crew.ended == {0, 1}
+    assert found.keeper.processes.ended == {0, 1}
     assert max(each.event.at for each in found.decisions) <= phase(name)
 
 

@@ -9,17 +9,17 @@ import pytest
 
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.server.arrivals import RecordedArrival
-from ballonet.hooks.whatif.replicas.agenda import Agenda
-from ballonet.hooks.whatif.replicas.dropping import Drop
+from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
+from ballonet.hooks.whatif.replicas.event_queue import EventQueue
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.jobs import Job
-from ballonet.hooks.whatif.replicas.keepers import RecomputePolicy
+from ballonet.hooks.whatif.replicas.memory_policies import RecomputePolicy
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Entry
 from ballonet.offload.policy.replicas.events import Reason
-from ballonet.offload.policy.replicas.exchange import waited
+from ballonet.offload.policy.replicas.link_order import waited
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
 from .fleets import COST, KV, PAGE, SHAPE, SLOW, burst, decided, fleet, played
@@ -69,10 +69,10 @@ def test_all_tokens_are_made_in_order_and_all_memory_is_given_back(policy: str, 
         assert len(job.answer.times) == job.answer.tokens == job.arrival.new
         assert job.answer.times == sorted(job.answer.times)
         assert job.answer.ttft >= COST.seconds(0, job.arrival.prompt) / max(1, replicas) - 1e-9
-        assert (job.held, job.flying, job.stalled) == (0, 0, False)
+        assert (job.held, job.in_flight, job.stalled) == (0, 0, False)
     for pipe in found.pipes.values():
-        assert (pipe.used, pipe.flying, [*pipe.jobs()], [*pipe.waiting], pipe.stalled) == (0, 0, [], [], [])
-    if isinstance(keeper, Drop):
+        assert (pipe.used, pipe.in_flight, [*pipe.jobs()], [*pipe.waiting], pipe.stalled) == (0, 0, [], [], [])
+    if isinstance(keeper, DropPolicy):
         keeper.controller.check()
 
 
@@ -124,7 +124,7 @@ def test_a_request_that_runs_leaves_a_replica_whose_queue_is_stuck() -> None:
 
         def arrive(job: Job, keeper: RecomputePolicy = keeper) -> None:
             members = (0 if job.number < 2 else 1,)
-            keeper._dispatcher.take(members, job.most)
+            keeper._dispatcher.promise(members, job.most)
             keeper.run.pipes[members].add(job)
 
         run.answers(arrive, lambda done: None)
@@ -164,7 +164,7 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
     keeper._dispatcher.add((0, 1), free.tokens)
 
     def arrive(job: Job) -> None:
-        keeper._dispatcher.take((0, 1), job.most)
+        keeper._dispatcher.promise((0, 1), job.most)
         pipe.waiting.append(job)
         if len(pipe.waiting) == len(arrivals):
             pipe.pump()
@@ -173,7 +173,7 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
     took = [COST.batch(batch) for batch in cost.batches]
     line = pipeline_time(evenly(took, 2))
     assert len(took) > 9
-    assert run.agenda.now == pytest.approx(line.seconds)
+    assert run.events.now == pytest.approx(line.seconds)
     assert run.bubble == pytest.approx(line.bubble)
     assert run.bubble < 0.05
 
@@ -181,15 +181,15 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
 BURST = burst(240, 0.1, 60, 150) + burst(8, 6.0, 20, 20, begin=60.0)
 
 
-def dropped(network: float = 1e9) -> tuple[FleetRun, Drop]:
+def dropped(network: float = 1e9) -> tuple[FleetRun, DropPolicy]:
     found, keeper, _ = dropped_and_noted(network)
     return found, keeper
 
 
-def dropped_and_noted(network: float = 1e9) -> tuple[FleetRun, Drop, list[Entry]]:
+def dropped_and_noted(network: float = 1e9) -> tuple[FleetRun, DropPolicy, list[Entry]]:
     log: list[Entry] = []
     found, keeper = played("drop", fleet(2, 1600, network=network), BURST, SLOW, watch=adds_up, log=log.append)
-    assert isinstance(keeper, Drop)
+    assert isinstance(keeper, DropPolicy)
     return found, keeper, log
 
 
@@ -214,7 +214,7 @@ def test_a_burst_has_replicas_drop_and_restore_and_all_get_their_tokens() -> Non
 
 def test_activations_wait_for_one_part_at_most() -> None:
     found, _ = dropped(network=2e7)
-    logs = [found.wire(member).order.log for member in (0, 1)]
+    logs = [found.link_of(member).order.log for member in (0, 1)]
     assert sum(each.urgent for log in logs for each in log) > 100
     assert sum(not each.urgent for log in logs for each in log) > 20
     assert max(map(waited, logs)) <= 1
@@ -224,18 +224,18 @@ def test_activations_wait_for_one_part_at_most() -> None:
 
 
 def test_what_happens_in_one_moment_happens_in_order() -> None:
-    agenda, seen = Agenda(), list[str]()
-    agenda.at(2.0, lambda: seen.append("c"))
+    events, seen = EventQueue(), list[str]()
+    events.at(2.0, lambda: seen.append("c"))
 
     def early() -> None:
         seen.append("a")
-        agenda.at(0.0, lambda: seen.append("b"))
+        events.at(0.0, lambda: seen.append("b"))
 
-    agenda.at(1.0, early)
-    agenda.at(2.0, lambda: seen.append("d"))
-    while agenda.step():
+    events.at(1.0, early)
+    events.at(2.0, lambda: seen.append("d"))
+    while events.step():
         pass
-    assert (seen, agenda.now) == (["a", "b", "c", "d"], 2.0)
+    assert (seen, events.now) == (["a", "b", "c", "d"], 2.0)
 
 
 def test_on_a_square_wave_there_is_one_drop_and_one_restore_in_a_period_at_most() -> None:

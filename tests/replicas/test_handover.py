@@ -1,4 +1,4 @@
-"""What one replica keeps of requests that go over to new groups."""
+"""The state that a replica keeps of requests that are handed over to new groups."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of KV that is lost is needed for layers at once: nobody waits for the collector of cycles."""
+    """The memory of lost KV is needed for layers at once, before a collection of cycles."""
     monkeypatch.setattr(handover, "pieces", lambda *_: iter([Piece("a", 4, 2, n, 1) for n in range(3)]))
     monkeypatch.setattr(
         handover, "Arrivals", lambda cache: SimpleNamespace(take=lambda *_: False, lost={}, cache=cache)
@@ -59,7 +59,7 @@ def test_who_gives_up_in_the_middle_keeps_no_cache(monkeypatch: pytest.MonkeyPat
     links: Any = {1: link}
     given: Any = old
     change = Handover(0, given, stage, lambda _: pair, links, frozenset({0}), lambda _: None, lambda *_: None, 1)
-    change.hear(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4, 1),)))
+    change.take_in(HandedOver(0, alone(0, 4), (Handed(Request("a", (1, 2, 3, 4), 2), 4, 1),)))
     while "kv" not in link.tags:
         assert change.step()
     kept = [weakref.ref(each) for each in (old, stage.cache)]

@@ -1,4 +1,4 @@
-"""Pieces of KV between replicas: who sends what, and what becomes of a request whose pieces go wrong."""
+"""Pieces of KV between replicas: sources and targets, and requests whose pieces are damaged or lost."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int)
 def test_a_piece_that_finds_no_memory_as_it_is_taken_has_the_request_computed_again(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has damaged it, so no replica is blamed."""
+    """Nothing was damaged, so no replica is blamed."""
     asked, expected = alone()
     install()
     stock, count, changes = MemoryLink.take, iter(range(10**6)), list[Regroup]()
@@ -213,7 +213,7 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
 
     def act(group: InProcess, change: Regroup) -> None:
         if not served:
-            group.leader.requests._told = lambda request, error: (heard if request.name.startswith("n") else stock)(
+            group.leader.requests._notify = lambda request, error: (heard if request.name.startswith("n") else stock)(
                 request, error
             )
             for each in more:

@@ -1,4 +1,4 @@
-"""What the supervisor keeps and says of requests: each token once, and messages that arrive as they were sent."""
+"""The ledger delivers each token once, and messages are decoded as they were sent."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.outbox import Logged
+from ballonet.hooks.replicas.outbox import SentMessage
 from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks
-from ballonet.hooks.replicas.sending import State
+from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.hooks.replicas.wire import BYE, MESSAGE, WORDS, Header
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -52,10 +52,10 @@ def eventually(true: Callable[[], object], what: str) -> None:
 def both(store: Store, epoch: int) -> tuple[Link, Link]:
     """Both ends of a link, members 1 and 2."""
     ends = [
-        Link(GlooConnect(store, epoch, me, peer, LONG), epoch, peer, Bell(), tuning=TUNING)
+        Link(GlooConnect(store, epoch, me, peer, LONG), epoch, peer, Wakeup(), tuning=TUNING)
         for me, peer in ((1, 2), (2, 1))
     ]
-    eventually(lambda: all(end.state is State.OPEN for end in ends), "the link is formed")
+    eventually(lambda: all(end.state is LinkState.OPEN for end in ends), "the link is formed")
     return ends[0], ends[1]
 
 
@@ -108,16 +108,16 @@ def test_what_cannot_be_sent_is_refused_at_once(store: Store, epoch: int) -> Non
 
 
 def test_a_message_sent_before_the_link_is_formed_arrives(store: Store, epoch: int) -> None:
-    one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Bell(), tuning=TUNING)
+    one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Wakeup(), tuning=TUNING)
     one.send(torch.ones(3), "early")
-    assert one.state is State.FORMING
-    other = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Bell(), tuning=TUNING)
+    assert one.state is LinkState.FORMING
+    other = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Wakeup(), tuning=TUNING)
     assert other.recv("early", LONG).tolist() == [1, 1, 1]
     one.close()
     other.close()
 
 
-def overtaken(log: list[Logged]) -> list[tuple[str, int]]:
+def overtaken(log: list[SentMessage]) -> list[tuple[str, int]]:
     """For each urgent message how many bulk ones began between its being put and its beginning."""
     bulk = [row for row in log if not row.urgent]
     return [(row.tag, sum(row.put < each.begun < row.begun for each in bulk)) for row in log if row.urgent]
@@ -146,8 +146,8 @@ def test_an_urgent_message_waits_for_one_chunk_at_most(store: Store, epoch: int)
 
 
 def test_the_count_of_overtaken_messages_sees_one() -> None:
-    bulk = Logged("bulk", False, 1, put=1, begun=3, ended=4)
-    assert overtaken([bulk, Logged("late", True, 1, put=2, begun=5, ended=6)]) == [("late", 1)]
+    bulk = SentMessage("bulk", False, 1, put=1, begun=3, ended=4)
+    assert overtaken([bulk, SentMessage("late", True, 1, put=2, begun=5, ended=6)]) == [("late", 1)]
 
 
 class Wire:
@@ -166,7 +166,7 @@ class Wire:
 
     direct = False
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
         raise RuntimeError("nothing comes to a device")
 
     def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
@@ -199,7 +199,7 @@ class Given:
     def cancel(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def delete_keys(self) -> None:
         pass
 
 
@@ -211,7 +211,7 @@ def words(header: Header) -> torch.Tensor:
 def one_end() -> Iterator[tuple[Link, Wire]]:
     """A link of epoch 5 to member 2, and the wire at its other end."""
     here, there = Wire.pair()
-    link = Link(Given(here), 5, 2, Bell(), tuning=replace(TUNING, linger=0.05))
+    link = Link(Given(here), 5, 2, Wakeup(), tuning=replace(TUNING, linger=0.05))
     try:
         yield link, there
     finally:
@@ -230,13 +230,13 @@ def test_a_damaged_message_fails_alone(store: Store, epoch: int) -> None:
             link.recv("kv", LONG)
         assert caught.value.tag == "kv"
         assert link.recv("kv", LONG)[0].item() == 3
-        assert link.state is State.OPEN
+        assert link.state is LinkState.OPEN
 
 
 def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> None:
     here, there = Wire.pair()
-    one = Link(Given(here), 5, 2, Bell(), tuning=TUNING)
-    other = Link(Given(there), 5, 1, Bell(), tuning=TUNING)
+    one = Link(Given(here), 5, 2, Wakeup(), tuning=TUNING)
+    other = Link(Given(there), 5, 1, Wakeup(), tuning=TUNING)
     here.change = lambda tensor: tensor ^ 1 if tensor.dtype is torch.uint8 else tensor.clone()
     one.send(torch.zeros(4, dtype=torch.int64), "kv", check=True)
     one.send(torch.zeros(1, dtype=torch.uint8), "unchecked")
@@ -271,13 +271,13 @@ def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> Non
         there.send(header)
         with pytest.raises(LinkError, match=why):
             link.recv("x", LONG)
-        assert link.state is State.LOST
+        assert link.state is LinkState.LOST
 
 
 def test_what_comes_just_before_the_end_is_taken_before_it() -> None:
-    """Both come while somebody looks, and has found nothing yet."""
+    """The message and the end come during a wait that has found nothing yet."""
     with one_end() as (link, there):
-        eventually(lambda: link.state is State.OPEN, "it is open")
+        eventually(lambda: link.state is LinkState.OPEN, "it is open")
         lock = link._lock
 
         class Comes:
@@ -306,7 +306,7 @@ def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
         there.send(torch.ones(1, dtype=torch.uint8))
         eventually(lambda: link.has("came"), "it came")
         link._pair.close()  # type: ignore[union-attr]
-        eventually(lambda: link.state is State.LOST, "it is lost")
+        eventually(lambda: link.state is LinkState.LOST, "it is lost")
         assert link.recv("came", LONG).tolist() == [1]  # what was here before stays
         with pytest.raises(LinkError, match=r"replica 2 in epoch 5 is lost: RuntimeError: Connection closed by peer\."):
             link.recv("never", LONG)
@@ -322,7 +322,7 @@ def test_what_waits_to_be_sent_fails_with_the_link() -> None:
             self.closed.wait(LONG)
             raise RuntimeError("closed while it was sent")
 
-    link = Link(Given(Stuck(queue.Queue(), queue.Queue())), 5, 2, Bell(), tuning=replace(TUNING, linger=0.05))
+    link = Link(Given(Stuck(queue.Queue(), queue.Queue())), 5, 2, Wakeup(), tuning=replace(TUNING, linger=0.05))
     handles = [link.send(torch.ones(1), "bulk") for _ in range(3)]
     with pytest.raises(NoAnswer, match="'bulk'"):
         handles[0].wait(0.05)
@@ -333,16 +333,16 @@ def test_what_waits_to_be_sent_fails_with_the_link() -> None:
 
 
 def test_who_waits_for_a_link_hears_the_control_plane_and_the_deadline() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
     here, _ = Wire.pair()
-    link = Link(Given(here), 5, 2, bell, tuning=replace(TUNING, linger=0.05))
+    link = Link(Given(here), 5, 2, wakeup, tuning=replace(TUNING, linger=0.05))
     with pytest.raises(NoAnswer, match="'state' of replica 2 did not come"):
         link.recv("state", timeout=0.01)
     news: list[str] = []
 
     def post() -> None:
         news.append("suspect")
-        bell.ring()
+        wakeup.notify()
 
     later = threading.Timer(0.05, post)
     later.start()
@@ -355,29 +355,29 @@ def test_who_waits_for_a_link_hears_the_control_plane_and_the_deadline() -> None
 def test_a_closed_end_closes_the_other_and_neither_is_lost(store: Store, epoch: int) -> None:
     one, other = both(store, epoch)
     one.close()
-    eventually(lambda: other.state is State.CLOSED, "the other end hears it")
+    eventually(lambda: other.state is LinkState.CLOSED, "the other end hears it")
     with pytest.raises(LinkClosed, match="the other end has closed it"):
         other.recv("state", LONG)
     with pytest.raises(LinkClosed, match="this end has closed it"):
         one.send(torch.ones(1), "state")
     other.close()
     one.close()
-    assert [end.state for end in (one, other)] == [State.CLOSED] * 2
+    assert [end.state for end in (one, other)] == [LinkState.CLOSED] * 2
 
 
 def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None:
-    """An end that comes too late hears that the link was given up."""
-    one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Bell(), tuning=TUNING)
+    """An end that comes too late finds that the link was given up."""
+    one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Wakeup(), tuning=TUNING)
     one.close()
     assert not one._sender.is_alive()
-    late = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Bell(), tuning=TUNING)
+    late = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Wakeup(), tuning=TUNING)
     with pytest.raises(LinkError, match="given up"):
         late.recv("state", LONG)
     late.close()
 
 
 def test_an_end_that_never_comes_is_an_error_and_not_a_wait_for_ever(store: Store, epoch: int) -> None:
-    link = Link(GlooConnect(store, epoch, 1, 2, 0.05), epoch, 2, Bell(), tuning=TUNING)
+    link = Link(GlooConnect(store, epoch, 1, 2, 0.05), epoch, 2, Wakeup(), tuning=TUNING)
     with pytest.raises(LinkError, match=r"could not be formed, NoAnswer"):
         link.recv("state", LONG)
     link.close()
@@ -388,7 +388,7 @@ def test_an_address_that_is_not_found_is_an_error_and_not_a_wait_for_ever() -> N
         def __call__(self) -> TwoRanks:
             raise OSError("Name or service not known")
 
-    link = Link(Nowhere(Wire.pair()[0]), 5, 2, Bell(), tuning=TUNING)
+    link = Link(Nowhere(Wire.pair()[0]), 5, 2, Wakeup(), tuning=TUNING)
     with pytest.raises(LinkError, match=r"could not be formed, OSError: Name or"):
         link.recv("state", LONG)
     link.close()
@@ -410,15 +410,15 @@ def test_links_leave_nothing_behind(store: Store, epoch: int) -> None:
             other.recv("kv", LONG)
             if turn == 5:
                 one._pair.close()  # type: ignore[union-attr]
-                eventually(lambda: other.state is State.LOST, "the other end hears it")
+                eventually(lambda: other.state is LinkState.LOST, "the other end hears it")
     eventually(lambda: there()[0] <= files, f"there were {files} open files")
     eventually(lambda: [*there()[1:]] == before, f"there was {before}, and is {there()}")
 
 
 def test_a_bye_that_is_not_answered_does_not_hold_up_who_goes() -> None:
     here, there = Wire.pair()
-    link = Link(Given(here), 5, 2, Bell(), tuning=replace(TUNING, linger=0.05))
-    eventually(lambda: link.state is State.OPEN, "it is open")
+    link = Link(Given(here), 5, 2, Wakeup(), tuning=replace(TUNING, linger=0.05))
+    eventually(lambda: link.state is LinkState.OPEN, "it is open")
     link.close()
     assert Header.decode(there.back.get(timeout=LONG).tolist()).kind == BYE
     assert here.closed.is_set()

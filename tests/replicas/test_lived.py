@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ballonet.hooks.replicas.decision_file import read_decisions
-from ballonet.hooks.replicas.fleet_state import State
-from ballonet.hooks.whatif.replicas.dropping import Drop
-from ballonet.hooks.whatif.replicas.failing import play_faults
+from ballonet.hooks.replicas.fleet_state import FleetState
+from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
+from ballonet.hooks.whatif.replicas.fault_player import play_faults
 from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.offload.policy.replicas.actions import Commit, Prepare
@@ -36,14 +36,14 @@ LATER = 300.0  # seconds by which what follows the restore comes later in simula
 
 @dataclass(frozen=True)
 class Lived:
-    """What is left of the run."""
+    """The logs of the run."""
 
     model: str
     asked: list[Asked]
     answers: list[Answer]
     after: list[Answer]  # to the first request again: after the restore, and after the loss
     figures: str  # what `/metrics` said after the restore
-    state: State  # of that time
+    state: FleetState  # of that time
     said: list[str]
     log: list[Entry]
     timeline: dict[str, Any]
@@ -91,7 +91,7 @@ def simulated(log: list[Entry]) -> list[Entry]:
     faults = [replace(each, at=each.at + LATER * (each.at > after)) for each in faults]
     found: list[Entry] = []
     run = FleetRun(fleet, setup.cost, arrivals, setup.tuning, found.append)
-    keeper = Drop(run)
+    keeper = DropPolicy(run)
     play_faults(keeper, faults)
     run.answers(keeper.arrive, lambda done: None)
     return found

@@ -1,4 +1,4 @@
-"""Joining over a store, mail and the bell, with both sides in one process."""
+"""Joining over a store, mail and the wakeup, with both sides in one process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.admission_protocol import JOIN_QUEUE
 from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost
 from ballonet.hooks.replicas.fingerprint import Fingerprint
 from ballonet.hooks.replicas.listener import Listener
 from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mail, Mailbox
-from ballonet.hooks.replicas.membership import Reception, join
+from ballonet.hooks.replicas.membership import JoinListener, join
 from ballonet.hooks.replicas.secret import proof
 from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wakeup import Wakeup
 
 LONG = 120.0  # s, until a test is given up
 SERVED = Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")
@@ -31,16 +32,16 @@ def store() -> Store:
 
 
 @pytest.fixture
-def reception(store: Store) -> Iterator[Reception]:
-    found = Reception(store, SECRET, SERVED, Bell(), time.monotonic, LONG)
+def reception(store: Store) -> Iterator[JoinListener]:
+    found = JoinListener(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
     yield found
     found.close()
 
 
-def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: Reception) -> None:
+def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: JoinListener) -> None:
     for number in range(2):
         assert join(store, SECRET, SERVED, LONG) == number
-        admitted = reception._bell.wait(reception.take, LONG)
+        admitted = reception._wakeup.wait(reception.take, LONG)
         assert admitted is not None
         assert (admitted.member, admitted.fingerprint) == (number, SERVED)
     assert store.keys() == 0
@@ -55,7 +56,12 @@ def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: R
     ],
 )
 def test_who_has_another_secret_or_model_is_refused(
-    store: Store, reception: Reception, secret: str | None, fingerprint: Fingerprint, error: type[Exception], why: str
+    store: Store,
+    reception: JoinListener,
+    secret: str | None,
+    fingerprint: Fingerprint,
+    error: type[Exception],
+    why: str,
 ) -> None:
     with pytest.raises(error, match=why):
         join(store, secret, fingerprint, LONG)
@@ -63,18 +69,18 @@ def test_who_has_another_secret_or_model_is_refused(
     assert store.keys() == 0
 
 
-def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, reception: Reception) -> None:
+def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, reception: JoinListener) -> None:
     for text in ("nothing", "{}", '{"hello": "x", "proof": "y"}', "[" * 100_000):
-        store.push("door", text)
+        store.push(JOIN_QUEUE, text)
     with pytest.raises(SecretRefused):
         join(store, "another", SERVED, LONG)
     assert join(store, SECRET, SERVED, LONG) == 0
-    assert reception.door.ignored == 4
+    assert reception.protocol.ignored == 4
 
 
 def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> None:
     before = threading.active_count()
-    reception = Reception(store, SECRET, SERVED, Bell(), time.monotonic, LONG)
+    reception = JoinListener(store, SECRET, SERVED, Wakeup(), time.monotonic, LONG)
     reception.close()
     reception.close()
     assert threading.active_count() == before
@@ -84,7 +90,7 @@ def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> N
 def boxes(store: Store) -> Iterator[list[Mailbox]]:
     """The boxes of the supervisor, and of members 0 and 1, each over a connection of its own."""
     before = store.keys()
-    found = [Mailbox(store.clone(), me, SECRET, Bell()) for me in (SUPERVISOR, 0, 1)]
+    found = [Mailbox(store.clone(), me, SECRET, Wakeup()) for me in (SUPERVISOR, 0, 1)]
     yield found
     for box in found:
         box.close()
@@ -92,7 +98,7 @@ def boxes(store: Store) -> Iterator[list[Mailbox]]:
 
 
 def wait(box: Mailbox) -> Mail:
-    found = box._bell.wait(box.take, LONG)
+    found = box._wakeup.wait(box.take, LONG)
     assert found is not None
     return found
 
@@ -136,7 +142,7 @@ def test_mail_that_is_forged_or_sent_again_is_refused(store: Store, boxes: list[
 
 def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
     hosting = [Store.host(timeout=LONG)]
-    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Bell())
+    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Wakeup())
     gone = threading.Timer(0.1, hosting.clear)
     gone.start()
     begun = time.monotonic()
@@ -149,7 +155,7 @@ def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
 
 
 def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> None:
-    """The thread that waits for mail hears nothing: its connection is not closed."""
+    """The waiting thread notices nothing: its connection is not closed."""
 
     class Silent:
         timeout = 0.05
@@ -165,7 +171,7 @@ def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> N
             return ""
 
         def push(self, queue: str, value: str) -> None:
-            """Nobody has it."""
+            """Drops the value."""
 
     store: Any = Silent()
     listener = Listener(store, "mail/0", print, print)
@@ -179,19 +185,19 @@ def test_who_goes_does_not_wait_for_a_machine_that_is_gone_without_a_word() -> N
 
 def test_a_wait_that_nothing_ends_is_as_long_as_was_asked() -> None:
     begun = time.monotonic()
-    assert Bell().wait(lambda: None, 0.05) is None
+    assert Wakeup().wait(lambda: None, 0.05) is None
     assert time.monotonic() - begun >= 0.05
 
 
 def test_a_ring_while_somebody_looks_is_not_missed() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
     looks: list[int] = []
 
     def look() -> bool | None:
         looks.append(1)
-        bell.ring()
+        wakeup.notify()
         return True if len(looks) == 3 else None
 
     begun = time.monotonic()
-    assert bell.wait(look, LONG) is True
+    assert wakeup.wait(look, LONG) is True
     assert time.monotonic() - begun < LONG / 2

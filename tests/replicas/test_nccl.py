@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, NcclPair
 from ballonet.hooks.replicas.pair import GlooConnect, GlooPair
-from ballonet.hooks.replicas.sending import State
+from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0
@@ -63,7 +63,7 @@ class Work:
 
 
 class Communicators:
-    """All of a test. One runs its operations in order, and each waits for the other end's."""
+    """All communicators of a test. Each runs its operations in order, and each waits for the other end's."""
 
     def __init__(self) -> None:
         self.streams = Streams()
@@ -99,7 +99,7 @@ class Communicators:
 class Communicator:
     def __init__(self, all_: Communicators, prefix: str, rank: int) -> None:
         self._all = all_
-        self._place = prefix, rank
+        self._state = prefix, rank
 
     def send(self, tensors: list[torch.Tensor], other: int, tag: int) -> Work:
         return self._begin("send", tensors, other)
@@ -108,12 +108,12 @@ class Communicator:
         return self._begin("recv", tensors, other)
 
     def abort(self) -> None:
-        self._all.aborted.append(self._place)
+        self._all.aborted.append(self._state)
 
     def _begin(self, kind: str, tensors: list[torch.Tensor], other: int) -> Work:
-        assert other == 1 - self._place[1]
+        assert other == 1 - self._state[1]
         (tensor,) = tensors
-        return self._all.submit(*self._place, Work(kind, tensor))
+        return self._all.submit(*self._state, Work(kind, tensor))
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +155,12 @@ def formed(one: Callable[[], Any], other: Callable[[], Any]) -> list[Any]:
 
 
 def links(store: Store, epoch: int, all_: Communicators) -> tuple[Link, Link]:
-    bell = Bell()
+    wakeup = Wakeup()
     ends = [
-        Link(connect, epoch, peer, bell, device=CPU, tuning=TUNING)
+        Link(connect, epoch, peer, wakeup, device=CPU, tuning=TUNING)
         for connect, peer in zip(connects(store, epoch, all_, ("GPU-a", "GPU-b")), (2, 1), strict=True)
     ]
-    assert bell.wait(lambda: all(end.state is State.OPEN for end in ends) or None, LONG)
+    assert wakeup.wait(lambda: all(end.state is LinkState.OPEN for end in ends) or None, LONG)
     return ends[0], ends[1]
 
 
@@ -202,7 +202,7 @@ def test_what_one_end_forms_alone_leaves_no_key(store: Store) -> None:
     for way in ("there", "back"):  # as NCCL's own forming does
         store.set(f"epoch/{epoch}/link/1-2/{way}/0", "id")
     for end in ends:
-        end.forget()
+        end.delete_keys()
     assert store.keys() == before
     for each in pairs:
         each.close()
@@ -290,5 +290,5 @@ def test_what_is_received_is_allocated_on_the_stream_of_the_pair(
         return stock(*args, **given)
 
     monkeypatch.setattr(torch, "empty", empty)
-    assert found.room(16).numel() == 16
+    assert found.device_buffer(16).numel() == 16
     assert seen == ["pair"]

@@ -28,7 +28,7 @@ def test_overload_is_full_memory_and_no_less_pending_than_free(
 
 
 def looks(calm: Calm, used: list[int], pending: int = 0, start: float = 0.0) -> list[bool]:
-    return [calm.look(start + at, Usage(each, 100 - each, pending, 100)) for at, each in enumerate(used)]
+    return [calm.observe(start + at, Usage(each, 100 - each, pending, 100)) for at, each in enumerate(used)]
 
 
 def test_calm_takes_the_whole_dwell() -> None:
@@ -38,8 +38,8 @@ def test_calm_takes_the_whole_dwell() -> None:
 def test_half_of_the_undropped_memory_is_not_calm() -> None:
     """Undropped, not what is there now."""
     calm = Calm(TUNING)
-    assert not any(calm.look(at, Usage(50, 150, 0, 100)) for at in range(30))
-    assert any(calm.look(at, Usage(49, 151, 0, 100)) for at in range(30, 60))
+    assert not any(calm.observe(at, Usage(50, 150, 0, 100)) for at in range(30))
+    assert any(calm.observe(at, Usage(49, 151, 0, 100)) for at in range(30, 60))
 
 
 def test_one_look_with_something_pending_starts_the_dwell_anew() -> None:
@@ -102,7 +102,7 @@ def test_several_iterations_between_two_beats_share_the_time() -> None:
 
 def test_time_in_which_nobody_listened_is_excused() -> None:
     heart = Heartbeat(0.0, TUNING)
-    heart.excuse(5.0)
+    heart.discount(5.0)
     assert not heart.is_dead(6.0)
     assert heart.is_dead(6.1)
 
@@ -110,12 +110,12 @@ def test_time_in_which_nobody_listened_is_excused() -> None:
 def test_growth_is_looked_ahead_at_the_rate_of_late() -> None:
     growth = Growth(Replicas(looks=3, ahead=10.0))
     assert growth.pages == 0
-    growth.look(0.0, Usage(0, 100, 0, 100))
+    growth.observe(0.0, Usage(0, 100, 0, 100))
     assert growth.pages == 0
-    growth.look(1.0, Usage(8, 92, 2, 100))
+    growth.observe(1.0, Usage(8, 92, 2, 100))
     assert growth.pages == 100
-    growth.look(2.0, Usage(10, 90, 0, 100))
-    growth.look(3.0, Usage(11, 89, 1, 100))  # the first is forgotten: 2 in 2 s
+    growth.observe(2.0, Usage(10, 90, 0, 100))
+    growth.observe(3.0, Usage(11, 89, 1, 100))  # the first is forgotten: 2 in 2 s
     assert growth.pages == 10
-    growth.look(4.0, Usage(1, 99, 0, 100))
+    growth.observe(4.0, Usage(1, 99, 0, 100))
     assert growth.pages == 0

@@ -1,4 +1,4 @@
-"""A group of stages in one process says what stock continuous batching says."""
+"""A group of stages in one process answers as stock continuous batching does."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.hooks.replicas.children import placed
+from ballonet.hooks.replicas.child_processes import placed
 from ballonet.hooks.replicas.errors import NoAnswer, PlacementError, SupervisorLost, SupervisorPortInUse
 from ballonet.hooks.replicas.placement import Placement, as_replica, placement
 from ballonet.hooks.replicas.rendezvous import open_store
@@ -63,7 +63,7 @@ def test_what_is_no_placement_is_refused(environ: dict[str, str], join: str | No
 
 
 def test_a_replica_has_one_gpu_and_is_no_rank() -> None:
-    """Whatever torchrun says is forgotten, and nothing else."""
+    """torchrun's variables are unset, and no others."""
     environ = {**TORCHRUN, "LOCAL_RANK": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "7", "OMP_NUM_THREADS": "1"}
     forgotten = dict.fromkeys([*TORCHRUN, "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"])
     assert as_replica(environ, 1, 0) == forgotten

@@ -10,8 +10,8 @@ import pytest
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
 
 from ..models import build
@@ -24,12 +24,12 @@ from .test_pipeline import four_layers, said
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def group(members: list[Member], stages: int, told: Told, epoch: int = 1) -> InProcess:
+def group(members: list[ReplicaModel], stages: int, told: Told, epoch: int = 1) -> InProcess:
     layers = members[0].model.config.num_hidden_layers
     return InProcess(epoch, members[:stages], evenly(layers, stages), told)
 
 
-def split(members: list[Member], told: Told, epoch: int) -> list[InProcess]:
+def split(members: list[ReplicaModel], told: Told, epoch: int) -> list[InProcess]:
     """A group for each of these replicas, alone."""
     return [InProcess(epoch, [member], evenly(member.model.config.num_hidden_layers, 1), told) for member in members]
 

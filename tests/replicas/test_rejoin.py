@@ -1,4 +1,4 @@
-"""A replica of another machine that stood still, and was given up meanwhile, comes back. A part of `make kills`."""
+"""A replica of another machine that was paused, and fenced in the meantime, resumes. A part of `make kills`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ballonet.hooks.replicas.faults import Fault
+from ballonet.hooks.replicas.fault_injection import Fault
 
 from .fleet import EAGER, LAYERS, NEEDS_ALL, SECRET, Fleet, Stock, answered, arguments, made, serving
 
 
 @contextmanager
 def joined(fleet: Fleet) -> Iterator[subprocess.Popen[bytes]]:
-    """One more replica of a fleet, which somebody else has started."""
+    """One more replica of a fleet, not started by its supervisor."""
     where = f"127.0.0.1:{fleet.server.port}"
     command = [sys.executable, "-m", "ballonet", "serve", fleet.model, "--join", where, *arguments()]
     process = subprocess.Popen(command, env={**os.environ, "BALLONET_REPLICA_SECRET": SECRET})

@@ -16,15 +16,15 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
+from ballonet.hooks.replicas.group_settings import GroupSettings
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.replica import Replica
+from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.replica_setup import ReplicaSetup
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.sending import State
-from ballonet.hooks.replicas.settings import GroupSettings
-from ballonet.hooks.replicas.setup import Setup
-from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
@@ -124,14 +124,17 @@ class Watched(Desk):
 class Loops:
     """Two replicas, which are on their own in epochs 1 and 2."""
 
-    def __init__(self, members: list[Member], holds: list[HeldLayers]) -> None:
+    def __init__(self, members: list[ReplicaModel], holds: list[HeldLayers]) -> None:
         self.clocks = LinkClock(), LinkClock()
         self.desks = Watched(self.clocks[0]), Watched(self.clocks[1])
         self.holds = holds
         self.links: dict[tuple[int, int], Pumped] = {}  # by epoch, and whose end
-        bell: Any = SimpleNamespace(wait=lambda look, timeout: look())
+        wakeup: Any = SimpleNamespace(wait=lambda look, timeout: look())
         self.loops = [
-            Replica(Setup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), self.clocks[n]), bell)
+            Replica(
+                ReplicaSetup(n, members[n], LAYERS, holds[n], self.desks[n], self._connecting(n), self.clocks[n]),
+                wakeup,
+            )
             for n in (0, 1)
         ]
         for n in (0, 1):
@@ -176,7 +179,7 @@ class Loops:
         return [each for desk in self.desks for each in desk.heard if isinstance(each, kind)]
 
     def counted(self) -> list[Counted]:
-        """What each has told last of what it sent."""
+        """Returns the latest `Counted` of each replica."""
         return [[each for each in desk.heard if isinstance(each, Counted)][-1] for desk in self.desks]
 
     def ask(self, member: int, epoch: int, *asked: Request, assignment: int = 1) -> None:
@@ -233,7 +236,7 @@ def loops(right: object, tuned: Tuned) -> Iterator[Loops]:
     with ExitStack() as stack:
         held = [HeldLayers(stack.enter_context(ballonet.manage(each))) for each in models]
         members = [
-            Member(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
+            ReplicaModel(f"r{n}", each, SplicedLayers(stack.enter_context(Splice(each))), settings_of(each))
             for n, each in enumerate(models)
         ]
         found = Loops(members, held)
@@ -379,8 +382,8 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
     loops.step(6)
     loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
     assert loops.loops[1].run()
-    assert loops.loops[1]._place.stage is None
-    assert loops.loops[1]._place.links == {}
+    assert loops.loops[1]._state.stage is None
+    assert loops.loops[1]._state.links == {}
 
 
 def test_who_goes_on_alone_has_all_its_layers_at_once(
@@ -522,14 +525,14 @@ def test_a_request_that_is_cancelled_on_its_way_ends_where_it_arrives(loops: Loo
     loops.tell_all(Commit(3))
     loops.tell(0, Cancel("q1", 3, (0, 1)))
     loops.both(events.Exchanged, 3)
-    leader = loops.loops[0]._place.leader
+    leader = loops.loops[0]._state.leader
     assert leader is not None
     assert {*leader.requests.by_name} == {each.name for each in asked} - {"q1"}
     assert {*loops.loops[0]._requests._assignments} == {*leader.requests.by_name}
     loops.tell(0, *(Cancel(each.name, 3, (0, 1)) for each in asked))
     loops.step(20)
     assert not loops.loops[0]._requests._assignments
-    stage = loops.loops[1]._place.stage
+    stage = loops.loops[1]._state.stage
     assert stage is not None
     assert stage.follower is not None
     assert not stage.follower.held
@@ -539,11 +542,11 @@ def test_an_epoch_that_a_peer_has_given_up_before_it_is_heard_of_is_given_up(loo
     """The link to it is lost as soon as it is made."""
     there, back = Pumped.pair()
     assert isinstance(there, Pumped)
-    there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), State.LOST  # type: ignore[misc]
+    there.error, there.state = LinkError(3, 1, "it was given up while it was formed"), LinkState.LOST  # type: ignore[misc]
     loops.links[3, 0], loops.links[3, 1] = there, back  # type: ignore[assignment]
     loops.tell(0, Prepare(3, PAIR))
     loops.until(events.Suspected(0.0, 3, 0, 1))
-    assert (loops.loops[0]._change.coming, loops.loops[0]._place.epoch) == (None, 1)
+    assert (loops.loops[0]._change.pending, loops.loops[0]._state.epoch) == (None, 1)
 
 
 def test_the_load_is_told_with_a_count_that_grows(loops: Loops, asked: list[Request]) -> None:

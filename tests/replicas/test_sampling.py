@@ -18,7 +18,7 @@ def logits(rows: int, seed: int = 3) -> torch.Tensor:
 
 
 def probabilities(row: torch.Tensor, settings: Sampling) -> torch.Tensor:
-    """As transformers' processors leave them."""
+    """Returns the probabilities after transformers' processors."""
     ids, scores = torch.zeros(1, 1, dtype=torch.long), row[None].float()
     scores = TemperatureLogitsWarper(settings.temperature)(ids, scores)
     if settings.top_k:

@@ -1,4 +1,4 @@
-"""What happens to requests of a group: any order of stages, ends, cancellation, preemption, faults of memory."""
+"""Requests of a group: any order of stages, ends, cancellation, preemption, faults of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.forming import Piece, Size
+from ballonet.hooks.replicas.microbatch_split import Piece, Size
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.span_runner import SpanRunner
@@ -61,7 +61,7 @@ def shuffled(group: InProcess, chance: random.Random) -> None:
 
 
 def any_cuts(chance: random.Random) -> Callable[[Sequence[Size], int], list[list[Piece]]]:
-    def form(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+    def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
         found: list[list[Piece]] = [[] for _ in range(places)]
         at = 0
         for index, (_, new) in enumerate(chunks):
@@ -73,7 +73,7 @@ def any_cuts(chance: random.Random) -> Callable[[Sequence[Size], int], list[list
                 at = min(places - 1, at + 1) if new else chance.choice((first, at))
         return [each for each in found if each]
 
-    return form
+    return split
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,7 +81,7 @@ def test_any_order_of_stages_and_any_cuts_give_the_same_tokens(seed: int) -> Non
     chance = random.Random(seed)
     model, asked, expected = llama(7, 2 * CHUNK, 8, 4)
     install()
-    with grouped(model, 2 + seed % 3, form=any_cuts(chance)) as (group, told):
+    with grouped(model, 2 + seed % 3, split=any_cuts(chance)) as (group, told):
         waiting = requests(asked, 8)
         for each in waiting[:4]:
             group.add(each)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.hooks.replicas import faults
+from ballonet.hooks.replicas import fault_injection
 
 from .fleet import NEEDS_ALL, Asked, drawn, made, post
 from .processes import ENVIRONMENT, free_port, wait
@@ -78,7 +78,7 @@ def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
 
 
 def begin(asked: Asked, program: Program) -> str:
-    """What a client gets, or how its connection ends."""
+    """Returns a client's answer, or how its connection ended."""
     try:
         with post(program.url, program.model, asked) as answer:
             return str(answer.read().decode())
@@ -113,7 +113,7 @@ def test_nothing_is_left(
     file = tmp_path / "faults"
     if phase == "as a group is prepared":  # which lasts: a member stands still
         monkeypatch.setenv("BALLONET_REPLICA_FAULTS", str(file))
-        faults.write(file, [faults.Fault(0, "hear Prepare", 1, "stop")])
+        fault_injection.write(file, [fault_injection.Fault(0, "hear Prepare", 1, "stop")])
     with running(model, tmp_path) as program, ThreadPoolExecutor(32) as pool:
         answers = []
         if phase == "as they load":
@@ -124,7 +124,7 @@ def test_nothing_is_left(
             answers = [pool.submit(begin, asked, program) for asked in drawn(32, new=200)]
             program.wait(lambda: program.figure("ballonet_replica_requests") > 16)
         if phase == "as a group is prepared":
-            program.wait(faults.done(file).exists)
+            program.wait(fault_injection.done(file).exists)
         if phase == "in a pipeline":  # KV of requests is still exchanged
             program.wait(lambda: "holds layers 0 to 3" in program.said())
         if phase == "as layers come home":

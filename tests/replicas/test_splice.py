@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def hooks(model: torch.nn.Module) -> list[object]:
-    """All that a Splice may have put somewhere."""
+    """Returns all hooks that a Splice may have added."""
     return [
         (name, dict(each._forward_pre_hooks), dict(each._forward_hooks), each.__dict__.get("forward"))
         for name, each in model.named_modules()

@@ -1,4 +1,4 @@
-"""What microbatches took: busy and open seconds, errors of predictions, and moments on a GPU's stream."""
+"""Times of microbatches: busy and open seconds, errors of predictions, and marks in a GPU's stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ballonet.hooks.replicas.plan import Chunk
-from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Ran, StageTimes
+from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
@@ -25,7 +25,7 @@ def chunk(tokens: int, before: int = 0) -> Chunk:
 
 
 def times(clock: Clock, told: Callable[[Ran], object] = lambda ran: None) -> StageTimes:
-    return StageTimes(LAYERS, COST, clock, HostMarks(clock), told)
+    return StageTimes(LAYERS, COST, clock, HostTimeMarks(clock), told)
 
 
 def run(of: StageTimes, clock: Clock, begin: float, seconds: float, tokens: int, layers: int) -> None:
@@ -44,12 +44,12 @@ def test_the_bubble_is_that_of_the_timeline() -> None:
         for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             clock.now = begin
             if (number, stage) == (0, 0):
-                stages[0].works(2)
+                stages[0].set_open_stages(2)
             run(stages[stage], clock, begin, end - begin, 1, LAYERS // 2)
     clock.now = planned.seconds
-    stages[0].works(0)
+    stages[0].set_open_stages(0)
     clock.now += 100.0  # nobody asks anything
-    stages[0].works(0)
+    stages[0].set_open_stages(0)
     busy, opened = sum(each.busy for each in stages), sum(each.open for each in stages)
     assert (busy, opened) == (12.0, 2 * planned.seconds)
     assert 1 - busy / opened == pytest.approx(planned.bubble)
@@ -58,9 +58,9 @@ def test_the_bubble_is_that_of_the_timeline() -> None:
 def test_a_replica_on_its_own_counts_nothing() -> None:
     clock = Clock()
     alone = times(clock)
-    alone.works(1)
+    alone.set_open_stages(1)
     run(alone, clock, 0.0, 5.0, 5, LAYERS)
-    alone.works(0)
+    alone.set_open_stages(0)
     assert (alone.busy, alone.open) == (0.0, 0.0)
 
 
@@ -76,7 +76,7 @@ def test_errors_are_relative_to_what_a_span_took() -> None:
 
 
 class Device:
-    """As much of torch.cuda as marks use: a stream whose operations are over when the test says so."""
+    """The part of torch.cuda that marks use: a stream whose operations are over when the test says so."""
 
     def __init__(self) -> None:
         self.reached = 0.0  # seconds on the device's own clock, until which all is over
@@ -122,24 +122,24 @@ def test_moments_on_a_stream_are_those_of_the_host(monkeypatch: pytest.MonkeyPat
     fake = SimpleNamespace(current_stream=device.current_stream, Event=device.event)
     monkeypatch.setattr(torch, "cuda", fake)
     clock.now = 1000.0
-    one = StageTimes(LAYERS, None, clock, CudaMarks(torch.device("cuda"), clock), ran.append)
+    one = StageTimes(LAYERS, None, clock, CudaTimeMarks(torch.device("cuda"), clock), ran.append)
     for seconds in (3.0, 4.0):
         began = one.begin()
         device.submitted += seconds
         one.end(began, [chunk(1)], LAYERS)
     assert ran == []
-    assert not one.told_all
+    assert not one.all_timed
     device.reached, clock.now = 3.5, 1003.5
-    one.look()
+    one.poll()
     assert [each[:2] for each in ran] == [(1000.0, 1003.0)]
     device.reached, clock.now = 7.0, 1050.0  # the stream has nothing to do since
-    one.look()
+    one.poll()
     assert [each[:2] for each in ran] == [(1000.0, 1003.0), (1003.0, 1007.0)]
     began = one.begin()
     device.submitted, device.reached = 9.0, 9.0
     one.end(began, [chunk(1)], LAYERS)
     assert ran[-1][0] == 1050.0, "a stream without work begins when the host says so"
-    assert one.told_all
+    assert one.all_timed
 
 
 @pytest.mark.gpu
@@ -148,7 +148,7 @@ def test_a_gpu_s_moments_are_in_order() -> None:
 
     ran = list[Ran]()
     device = torch.device("cuda")
-    one = StageTimes(LAYERS, None, time.monotonic, CudaMarks(device, time.monotonic), ran.append)
+    one = StageTimes(LAYERS, None, time.monotonic, CudaTimeMarks(device, time.monotonic), ran.append)
     before, much = time.monotonic(), torch.randn(2048, 2048, device=device)
     for _ in range(4):
         began = one.begin()
@@ -156,8 +156,8 @@ def test_a_gpu_s_moments_are_in_order() -> None:
             much = much @ much / 2048
         one.end(began, [chunk(1)], LAYERS)
     torch.cuda.synchronize()
-    one.look()
-    assert one.told_all
+    one.poll()
+    assert one.all_timed
     moments = [at for each in ran for at in each[:2]]
     assert len(ran) == 4
     assert moments == sorted(moments)

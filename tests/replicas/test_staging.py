@@ -1,4 +1,4 @@
-"""What a link lends to gloo lies outside the pool, whose pages move."""
+"""The memory that gloo uses lies outside the pool, whose pages move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.staging import checksum, room, staged, unstaged
+from ballonet.hooks.replicas.staging import checksum, host_buffer, staged, unstaged
 
 from ..pool import covered, mapped, take_out
 
@@ -30,7 +30,7 @@ def test_staged_bytes_and_room_for_what_arrives_lie_outside_the_pool() -> None:
     assert in_pool(tensor)
     copy = staged(tensor)
     copy.wait()
-    arrived = room(copy.data.numel(), pinned=False)
+    arrived = host_buffer(copy.data.numel(), pinned=False)
     assert not in_pool(copy.data)
     assert not in_pool(arrived)
     arrived.copy_(copy.data)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
@@ -31,7 +31,7 @@ class Played:
     """The replicas, and the processes of those on this machine."""
 
     def __init__(self) -> None:
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.started: list[tuple[int, ChunkCost | None]] = []
         self.killed: list[int] = []
         self._said: deque[tuple[int, Message]] = deque()
@@ -40,11 +40,11 @@ class Played:
 
     def says(self, member: int, message: Message) -> None:
         self._said.append((member, message))
-        self.bell.ring()
+        self.wakeup.notify()
 
     def ends(self, rank: int) -> None:
         self._gone.append((rank, "SIGKILL"))
-        self.bell.ring()
+        self.wakeup.notify()
 
     def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
         """What replicas were told of a kind, with their numbers, once there are so many."""
@@ -86,7 +86,7 @@ class Scene:
             make,
             self.replicas,
             self.replicas,
-            self.replicas.bell,
+            self.replicas.wakeup,
             lambda: self.now,
             lambda request, error: self.told.append((request, error)),
             lambda line: None,
@@ -99,7 +99,7 @@ class Scene:
         self.replicas.says(0, hello(0))
         self.replicas.says(1, hello(1))
         self.replicas.hears(actions.Alone, 2)
-        assert self.supervisor.ask(Request("a", (1, 2), 3)) is None
+        assert self.supervisor.submit(Request("a", (1, 2), 3)) is None
         [(self.member, start)] = self.replicas.hears(Start)
         assert isinstance(start, Start)
         return start
@@ -161,7 +161,7 @@ def test_a_lost_replica_is_replaced_with_the_costs_that_are_known(scene: Scene) 
 
 
 def test_who_joins_once_its_process_has_ended_is_told_to_end(scene: Scene) -> None:
-    """What it said before it ended is heard later than its end."""
+    """Messages from before the process ended are taken after its end is noticed."""
     scene.begins()
     scene.replicas.ends(0)
     wait(lambda: len(scene.replicas.started) == 3)
@@ -178,7 +178,7 @@ def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
     scene.replicas.ends(0)
     scene.replicas.ends(1)
     wait(lambda: len(scene.replicas.started) == 4)
-    assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+    assert scene.supervisor.submit(Request("b", (1,), 1)) is None
     scene.replicas.says(2, hello(0))
     found = scene.replicas.hears(Start, 3)
     assert {(member, each.request.name) for member, each in found[-2:]} == {(2, "a"), (2, "b")}
@@ -199,13 +199,13 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
             time.sleep(0.01)
     wait(lambda: scene.told)
     assert "no replica is left" in str(scene.told[-1][1])
-    assert "no replica is left" in str(scene.supervisor.ask(Request("b", (1,), 1)))
-    scene.supervisor._clients.ask(Request("late", (1,), 1))  # who had asked whether it fails before it did
+    assert "no replica is left" in str(scene.supervisor.submit(Request("b", (1,), 1)))
+    scene.supervisor._clients.submit(Request("late", (1,), 1))  # who had asked whether it fails before it did
     wait(lambda: "late" in [request.name for request, _ in scene.told])
     assert scene.supervisor.waiting == 0
     scene.replicas.says(2, hello(None))
     scene.replicas.hears(actions.Alone, 3)
-    assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+    assert scene.supervisor.submit(Request("b", (1,), 1)) is None
 
 
 def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
@@ -232,14 +232,14 @@ def test_who_starts_when_the_server_ends_is_ended() -> None:
 
 def test_who_asks_just_as_the_server_ends_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.begins()
-    ask = scene.supervisor._clients.ask
+    ask = scene.supervisor._clients.submit
 
     def too_late(request: Request) -> None:
         scene.supervisor.close()
         ask(request)
 
-    monkeypatch.setattr(scene.supervisor._clients, "ask", too_late)
-    assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+    monkeypatch.setattr(scene.supervisor._clients, "submit", too_late)
+    assert scene.supervisor.submit(Request("b", (1,), 1)) is None
     assert [(request.name, error) for request, error in scene.told] == [(n, "the server shuts down") for n in "ab"]
     assert scene.supervisor.waiting == 0
 
@@ -264,7 +264,7 @@ def test_who_goes_away_is_cancelled(scene: Scene) -> None:
     [(member, cancel)] = scene.replicas.hears(actions.Cancel)
     assert (member, cancel.request) == (scene.member, "a")
     scene.supervisor.cancel("a")
-    assert scene.supervisor.ask(Request("a", (1, 2), 3)) is None
+    assert scene.supervisor.submit(Request("a", (1, 2), 3)) is None
     scene.replicas.hears(Start, 2)
 
 
@@ -314,4 +314,4 @@ def test_all_who_wait_are_told_at_the_end(scene: Scene) -> None:
     scene.supervisor.close()
     assert [(request.name, error) for request, error in scene.told] == [("a", "the server shuts down")]
     assert {member for member, _ in scene.replicas.hears(End, 2)} == {0, 1}
-    assert scene.supervisor.ask(Request("b", (1,), 1)) == "the server shuts down"
+    assert scene.supervisor.submit(Request("b", (1,), 1)) == "the server shuts down"

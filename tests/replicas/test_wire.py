@@ -67,7 +67,7 @@ def test_urgent_messages_go_before_bulk_and_each_kind_keeps_its_order() -> None:
         waiting = outbox.next()
         assert waiting is not None
         found.append(waiting.message)
-        outbox.sent(waiting)
+        outbox.mark_sent(waiting)
     assert found == ["u1", "u2", "b1", "b2", "b3"]
     assert [(row.tag, row.put, row.begun, row.ended) for row in outbox.log] == [
         ("u1", 3, 6, 7),

@@ -1,4 +1,4 @@
-"""Rung 7 in a live replica: what the ladder lacks is demand that the controller hears of, for a while."""
+"""Rung 7 in a live replica: pages that the ladder lacks are reported as demand, for a while."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import ballonet
 from ballonet.allocator import devices
 from ballonet.hooks.device import governors
-from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.group_settings import GroupSettings
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
-from ballonet.hooks.replicas.settings import GroupSettings
-from ballonet.hooks.replicas.setup import Setup
-from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.replica_setup import ReplicaSetup
+from ballonet.hooks.replicas.spliced_layers import SplicedLayers
+from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.tuning import DEFAULT
@@ -31,7 +31,7 @@ LAYERS = 4
 
 
 def pending(replica: Replica, supervisor: Desk, now: list[float]) -> int:
-    """What is pending as the next load says."""
+    """Returns the pending pages of the next load."""
     now[0] += DEFAULT.replicas.beat
     replica.step()
     return [each.pending for each in supervisor.heard if isinstance(each, events.Load)][-1]
@@ -46,10 +46,10 @@ def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
 
     with ballonet.manage(model) as handle, Splice(model) as splice:
         runs = SplicedLayers(splice)
-        member = Member("one", model, runs, GroupSettings.of(model, CHUNK, page_size=BLOCK))
+        member = ReplicaModel("one", model, runs, GroupSettings.of(model, CHUNK, page_size=BLOCK))
         duplicates = governors.of(devices.require()).duplicates
-        setup = Setup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
-        replica = Replica(setup, Bell())
+        setup = ReplicaSetup(0, member, LAYERS, HeldLayers(handle), supervisor, no_link, lambda: now[0])
+        replica = Replica(setup, Wakeup())
         assert duplicates.known
 
         supervisor.said.append(actions.Alone(1, 0))

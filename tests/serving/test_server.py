@@ -252,7 +252,7 @@ async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streaming: bool) -> None:
-    """As by replicas (tests/replicas/test_front.py). One that was cancelled has ended once the loop has let it go."""
+    """As by replicas (tests/replicas/test_http_frontend.py). A cancelled one has ended once the loop drops it."""
     tokenizer = SimpleNamespace(_tokenizer=words(), decode=lambda ids, **_: f"{len(ids)} tokens")
 
     async def scene(loop: Loop, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The cost of chunks from a file: given, fitted to batches that ran, or made of what `whatif` knows of steps."""
+"""Reads the cost of chunks from a file: coefficients, batches to fit a cost to, or a cost model of steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..machine import costs_of
 
 
 def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
-    """Returns the cost in a file, and the fit where it was fitted. JSON: alpha, beta, gamma, and if need be square,
+    """Returns the cost in a JSON file, and its fit if it was fitted. Either alpha, beta, gamma, and optionally square,
     prefix, others, lone and decode (a cost of its own); or a list of batches, each with `seconds` and `chunks`, pairs
-    of tokens before and new ones; or fixed, row, key and pair, as without replicas. ManageError where it is none;
-    OSError."""
+    (tokens before, new tokens); or fixed, row, key and pair, as without replicas. ManageError where it is none of
+    these; OSError."""
     try:
         found = json.loads(path.read_text())
         if isinstance(found, list):
@@ -31,7 +31,7 @@ def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
 
 
 def of_parts(parts: Parts) -> ChunkCost:
-    """Returns the cost of batches that take what steps do: p + c keys are read by c new tokens."""
+    """Returns the cost of chunks that equals a cost model of steps: c new tokens read p + c keys."""
     return ChunkCost.packed(parts.fixed, parts.row, parts.key, parts.pair)
 
 

@@ -1,7 +1,7 @@
-"""Faults that a simulation plays: what happens to replicas, links and clients, and when.
+"""Faults of a simulation: of replicas, links and clients, each at a given time.
 
-A file of faults has one a line, as JSON, in any order: "at", in seconds after the first request, "fault", its kind, and
-what the kind has. Kinds, each a class below:
+A file of faults has one per line, as JSON, in any order: "at", in seconds after the first request, "fault", its kind,
+and the fields of the kind. Kinds, each a class below:
 
     {"at": 2.5, "fault": "killed", "member": 1}
     {"at": 2.5, "fault": "hung", "member": 1, "seconds": 4}       without seconds: for good
@@ -31,22 +31,22 @@ from ....offload.policy.replicas.events import Reason
 
 @dataclass(frozen=True, slots=True)
 class PlayedFault:
-    """Base of all. `at`: seconds after the first request."""
+    """Base of all faults. `at`: seconds after the first request."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Killed(PlayedFault):
-    """The process of a replica ends without a word."""
+    """The process of a replica is killed."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hung(PlayedFault):
-    """A replica stands still for so many `seconds`, out of reach, so that it cannot be ended; None: for good, and its
-    process is ended when that is noticed."""
+    """A replica is paused for so many `seconds`, unreachable, so it cannot be killed; None: for good, and its process
+    is killed when that is noticed."""
 
     member: int
     seconds: float | None = None
@@ -54,7 +54,7 @@ class Hung(PlayedFault):
 
 @dataclass(frozen=True, slots=True)
 class LinkLost(PlayedFault):
-    """The links between two replicas are lost, and both live. Nothing happens where they have none."""
+    """The links between two live replicas are lost, if they have any."""
 
     member: int
     other: int
@@ -62,7 +62,7 @@ class LinkLost(PlayedFault):
 
 @dataclass(frozen=True, slots=True)
 class FaultRefused(PlayedFault):
-    """A replica cannot prepare the next epoch that it is to be in: no pages, or no host memory."""
+    """A replica cannot prepare its next epoch. `why`: no pages, or no host memory."""
 
     member: int
     why: Reason = Reason.PAGES
@@ -70,28 +70,28 @@ class FaultRefused(PlayedFault):
 
 @dataclass(frozen=True, slots=True)
 class FileChanged(PlayedFault):
-    """The file of a replica's weights is another one from now on: no layer can be read from it."""
+    """The file of a replica's weights has changed: no layer can be read from it any more."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedKV(PlayedFault):
-    """KV of a request arrives at a replica with a wrong checksum, in the next exchange that it is part of."""
+    """KV of a request arrives at a replica with a wrong checksum, in the replica's next exchange."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft(PlayedFault):
-    """The client of a `request`, by its place in the trace from 0 on, goes away. Nothing where it is not there."""
+    """The client of a `request`, by its index in the trace, goes away. Nothing where the request is not open."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class NewReplica(PlayedFault):
-    """A replica with a number that was never used joins."""
+    """A replica joins, with a number that was never used."""
 
     member: int
 
@@ -103,7 +103,7 @@ class SupervisorFails(PlayedFault):
 
 @dataclass(frozen=True, slots=True)
 class Shutdown(PlayedFault):
-    """Ctrl-C: requests are told, and everything ends."""
+    """The server is shut down: all requests fail, and everything ends."""
 
 
 KINDS: Final[Mapping[str, type[PlayedFault]]] = {
@@ -135,8 +135,8 @@ def read_faults(path: Path) -> list[PlayedFault]:
 
 
 def check_faults(faults: Iterable[PlayedFault], replicas: int, requests: int) -> None:
-    """ManageError where one is of a replica or a request that there is not at that time, or of one that is there
-    already."""
+    """Raises ManageError where a fault names a replica or request that does not exist at that time, or adds a replica
+    that does."""
     known = {*range(replicas)}
     for fault in sorted(faults, key=lambda each: each.at):
         if isinstance(fault, NewReplica):
@@ -154,7 +154,7 @@ def check_faults(faults: Iterable[PlayedFault], replicas: int, requests: int) ->
 
 
 def _made(given: dict[str, Any]) -> PlayedFault:
-    """The fault of an object. ValueError, TypeError, AttributeError."""
+    """Returns the fault of a JSON object. ValueError, TypeError, AttributeError."""
     kind = KINDS.get(given.pop("fault", None))
     if kind is None:
         raise ValueError(f"its kind, fault, is one of {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""The replicas that are simulated: the shape of their model, and what each has of memory and links."""
+"""The simulated replicas: the sizes of their model, and the memory and links of each."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from ....allocator.errors import ManageError
 from ....allocator.units import format_size
 from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.exchange import part_bytes
+from ....offload.policy.replicas.link_order import part_bytes
 from ..machine import MachineSizes
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Bytes of a model: of the weights of each decoder layer and of the `rest`, of a token's KV in all layers, and of
-    what a token hands from one stage to the next."""
+    """Bytes of a model. `layers`: weights of each decoder layer; `rest`: other weights; `kv`: of a token in all layers;
+    `hidden`: hidden state of a token, sent between stages."""
 
     layers: tuple[int, ...]
     rest: int
@@ -39,9 +39,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class VirtualFleet:
-    """`replicas` that are alike: bytes of a device, of a page and of the host for each; bytes per second of its link to
-    the host, and of what it sends to others (`network`), in each direction. `batch`: new tokens of a batch or a
-    microbatch at most; `block`: tokens of KV that a request takes at once. ManageError where the model does not fit."""
+    """Equal `replicas`. Bytes of each: `budget` of the device, `page`, `host_budget`; bytes per second in each
+    direction: `link` to its host, `network` to other replicas. `batch`: new tokens of a batch or a microbatch at most;
+    `block`: tokens of a block of KV. ManageError where the model does not fit."""
 
     shape: Shape
     replicas: int
@@ -67,7 +67,7 @@ class VirtualFleet:
 
     @property
     def pages(self) -> int:
-        """Pages that a replica has for layers and KV."""
+        """Pages of a replica for layers and KV."""
         return self.budget // self.page - -(-self.shape.rest // self.page)
 
     @property
@@ -76,5 +76,5 @@ class VirtualFleet:
         return (self.pages - sum(self.layer_pages)) * self.page // self.shape.kv
 
     def part(self, cost: ChunkCost) -> int:
-        """Bytes that are sent at once of KV and layers: a quarter of what a stage of two takes for a full batch."""
+        """Returns the bytes of a part of KV or layers, see link_order.py, for a full batch on one of two stages."""
         return part_bytes(cost.seconds(0, self.batch) / 2, self.network, self.page)

@@ -1,4 +1,4 @@
-"""One request that is simulated: how far it is, and the KV that it has."""
+"""A simulated request: its progress, and its KV."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...server.load import Answered
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request. `made`: tokens of its answer so far; `kv`: tokens whose KV is there or is being computed; `held`:
-    tokens of memory that it has; `flying`: microbatches under way that it is in; `stalled`: its KV is on the way, and
-    it is in no microbatch until that has come; `leaving`: it goes to another replica at the next boundary, or
-    nowhere, as its client is gone; `over`: its client has all tokens, was told an error, or is gone."""
+    """A request. `made`: tokens of its answer so far; `kv`: tokens with KV, computed or in flight; `held`: tokens of
+    its memory; `in_flight`: number of its microbatches in flight; `stalled`: in no microbatch until its KV has arrived;
+    `leaving`: to be removed once in no microbatch, for another replica or as cancelled; `over`: its client has all
+    tokens, got an error, or is gone."""
 
     number: int
     arrival: RecordedArrival
@@ -21,7 +21,7 @@ class Job:
     made: int = 0
     kv: int = 0
     held: int = 0
-    flying: int = 0
+    in_flight: int = 0
     stalled: bool = False
     leaving: bool = False
     over: bool = False
@@ -31,30 +31,30 @@ class Job:
 
     @property
     def known(self) -> int:
-        """Tokens that are known: the prompt, and those that were made. All but the last one have KV once it decodes."""
+        """Tokens of the prompt and the answer so far. All but the last one have KV once the request decodes."""
         return self.arrival.prompt + self.made
 
     @property
     def most(self) -> int:
-        """Tokens of KV that it has at its end."""
+        """Tokens of KV at the end of the request."""
         return self.arrival.prompt + max(1, self.arrival.new) - 1
 
     @property
     def ended(self) -> bool:
-        """Whether all its tokens are made."""
+        """Whether all tokens are made."""
         return self.made >= max(1, self.arrival.new)
 
-    def token(self, now: float) -> None:
-        """Another token is made."""
+    def add_token(self, now: float) -> None:
+        """Adds a token to the answer."""
         self.made += 1
         self.answer.times.append(now)
         self.answer.tokens, self.answer.ended = self.made, now
 
-    def forget(self) -> None:
-        """All its KV is lost: it has to be computed anew, from all tokens that are known."""
+    def drop_kv(self) -> None:
+        """Drops all KV, which has to be computed anew from all `known` tokens."""
         self.kv = 0
 
     def reset(self) -> None:
-        """The group that it was in is no more, with all that it had there."""
-        self.kv = self.held = self.flying = 0
+        """Drops all state of a group that has ended."""
+        self.kv = self.held = self.in_flight = 0
         self.stalled = self.leaving = False

@@ -1,4 +1,4 @@
-"""The policies that replicas are compared by, and the figures of each."""
+"""Runs recorded requests on simulated replicas with a policy, and returns the figures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ....offload.policy.replicas.decisions import Note
 from ....offload.policy.tuning import DEFAULT, Replicas
 from ...server.arrivals import RecordedArrival
 from ...server.load import summary
-from .dropping import Drop
-from .failing import play_faults
+from .drop_policy import DropPolicy
+from .fault_player import play_faults
 from .faults import PlayedFault
 from .fleet import VirtualFleet
 from .fleet_run import FleetRun
-from .keepers import Migrate, QueuePolicy, RecomputePolicy, Swap
+from .memory_policies import MigratePolicy, QueuePolicy, RecomputePolicy, SwapPolicy
 
 POLICIES: Final[Mapping[str, type[RecomputePolicy]]] = {
     "queue": QueuePolicy,
     "recompute": RecomputePolicy,
-    "swap": Swap,
-    "migrate": Migrate,
-    "drop": Drop,
+    "swap": SwapPolicy,
+    "migrate": MigratePolicy,
+    "drop": DropPolicy,
 }
 
 
 def checked(policies: Sequence[str]) -> None:
-    """ManageError where there is no such policy."""
+    """Raises ManageError where there is no such policy."""
     for each in policies:
         if each not in POLICIES:
             raise ManageError(f"no policy {each!r} of replicas: there are {', '.join(POLICIES)}")
@@ -45,23 +45,23 @@ def run(
     faults: Sequence[PlayedFault] = (),
     tuning: Replicas = DEFAULT.replicas,
 ) -> dict[str, Any]:
-    """Returns the figures of `load`, and `policy`, `replicas`; `drops`, `restores`: epochs that were committed;
-    `bytes_moved`: of KV and weights, between replicas and to the host; `bubble`: part of the time of pipelines' stages.
-    `slos`: seconds to the first token, and of one, for the goodput; of the policy that has a controller: `log` is given
-    its decisions, `faults` happen, and it has this `tuning`. ManageError."""
+    """Returns the figures of `load`, and `policy`, `replicas`; `drops`, `restores`: epochs committed; `bytes_moved`: of
+    KV and weights, between replicas and hosts; `bubble`: fraction of the pipeline stages' time. `slos`: TTFT and TPOT
+    in seconds, for the goodput; `note`: called with the number of requests that have ended. For policy drop only:
+    `log`: called with the controller's decisions; `faults`: to play; `tuning`: of the controller. ManageError."""
     checked([policy])
     if not arrivals:
         raise ManageError("there are no requests")
     if faults and policy != "drop":
         raise ManageError(f"faults are played with policy drop: {policy} has no controller that would notice them")
     simulated = FleetRun(fleet, cost, arrivals, tuning, log)
-    keeper = POLICIES[policy](simulated)
-    if isinstance(keeper, Drop):
-        play_faults(keeper, faults)
-    answers = simulated.answers(keeper.arrive, note)
+    chosen = POLICIES[policy](simulated)
+    if isinstance(chosen, DropPolicy):
+        play_faults(chosen, faults)
+    answers = simulated.answers(chosen.arrive, note)
     drops = restores = 0
-    if isinstance(keeper, Drop):
-        drops, restores = keeper.changes.drops, keeper.changes.restores
+    if isinstance(chosen, DropPolicy):
+        drops, restores = chosen.changes.drops, chosen.changes.restores
     return {
         "policy": policy,
         "replicas": fleet.replicas,

@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from .agenda import Agenda
+from .event_queue import EventQueue
 from .fleet import VirtualFleet
 from .jobs import Job
-from .wires import Wire
+from .virtual_link import VirtualLink
 
 
 @dataclass(eq=False, slots=True)
 class VirtualMicrobatch:
-    """`place`: see pipes.py; `decodes`: requests that get a token; `chunks`: others, and the tokens of each that it has
-    computed after it; `seconds` that all layers take; `tokens` whose states travel."""
+    """One microbatch. `place`: see pipeline.py; `decodes`: requests that get a token; `chunks`: (request, its tokens
+    with KV after this chunk); `seconds`: of compute in all layers; `tokens`: whose hidden states are sent on."""
 
     place: int
     decodes: list[Job]
@@ -26,61 +26,61 @@ class VirtualMicrobatch:
 
 @dataclass(eq=False, slots=True)
 class _Stage:
-    part: float  # of all layers
-    wire: Wire
+    part: float  # fraction of all layers
+    link: VirtualLink
     queue: deque[VirtualMicrobatch] = field(default_factory=deque)
     running: bool = False
-    late: bool = False  # it would have ended its microbatch, and stands still
+    late: bool = False  # paused at the end of its microbatch
 
 
 class Stages:
-    """The stages of one group. `busy`: seconds in which they computed; `halted`: they compute nothing any more;
-    `streamed`: bytes of layers that each has to read from its backing for a microbatch."""
+    """The stages of one group. `busy`: seconds of compute; `halted`: they compute nothing any more; `streamed`: bytes
+    of layers that each reads from its backing for a microbatch."""
 
     def __init__(
         self,
-        agenda: Agenda,
+        events: EventQueue,
         fleet: VirtualFleet,
         members: tuple[int, ...],
         spans: Sequence[int],
-        wires: Sequence[Wire],
+        links: Sequence[VirtualLink],
         silent: Container[int],
         finished: Callable[[VirtualMicrobatch], object],
         freed: Callable[[], object],
     ) -> None:
-        """`spans`, `wires`: layers that each member has, and what it sends by; `silent`: members that compute nothing,
-        which others keep. `finished`: is called with what the last stage has computed; `freed`: when the first one may
-        take another."""
+        """`spans`, `links`: number of layers and link of each member; `silent`: replicas that compute nothing, updated
+        by the owner of the set; `finished`: called with each microbatch that the last stage has computed; `freed`:
+        called when the first stage may take another."""
         self.busy = 0.0
         self.halted = False
         self.streamed = 0
-        self._agenda = agenda
+        self._events = events
         self._fleet = fleet
         self._members = members
-        self._stages = [_Stage(each / sum(spans), wire) for each, wire in zip(spans, wires, strict=True)]
+        self._stages = [_Stage(each / sum(spans), link) for each, link in zip(spans, links, strict=True)]
         self._silent = silent
         self._finished = finished
         self._freed = freed
 
     @property
     def takes(self) -> bool:
-        """May the first stage begin a microbatch now?"""
+        """Whether the first stage can begin a microbatch now."""
         first = self._stages[0]
         return not (first.running or first.queue) and self._computes(0)
 
     def begin(self, microbatch: VirtualMicrobatch) -> None:
-        """The first stage computes it."""
+        """Has the first stage compute a microbatch."""
         self._stages[0].queue.append(microbatch)
         self._run(0)
 
     def halt(self) -> None:
-        """Computes nothing any more, and forgets what is under way."""
+        """Stops all stages for good, and drops microbatches in flight."""
         self.halted = True
         for each in self._stages:
-            each.wire.take_back(self)
+            each.link.cancel(self)
 
     def wake(self, member: int) -> None:
-        """A member that was silent goes on."""
+        """Resumes the stage of a member that was paused."""
         stage = self._members.index(member)
         if self._stages[stage].late:
             self._stages[stage].late = False
@@ -100,7 +100,7 @@ class Stages:
         here.running = True
         seconds = max(here.queue[0].seconds * here.part, self.streamed / self._fleet.link)
         self.busy += seconds
-        self._agenda.after(seconds, lambda: self._ran(stage))
+        self._events.after(seconds, lambda: self._ran(stage))
 
     def _ran(self, stage: int) -> None:
         here = self._stages[stage]
@@ -111,7 +111,7 @@ class Stages:
         done = here.queue.popleft()
         if stage + 1 < len(self._stages):
             nbytes = done.tokens * self._fleet.shape.hidden
-            here.wire.send(nbytes, lambda: self._arrived(stage + 1, done), urgent=True, owner=self)
+            here.link.send(nbytes, lambda: self._arrived(stage + 1, done), urgent=True, owner=self)
         else:
             self._finished(done)
         self._run(stage)

@@ -1,18 +1,18 @@
-"""What the controller has replicas and the front end do."""
+"""Actions of the controller, for replicas and the front end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .drop_gate import Verdict
 from .events import Reason
-from .gate import Verdict
 from .groups import Group
 from .restore_plan import Pull
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Base of all."""
+    """Base of all actions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Recompute(Action):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(Action):
-    """Members of the groups get ready for an epoch and go on meanwhile. `pulls`: layers needed for spans that do not
-    lie inside the old ones."""
+    """Members of the groups prepare an epoch while they serve. `pulls`: layers needed for spans that do not lie inside
+    the old ones."""
 
     epoch: int
     groups: tuple[Group, ...]
@@ -69,8 +69,8 @@ class Prepare(Action):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Action):
-    """Members take up the epoch at the next boundary of iterations: drop, exchange KV, run as a pipeline; or on their
-    own. `homes`: the member that the KV of each request goes to, where groups end."""
+    """Members enter the epoch between two iterations: drop layers, exchange KV, and run as a pipeline; or, after a
+    restore, each alone. `homes`: the member that the KV of each request goes to, where groups end."""
 
     epoch: int
     homes: tuple[tuple[str, int], ...] = ()
@@ -86,7 +86,7 @@ class Discard(Action):
 
 @dataclass(frozen=True, slots=True)
 class Alone(Action):
-    """The replica is on its own in a new epoch at once, without KV: what it does not hold streams from its backing."""
+    """The replica is alone in a new epoch at once, without KV: layers that it lacks stream from their backing."""
 
     epoch: int
     member: int
@@ -102,7 +102,7 @@ class StartRestore(Action):
 
 @dataclass(frozen=True, slots=True)
 class Fence(Action):
-    """Nobody listens to the replica any more; its process is ended if it can be reached."""
+    """The replica's messages are ignored from now on; its process is ended if it can be reached."""
 
     member: int
     reason: Reason
@@ -110,14 +110,14 @@ class Fence(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rejoin(Action):
-    """The replica, which is not a member, forgets all KV and requests and joins as a new one."""
+    """The replica, which is no member any more, drops all KV and requests and joins as a new one."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decline(Action):
-    """No drop: the next rung of the ladder has to find memory. `verdict`: what was predicted, for NO_GAIN."""
+    """No drop: the next rung of the ladder has to find memory. `verdict`: the prediction, for NO_GAIN."""
 
     reason: Reason
     verdict: Verdict | None = None

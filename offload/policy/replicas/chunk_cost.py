@@ -55,12 +55,13 @@ class ChunkCost:
 
     @classmethod
     def packed(cls, fixed: float, row: float, key: float, pair: float, lone: float = 0.0) -> Self:
-        """The cost where attention knows no sequences: seconds of a batch, of a new token, of a token that is read (the
-        new ones are), and of a pair of both, whosever they are; `lone`: see ChunkCost."""
+        """Returns the cost where attention does not know the sequences. Seconds: `fixed` per batch, `row` per new
+        token, `key` per token read (new ones included), `pair` per pair of both, of any request; `lone`: see ChunkCost.
+        """
         return cls(pair, max(0.0, row + key - pair), fixed, square=2 * pair, prefix=key, others=pair, lone=lone)
 
     def __post_init__(self) -> None:
-        """ValueError where a part is no time."""
+        """Raises ValueError where a part is not a number of seconds."""
         parts = (self.alpha, self.beta, self.gamma, self.within, self.prefix, self.others, self.lone)
         if not all(math.isfinite(each) and each >= 0 for each in parts):
             raise ValueError(f"a cost has a part that is no number of seconds from 0 on: {self}")
@@ -73,12 +74,12 @@ class ChunkCost:
         return self.alpha if self.square is None else self.square
 
     def seconds(self, before: int, new: int) -> float:
-        """Returns what a chunk takes alone in its batch."""
+        """Returns the seconds of a chunk alone in its batch."""
         part = self._of(before, new)
         return part._growing(before, new) + part.gamma - (part.lone if new == 1 else 0.0)
 
     def batch(self, chunks: Iterable[tuple[int, int]]) -> float:
-        """Returns what a batch of chunks (before, new) takes; 0 for none. Where prompts and decoding requests have
+        """Returns the seconds of a batch of chunks (before, new); 0 for none. Where prompts and decoding requests have
         different gammas the larger one counts, once."""
         total = gamma = lone = 0.0
         row = read = own = 0
@@ -90,7 +91,7 @@ class ChunkCost:
         return total + gamma - (lone if row == 1 else 0.0) + self.others * (row * read - own)
 
     def added(self, before: int, new: int) -> float:
-        """Returns what a chunk adds to a batch that has others, but for pairs of them and it."""
+        """Returns the seconds that a chunk adds to a batch of others, without `others` pairs."""
         return self._of(before, new)._growing(before, new)
 
     def cut(self, target: float, before: int) -> int:
@@ -110,7 +111,7 @@ class ChunkCost:
         return new + (self._growing(before, new + 1) <= spent)
 
     def _of(self, before: int, new: int) -> ChunkCost:
-        """The part for such a chunk."""
+        """Returns the cost that applies to such a chunk."""
         return self.decode if self.decode is not None and is_decode(before, new) else self
 
     def _growing(self, before: int, new: int) -> float:

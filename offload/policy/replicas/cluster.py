@@ -1,4 +1,4 @@
-"""The replicas that are known and the groups in force: who is where, in which epoch, and what their memory holds."""
+"""The known replicas and the groups in force: each replica's group, epoch and memory."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .restore_plan import Pull
 
 @dataclass(slots=True)
 class Replica:
-    """One member. `pages` for layers and KV; `held`: layers that it has; `since`: when it was told of its epoch, None
-    once it has taken it up. `doubted`: somebody suspects it, and it has not spoken since. `backed`: it can read layers
-    from a host copy or file. `pulls`: what it pulls on its own, to hold all layers again; `pull_at`: when it tries that
-    again, as it had no pages for it; None: it is at it."""
+    """One replica. `pages`: for layers and KV; `held`: its layers; `since`: when its epoch was sent to it, None once it
+    has entered that. `suspected`: a peer reported it, and nothing has come from it since. `backed`: it can read
+    layers from a host copy or file. `pulls`: layers that it pulls while alone, to hold all again; `pull_at`: when to
+    retry a pull that found no pages; None: it is under way."""
 
     pages: int
     held: Span
-    heart: Heartbeat
+    heartbeat: Heartbeat
     epoch: int
     since: float | None
     load: Load | None = None
-    doubted: bool = False
+    suspected: bool = False
     backed: bool = True
     pulls: tuple[Pull, ...] = ()
     pull_at: float | None = None
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it answers, and can read every layer from somewhere."""
-        return not self.doubted and (self.backed or not self.pulls)
+        """Whether the replica answers, and can read every layer from somewhere."""
+        return not self.suspected and (self.backed or not self.pulls)
 
     @property
     def is_steady(self) -> bool:
-        """Whether it may become part of another group."""
-        return self.since is None and not self.doubted and not self.pulls
+        """Whether the replica may become part of another group."""
+        return self.since is None and not self.suspected and not self.pulls
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class Placement:
 
 
 class Cluster:
-    """Replicas by number and groups by their members. `pages` of each layer."""
+    """Replicas by number, and groups by their members. `pages`: of each layer."""
 
     def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning, full: float = 0.0) -> None:
-        """`full`: see Heartbeat."""
+        """`full`: predicted seconds of a full batch, see Heartbeat."""
         self.pages = tuple(pages)
         self.kv = kv
         self.replicas: dict[int, Replica] = {}
@@ -72,9 +72,9 @@ class Cluster:
         return len(self.pages)
 
     def join(self, member: int, pages: int, epoch: int, at: float) -> None:
-        """A replica that holds all layers. It is in no group yet."""
-        heart = Heartbeat(at, self._tuning, self._full)
-        self.replicas[member] = Replica(pages, Span(0, self.layers), heart, epoch, at)
+        """Adds a replica that holds all layers. It is in no group yet."""
+        heartbeat = Heartbeat(at, self._tuning, self._full)
+        self.replicas[member] = Replica(pages, Span(0, self.layers), heartbeat, epoch, at)
 
     def place(self, placement: Placement) -> None:
         """Puts a group in force; its members are in none."""
@@ -92,12 +92,12 @@ class Cluster:
         return found
 
     def placement(self, member: int) -> Placement | None:
-        """The group of a replica; None where it is not known."""
+        """Returns the group of a replica; None where it has none."""
         members = self._group_of.get(member)
         return None if members is None else self.groups[members]
 
     def tokens(self, group: Group) -> int:
-        """Tokens of KV that a group has in all."""
+        """Returns the tokens of KV that a group can hold."""
         capacity = {member: self.replicas[member].pages for member in group.members}
         return group_tokens(group, kv_pages(group, capacity, self.pages), self.kv)
 
@@ -105,7 +105,7 @@ class Cluster:
         return all(self.replicas[member].takes_requests for member in group.members)
 
     def steady(self) -> list[Placement]:
-        """Groups that may change: all members are in their epoch, hold their span and have their KV."""
+        """Returns the groups that may change: all members are in their epoch, hold their span and have their KV."""
         return [
             each
             for each in self.groups.values()
@@ -113,8 +113,8 @@ class Cluster:
         ]
 
     def usage(self, held: int) -> Usage | None:
-        """Pages of all replicas together, with `held` ones of requests that are in no group; None as long as a replica
-        has not told its own in its epoch."""
+        """Returns the pages of all replicas together; `held`: pages of requests that are in no group. None as long as a
+        replica has not reported its load in its epoch."""
         used = free = undropped = 0
         pending, model = held, sum(self.pages)
         for each in self.replicas.values():
@@ -125,7 +125,8 @@ class Cluster:
         return Usage(used, free, pending, undropped)
 
     def sources(self) -> list[Group]:
-        """Groups that hold all their layers and are in their epochs: undropped ones where there are any."""
+        """Returns the groups that layers can be pulled from: all members are in their epochs and hold their spans;
+        only undropped groups where there are any."""
         found = [
             each.group
             for each in self.groups.values()

@@ -1,13 +1,13 @@
-"""The log of a controller: what it was made with, and then each event that it was told, with what it answered.
+"""The log of a controller: its constructor arguments, then each event with the actions that it returned.
 
 Note [Log of decisions]
-    The supervisor of a server and the simulation write the same lines, of JSON: first a `Setup`, then a `Decision` for
-    each event, with `epoch`, `event` and `actions` (text.py). The controller reads no clock and draws no number, so a
-    controller of the same setup that is told the events of a log, at their times, answers what is in the log: that is
-    how a decision of a server is looked into afterwards, and how a changed policy is compared with it.
+    The supervisor of a server and the simulation write the same JSON lines: first a `Setup`, then a `Decision` for each
+    event, with `epoch`, `event` and `actions` (json_values.py). The controller reads no clock and draws no random
+    number, so another one with the same setup that gets the logged events at their times takes the logged actions. So a
+    decision of a server can be examined afterwards, and a changed policy compared with it.
 
-    A long log is cut into files. The later one begins with `Continued`, and the setup again: it can be read on its own,
-    but answered again only behind the first file, as what its controller knew by then is in no file.
+    A long log is cut into files. A later file begins with `Continued` and the setup again: it can be read alone, but
+    replayed only after the earlier files, as the state of its controller at that point is not written down.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .chunk_cost import ChunkCost
 from .controller import Controller
 from .demand import KVSize
 from .events import Event
-from .text import made, plain
+from .json_values import from_plain, to_plain
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a controller is made with: see there."""
+    """The arguments of `Controller`."""
 
     pages: tuple[int, ...]
     kv: KVSize
@@ -36,13 +36,13 @@ class Setup:
     page_seconds: float
 
     def controller(self) -> Controller:
-        """A controller of that setup, which was told nothing yet."""
+        """Returns a new controller with these arguments."""
         return Controller(self.pages, self.kv, self.cost, self.tuning, self.page_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One event, and the `actions` that it was answered with, in order. `epoch`: the last that was given out then."""
+    """One event, and the `actions` that the controller returned, in order. `epoch`: its latest epoch number then."""
 
     epoch: int
     event: Event
@@ -51,7 +51,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The first entry of a file that goes on with a log, of which so many `decisions` were written before."""
+    """The first entry of a later file of a log: how many `decisions` the earlier files have."""
 
     decisions: int
 
@@ -61,21 +61,21 @@ Note = Callable[[Entry], object]  # is given each entry of a log, in order
 
 
 def decide(controller: Controller, event: Event, note: Note) -> tuple[Action, ...]:
-    """Tells a controller an event, notes that, and returns what is to be done."""
+    """Passes an event to a controller, logs the decision with `note`, and returns the actions."""
     actions = tuple(controller.on(event))
     note(Decision(controller.epoch, event, actions))
     return actions
 
 
 def to_line(entry: Entry) -> str:
-    """The entry as a line of JSON, without its end."""
-    return json.dumps({name: plain(getattr(entry, name)) for name in _FIELDS[type(entry)]})
+    """Returns the entry as a line of JSON, without the line end."""
+    return json.dumps({name: to_plain(getattr(entry, name)) for name in _FIELDS[type(entry)]})
 
 
 def from_line(text: str) -> Entry:
-    """The entry that `to_line` was called on. ValueError where it is none of this version."""
+    """Returns the entry of a line, the inverse of `to_line`. ValueError: no entry of this version."""
     try:
-        found = {name: made(value) for name, value in json.loads(text).items()}
+        found = {name: from_plain(value) for name, value in json.loads(text).items()}
         kind = Decision if "event" in found else Continued if "decisions" in found else Setup
         return kind(**found)
     except (KeyError, TypeError, AttributeError) as error:
@@ -83,8 +83,8 @@ def from_line(text: str) -> Entry:
 
 
 def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
-    """Each decision of a log, and the one that a controller of its setup takes when it is told the same events at the
-    same times. ValueError where the log does not begin with a setup."""
+    """Yields each decision of a log, and the one that a new controller takes for the same event at the same time.
+    ValueError where the log does not begin with a setup."""
     left = iter(entries)
     setup = next(left, None)
     if isinstance(setup, Continued):

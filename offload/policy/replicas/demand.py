@@ -19,7 +19,7 @@ from .groups import Group
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """Bytes of KV that a `token` has in all layers, and of a `page`. ValueError."""
+    """Bytes: of a `token`'s KV in all layers, and of a `page`. ValueError where one is below 1."""
 
     token: int
     page: int
@@ -29,32 +29,33 @@ class KVSize:
             raise ValueError("a token of KV and a page have at least one byte")
 
     def pages(self, tokens: int) -> int:
-        """Whole pages that tokens of one request take."""
+        """Returns the whole pages for so many tokens of one request."""
         return -(-tokens * self.token // self.page)
 
 
 def prompt_pages(prompts: Iterable[int], kv: KVSize) -> int:
-    """Pages of prompts of so many tokens, each with the one that it generates first."""
+    """Returns the pages for prompts of so many tokens, each with one generated token."""
     return sum(kv.pages(tokens + 1) for tokens in prompts)
 
 
 def needed_pages(pending: int, free: int) -> int:
-    """R of Fig. 6: pages that what is `pending` needs beyond those that are `free`."""
+    """Returns R of Fig. 6: the pages that `pending` needs beyond the `free` ones."""
     return max(0, pending - free)
 
 
 def apart_tokens(k: int, memory: int, model: int, token: int) -> int:
-    """Tokens of KV of k instances that each hold the model. Bytes: `memory` of each, of the `model`, of a `token`."""
+    """Returns the tokens of KV of k instances that each hold the model. Bytes: `memory` of each, `model`, `token`."""
     return k * max(0, memory - model) // token
 
 
 def merged_tokens(k: int, memory: int, model: int, token: int) -> int:
-    """Tokens of KV of k instances that hold the model once. In bytes, as `apart_tokens`. See Note [Capacity]."""
+    """Returns the tokens of KV of k instances that hold the model once; arguments as for `apart_tokens`. See
+    Note [Capacity]."""
     return max(0, k * memory - model) // token
 
 
 def kv_pages(group: Group, capacity: Mapping[int, int], pages: Sequence[int]) -> dict[int, int]:
-    """Pages that each member has for KV: its `capacity` less those of its span and its slot; `pages` of each layer."""
+    """Returns each member's pages for KV: its `capacity` less its span's and its slot's. `pages`: of each layer."""
     return {
         member: max(0, capacity[member] - sum(pages[span.begin : span.end]) - slot(span, pages))
         for member, span in zip(group.members, group.spans, strict=True)
@@ -62,7 +63,8 @@ def kv_pages(group: Group, capacity: Mapping[int, int], pages: Sequence[int]) ->
 
 
 def group_tokens(group: Group, room: Mapping[int, int], kv: KVSize) -> int:
-    """Tokens of KV for which each member has `room`, in pages: the fewest of any. See Note [Capacity]."""
+    """Returns the tokens of KV that a group can hold: the fewest that fit any member's `room`, in pages. See
+    Note [Capacity]."""
     return min(
         room[member] * kv.page * group.layers // (kv.token * len(span))
         for member, span in zip(group.members, group.spans, strict=True)

@@ -7,9 +7,8 @@ Note [Room of a group]
     same size the order does not depend on d. So there is one heap for each size and capacity, which are few as replicas
     are alike: O(log N) a request.
 
-    What a request is predicted to need counts from when it is dispatched until it ends, so that ten requests that come
-    at once do not all go to the group that was emptiest. Room can be negative: then requests wait there, which is what
-    the monitor sees as pending.
+    A request's predicted demand counts from its dispatch until it ends, so ten requests that arrive at once do not all
+    go to the emptiest group. Room can be negative: then requests wait there, and the controller counts them as pending.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-Members = tuple[int, ...]  # of a group, which it is known by
+Members = tuple[int, ...]  # of a group, and its key
 
 
 @dataclass(slots=True)
@@ -50,22 +49,22 @@ class Dispatcher:
         """Removes a group; what was promised there is forgotten. KeyError."""
         del self._groups[group]
 
-    def take(self, group: Members, demand: int) -> None:
+    def promise(self, group: Members, demand: int) -> None:
         """Promises `demand` tokens to a request of the group. KeyError."""
         self._groups[group].room -= demand
         self._push(group)
 
-    def give(self, group: Members, demand: int) -> None:
-        """Ends a promise. KeyError."""
-        self.take(group, -demand)
+    def release(self, group: Members, demand: int) -> None:
+        """Takes back `demand` promised tokens. KeyError."""
+        self.promise(group, -demand)
 
     def room(self, group: Members) -> int:
-        """Tokens that are not promised; negative where more is promised than there is. KeyError."""
+        """Returns the tokens that are not promised; negative where more is promised than there is. KeyError."""
         return self._groups[group].room
 
     def choose(self, demand: int) -> Members | None:
-        """The group with most room per replica after the demand, among those that could ever hold it. None: there is
-        none. See Note [Room of a group]."""
+        """Returns the group with most room per replica after the demand, among those that could ever hold it; None
+        where none could. See Note [Room of a group]."""
         best: tuple[float, Members] | None = None
         for size, capacity in sorted(self._heaps):
             group = self._top((size, capacity)) if capacity >= demand else None
@@ -82,7 +81,7 @@ class Dispatcher:
         each.version = self._versions
         heap = self._heaps.setdefault(each.kind, [])
         heapq.heappush(heap, (-each.room, each.version, group))
-        if len(heap) > 2 * len(self._groups) + 16:  # mostly of the past
+        if len(heap) > 2 * len(self._groups) + 16:  # most entries are stale
             heap[:] = [entry for entry in heap if self._is_current(entry)]
             heapq.heapify(heap)
 
@@ -91,7 +90,7 @@ class Dispatcher:
         return each is not None and each.version == entry[1]
 
     def _top(self, kind: tuple[int, int]) -> Members | None:
-        """The group of that kind with most room."""
+        """Returns the group of that kind with most room."""
         heap = self._heaps[kind]
         while heap and not self._is_current(heap[0]):
             heapq.heappop(heap)

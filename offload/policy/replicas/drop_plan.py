@@ -2,18 +2,17 @@
 
 Note [What a drop frees]
     A group of k holds the model once instead of k times: each merge frees one model, M. But a member that drops layers
-    keeps one slot, as large as the largest layer that it dropped: layers that it does not hold stream through it,
-    should it be left on its own. So a configuration has freed
+    keeps one slot, as large as the largest layer that it dropped: dropped layers stream through it if the member has
+    to run alone. So a configuration has freed
 
         merges x M - sum over members of one slot.
 
-    Fig. 6 counts whole models, and so does `drop_plan`. Whoever needs R pages in the end asks it for `gross_needed`,
-    which adds what the slots may take.
+    Fig. 6 counts whole models, and so does `drop_plan`. To get R pages net, pass `gross_needed`, which adds what the
+    slots may take.
 
 Note [Fewest instances]
-    Two groups with the fewest members merge, since every stage more costs latency (§4.1, Fig. 5). The sum of the two
-    smallest is the smallest that there is, so once it is more than the layers, nothing can merge any more: each member
-    holds a layer at least.
+    The two groups with the fewest members merge, since each further stage costs latency (§4.1, Fig. 5). Each member
+    holds at least one layer, so once the two smallest groups have more members than the model layers, none can merge.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class DropPlan:
 
 def drop_plan(groups: Iterable[Group], needed: int, pages: Sequence[int]) -> DropPlan:
     """Merges the two groups with fewest members until `needed` pages are freed or no two can merge. `pages` of each
-    layer. Of groups with as many members those that are given first merge first. O(N log N). See Note [Fewest
-    instances]."""
+    layer. Among groups of equal size the first in `groups` merge first. O(N log N). See Note [Fewest instances]."""
     model, merges = sum(pages), 0
     queue: list[tuple[int, int, tuple[Group, ...]]] = [(group.size, n, (group,)) for n, group in enumerate(groups)]
     heapq.heapify(queue)
@@ -59,7 +57,7 @@ def drop_plan(groups: Iterable[Group], needed: int, pages: Sequence[int]) -> Dro
 
 
 def _planned(parts: Iterable[tuple[Group, ...]], merges: int, pages: Sequence[int]) -> DropPlan:
-    """The plan that merges the groups of each part."""
+    """Returns the plan that merges the groups of each part."""
     formed: list[Group] = []
     kept: list[Group] = []
     pulls: dict[int, tuple[int, ...]] = {}
@@ -78,32 +76,30 @@ def _planned(parts: Iterable[tuple[Group, ...]], merges: int, pages: Sequence[in
 
 
 def slot(span: Span, pages: Sequence[int]) -> int:
-    """Pages of the largest layer outside of a span: what a member needs to stream what it dropped."""
+    """Returns the pages of the largest layer outside of a span, which a member needs to stream dropped layers."""
     return max((*pages[: span.begin], *pages[span.end :]), default=0)
 
 
 def group_slots(group: Group, pages: Sequence[int]) -> int:
-    """Pages of the slots of all members."""
+    """Returns the pages of the slots of all members."""
     return sum(slot(span, pages) for span in group.spans)
 
 
 def net_freed(groups: Iterable[Group], pages: Sequence[int]) -> int:
-    """Pages that a configuration has freed against undropped replicas. See Note [What a drop frees]."""
+    """Returns the pages that groups have freed, compared with undropped replicas. See Note [What a drop frees]."""
     return sum((group.size - 1) * sum(pages) - group_slots(group, pages) for group in groups)
 
 
 def gross_needed(needed: int, pages: Sequence[int]) -> int | None:
-    """Pages to ask `drop_plan` for, so that at least `needed` are freed net. None where a merge may free nothing.
-
-    A merge adds two slots of the largest layer at most: in a group that has dropped, all members but one, who may hold
-    that layer, have such a slot already.
-    """
+    """Returns the pages to ask `drop_plan` for, so that at least `needed` are freed net; None where a merge may free
+    nothing. A merge adds at most two slots of the largest layer: in a group that has dropped, all members have such a
+    slot already, but perhaps the one that holds that layer."""
     model, worst = sum(pages), 2 * max(pages)
     return None if model <= worst else -(-needed * model // (model - worst))
 
 
 def with_growth(groups: Iterable[Group], needed: int, growth: int, pages: Sequence[int]) -> int | None:
-    """`gross_needed`, and what demand may grow by as well, as far as replicas on their own can become pairs for it."""
+    """Returns `gross_needed` with the expected `growth` of demand, limited to what lone replicas free as pairs."""
     gross, more = gross_needed(needed, pages), gross_needed(needed + growth, pages)
     if gross is None or more is None:
         return None

@@ -1,6 +1,6 @@
-"""What the controller is told. Each event carries `at`, seconds of one clock that does not go back.
+"""Events for the controller. Each has `at`, seconds of one monotonic clock.
 
-What a replica says carries the epoch that it is in: what comes from an earlier one is ignored (fencing).
+Events from a replica carry its epoch: those of an earlier epoch are ignored (fencing).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all: when it was noticed, in seconds."""
+    """Base of all events. `at`: when it was noticed, in seconds."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time has passed; once a period."""
+    """A period has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined(Event):
-    """A replica that holds nothing but the weights. `pages` that it has for layers and KV together."""
+    """A replica has joined, with all weights and no KV. `pages`: that it has for layers and KV together."""
 
     member: int
     pages: int
@@ -66,8 +66,8 @@ class Suspected(Event):
 
 @dataclass(frozen=True, slots=True)
 class Load(Event):
-    """A replica's state, and its heartbeat. Pages for KV: `used`, `free`; `pending`: of prompts queued in its group, as
-    demand.prompt_pages counts them, which the first stage tells for all. `progress`: iterations of its main loop."""
+    """A replica's load and heartbeat. Pages for KV: `used`, `free`; `pending`: of prompts queued in its group, as
+    demand.prompt_pages counts them; the first stage reports for all. `progress`: iterations of its main loop."""
 
     member: int
     epoch: int
@@ -88,7 +88,7 @@ class Arrived(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The ledger has all tokens of a request."""
+    """A request has all its tokens."""
 
     request: str
 
@@ -111,7 +111,7 @@ class Damaged(Event):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Event):
-    """A member has all that the epoch needs: links, pages, host copies."""
+    """A member has everything that the epoch needs: links, pages, host copies."""
 
     epoch: int
     member: int
@@ -119,7 +119,7 @@ class Prepared(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrepareFailed(Event):
-    """A member cannot prepare the epoch; it goes on in the one that it is in."""
+    """A member cannot prepare the epoch, and stays in its present one."""
 
     epoch: int
     member: int
@@ -128,7 +128,7 @@ class PrepareFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Committed(Event):
-    """A member is in the epoch."""
+    """A member has entered the epoch."""
 
     epoch: int
     member: int
@@ -144,7 +144,7 @@ class Exchanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restored(Event):
-    """A member has pulled all layers that it was to."""
+    """A member has pulled all layers that it was told to pull."""
 
     epoch: int
     member: int

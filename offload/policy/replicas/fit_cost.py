@@ -6,13 +6,13 @@ Note [What is fitted]
 
     Attention may know the sequences of a batch, or not (chunk_cost.py, Note [Pairs of different requests]). Where it
     does not, four coefficients say what any batch takes. Where it does, batches in which all requests decode are fitted
-    first; what they take is subtracted from the others, of which the rest is fitted. Four forms are tried for each of
-    these two: Eq. 1, and it with `square`, with `prefix`, with both. Where some batches had one new token and others
-    more, another coefficient says what that is worth (chunk_cost.py, Note [One row]).
+    first; their cost is subtracted from the other batches, and the rest is fitted. Four forms are tried for each of
+    the two: Eq. 1, and Eq. 1 with `square`, with `prefix`, with both. Where some batches had one new token and others
+    more, another coefficient is fitted for that (chunk_cost.py, Note [One row]).
 
-    More coefficients always fit better what they were fitted to. So every fourth sample is held out, everything is
-    chosen by cross-validation among the others, and the error that is reported is that of the samples that neither
-    chose nor fitted anything. At last the same is done with all of them.
+    More coefficients always fit their own samples better. So every fourth sample is held out, the form is chosen by
+    cross-validation among the others, and the reported error is that of the held-out samples. The returned cost is
+    then chosen and fitted in the same way from all samples.
 
     Measured on a CPU (sdpa, which knows no sequences; 61 batches of prompts and decoding requests): 2 to 4 % held out
     with pairs of different requests, 17 to 21 % without.
@@ -35,7 +35,7 @@ from .chunk_cost import ChunkCost, is_decode
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A batch that ran: its chunks (before, new), and what it took in seconds."""
+    """A batch that ran: its chunks, (tokens before, new tokens) each, and its seconds."""
 
     chunks: tuple[tuple[int, int], ...]
     seconds: float
@@ -43,8 +43,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`cost`, and its mean relative error on batches that were held out: of all of them, of those with a part of a
-    prompt, and of those that decode (None without any)."""
+    """A fitted `cost`, and its mean relative error on held-out batches: on all, on those with parts of prompts, and on
+    those that only decode (None without any)."""
 
     cost: ChunkCost
     error: float
@@ -54,14 +54,14 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A form of the cost: which coefficients are apart. `lone`: is there one for batches with more than one row?"""
+    """A form of the cost: which optional coefficients it has. `lone`: one for batches with more than one row."""
 
     square: bool
     prefix: bool
     lone: bool = False
 
     def row(self, chunks: Sequence[tuple[int, int]]) -> list[float]:
-        """What the batch has of each coefficient."""
+        """Returns the factors of the coefficients for a batch."""
         pairs = float(sum(before * new for before, new in chunks))
         own = sum(new * new + new for _, new in chunks) / 2
         optional = [own] * self.square + [float(sum(before for before, _ in chunks))] * self.prefix
@@ -69,7 +69,7 @@ class _Form:
         return [pairs if self.square else pairs + own, float(sum(new for _, new in chunks)), 1.0, *optional]
 
     def cost(self, found: Sequence[float]) -> ChunkCost:
-        """The cost of these coefficients."""
+        """Returns the cost with these coefficients."""
         alpha, beta, gamma, *optional = found
         lone = optional.pop() if self.lone else 0.0
         square = optional[0] if self.square else None
@@ -77,14 +77,14 @@ class _Form:
         return ChunkCost(alpha, beta, gamma + lone, square, prefix, lone=lone)
 
 
-Way = Callable[[Sequence[Sample]], ChunkCost]  # makes a cost of batches
+Way = Callable[[Sequence[Sample]], ChunkCost]  # fits a cost to batches
 
 _FORMS = tuple(_Form(square, prefix) for square in (False, True) for prefix in (False, True))
 
 
 def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
-    """Returns the cost and its held-out errors. ValueError where there are too few batches, or they do not say how
-    long new tokens take. See Note [What is fitted]."""
+    """Returns the cost and its held-out errors. ValueError where there are too few batches, or new tokens take no time
+    in them. See Note [What is fitted]."""
     decoding, filling = _kinds(samples)
     if len(filling) < tuning.samples:
         raise ValueError(f"{len(filling)} batches with prompts are too few to fit a cost: give {tuning.samples}")
@@ -102,7 +102,7 @@ def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
 
 
 def _kinds(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Batches in which all requests decode, and the others."""
+    """Returns the batches in which all requests decode, and the others."""
     found: tuple[list[Sample], list[Sample]] = [], []
     for each in samples:
         found[not all(is_decode(*chunk) for chunk in each.chunks)].append(each)
@@ -110,8 +110,8 @@ def _kinds(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 
 def _best(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost:
-    """The cost with sequences, or without, whichever predicts better; `apart`: are there enough batches that decode for
-    a cost of their own? ValueError where new tokens take no time."""
+    """Returns the cost with sequences or without, whichever predicts better. `apart`: decoding batches get a cost of
+    their own. ValueError where new tokens take no time."""
     ways: tuple[Way, ...] = (partial(_by_sequence, apart=apart, tuning=tuning), _packed)
     found = min(ways, key=lambda way: _validated(way, samples, tuning.folds))(samples)
     if not found.within + found.beta:
@@ -120,7 +120,7 @@ def _best(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost
 
 
 def _packed(samples: Sequence[Sample]) -> ChunkCost:
-    """Where attention knows no sequences."""
+    """Returns the fitted cost of attention that does not know the sequences."""
     sizes = [Step.of((new, before) for before, new in each.chunks) for each in samples]
     lone = _tells_of_one(samples)
     rows = [[1.0, float(each.new), float(each.read), float(each.new * each.read)] for each in sizes]
@@ -132,7 +132,7 @@ def _packed(samples: Sequence[Sample]) -> ChunkCost:
 
 
 def _by_sequence(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost:
-    """Where it does."""
+    """Returns the fitted cost of attention that knows the sequences."""
     decoding, filling = _kinds(samples)
     decode = _chosen(decoding, tuning) if apart else None
     rest = [each for each in (_without(each, decode) for each in filling) if each.seconds > 0]
@@ -140,7 +140,7 @@ def _by_sequence(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> Ch
 
 
 def _without(sample: Sample, decode: ChunkCost | None) -> Sample:
-    """The sample less what its decoding requests took."""
+    """Returns the sample without its decoding requests and their seconds."""
     if decode is None:
         return sample
     known = sum(decode.added(*chunk) for chunk in sample.chunks if is_decode(*chunk))
@@ -148,7 +148,7 @@ def _without(sample: Sample, decode: ChunkCost | None) -> Sample:
 
 
 def _chosen(samples: Sequence[Sample], tuning: Replicas) -> ChunkCost:
-    """The simplest form that is about as good as the best one, fitted to all samples."""
+    """Returns the cost of the simplest form whose error is close to the least, fitted to all samples."""
     forms = [replace(form, lone=lone) for lone in (False, True)[: 1 + _tells_of_one(samples)] for form in _FORMS]
     errors = {form: _validated(partial(_fitted, form), samples, tuning.folds) for form in forms}
     least = min(errors.values())
@@ -157,7 +157,7 @@ def _chosen(samples: Sequence[Sample], tuning: Replicas) -> ChunkCost:
 
 
 def _validated(way: Way, samples: Sequence[Sample], folds: int) -> float:
-    """Mean relative error of what it makes of the samples of all folds but one, on that one."""
+    """Returns the mean relative error in cross-validation: `way` fits all folds but one, and is tested on that one."""
     errors = []
     for number in range(folds):
         rest, held = _held_out(samples, folds, number)
@@ -177,17 +177,17 @@ def _solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple
 
 
 def _more(chunks: Sequence[tuple[int, int]]) -> float:
-    """Has a batch more than one new token? 1 or 0."""
+    """Returns 1 where a batch has more than one new token, else 0."""
     return float(sum(new for _, new in chunks) > 1)
 
 
 def _tells_of_one(samples: Sequence[Sample]) -> bool:
-    """Do samples say what a batch with one new token takes less than others?"""
+    """Returns whether some samples have one new token and others more."""
     return len({_more(each.chunks) for each in samples}) == 2
 
 
 def _held_out(samples: Sequence[Sample], folds: int, number: int = 0) -> tuple[list[Sample], list[Sample]]:
-    """The others, and every `folds`-th sample from `number` on."""
+    """Returns (the other samples, every `folds`-th sample from `number` on)."""
     rest = [each for n, each in enumerate(samples) if n % folds != number]
     return rest, list(samples[number::folds])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Layers from `begin` up to, not including, `end`; at least one. ValueError."""
+    """Layers from `begin` up to, not including, `end`. ValueError unless there is at least one."""
 
     begin: int
     end: int
@@ -35,14 +35,14 @@ class Span:
         return range(self.begin, self.end)
 
     def covers(self, other: Span) -> bool:
-        """Whether every layer of the other is in this one."""
+        """Returns whether every layer of `other` is in this span."""
         return self.begin <= other.begin and other.end <= self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Replicas in the order of their stages, and the span of each. The spans are all layers, each once, in order.
-    ValueError."""
+    """Replicas in the order of their stages, and the span of each. ValueError unless the spans are all layers, each
+    once, in order."""
 
     members: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Members, which are the stages of the pipeline."""
+        """Number of members, which are the stages of the pipeline."""
         return len(self.members)
 
     @property
@@ -67,18 +67,18 @@ class Group:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether its members hold less than all layers."""
+        """Whether each member holds only a part of the layers."""
         return self.size > 1
 
     def span(self, member: int) -> Span:
-        """The span of a member. KeyError."""
+        """Returns the span of a member. KeyError."""
         for each, span in zip(self.members, self.spans, strict=True):
             if each == member:
                 return span
         raise KeyError(member)
 
     def holder(self, layer: int) -> int:
-        """The member that holds a layer. KeyError."""
+        """Returns the member that holds a layer. KeyError."""
         for member, span in zip(self.members, self.spans, strict=True):
             if layer in span:
                 return member
@@ -86,7 +86,7 @@ class Group:
 
 
 def alone(member: int, layers: int) -> Group:
-    """A group of one replica, which holds all layers: nothing is dropped."""
+    """Returns a group of one replica, which holds all layers."""
     return Group((member,), (Span(0, layers),))
 
 

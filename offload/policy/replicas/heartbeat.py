@@ -1,11 +1,10 @@
-"""Whether a replica is alive: its count of iterations moves (paper 003 has no failure detector; REPLICAS, detection).
+"""A failure detector: a replica is alive while its count of iterations grows (paper 003 has no failure detector).
 
 Note [Progress, not presence]
-    A thread that says "I live" still does so when the main loop hangs in a kernel or in a wait for a third party. So
-    what counts is the number of iterations of the main loop. It may stand still for a second, or for five of the
-    longest iterations of late, whichever is more: a long prefill must not look like a death. Neither must the first
-    one, before which there were but short ones: what a batch full of a prompt's tokens is predicted to take counts as
-    one of them.
+    A heartbeat thread goes on when the main loop hangs in a kernel or in a wait for another process. So the count of
+    iterations of the main loop is watched. It may stand still for a second, or for five times the longest recent
+    iteration, whichever is more: a long prefill must not look like a death. Nor must the first long one, after only
+    short iterations: the predicted time of a batch full of prompt tokens counts as an iteration.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ class Heartbeat:
         self._iterations: deque[float] = deque(maxlen=tuning.remembered)
 
     def beat(self, at: float, progress: int) -> None:
-        """The replica has told its count of iterations."""
+        """Takes in a reported count of iterations."""
         if progress == self._progress:
             return
         if self._progress is not None and progress > self._progress:
             self._iterations.append((at - self._moved) / (progress - self._progress))
         self._progress, self._moved = progress, at
 
-    def excuse(self, seconds: float) -> None:
-        """Takes so much time out of account: nobody could listen."""
+    def discount(self, seconds: float) -> None:
+        """Leaves so many seconds out of account, in which no report could be received."""
         self._moved += seconds
 
     @property
     def patience(self) -> float:
-        """Seconds that its count may stand still."""
+        """Seconds that the count may stand still."""
         return max(self._tuning.silent, self._tuning.iterations * max([self._full, *self._iterations]))
 
     def is_dead(self, at: float) -> bool:

@@ -9,8 +9,8 @@ from ....allocator.units import format_size
 
 
 def check_fits(replicas: int, each: int, memory: Sequence[tuple[str, int]]) -> None:
-    """ConfigError where one of the memories cannot hold its replicas of `each` bytes. `memory`: (name, bytes) of each
-    device, which replicas get in turns."""
+    """Raises ConfigError where a device cannot hold its replicas of `each` bytes. `memory`: (name, bytes) of each
+    device, to which replicas are dealt in turns."""
     fitting = sum(room // each for _, room in memory)
     for number, (name, room) in enumerate(memory):
         count = len(range(number, replicas, len(memory)))
@@ -23,5 +23,5 @@ def check_fits(replicas: int, each: int, memory: Sequence[tuple[str, int]]) -> N
 
 
 def share(replicas: int, room: int, page: int) -> int:
-    """Bytes for each replica, in whole pages, where all share `room` and nobody said how much each gets."""
+    """Returns the default bytes of each replica, in whole pages, where all share `room`."""
     return max(page, room // replicas // page * page)

@@ -4,12 +4,12 @@ Note [Look ahead]
     A stage that ends early waits for its neighbour, so batches should take equally long (KunServe §4.3). The batches
     are intervals of one row of chunks: `equal_cost` goes through it once and ends a batch where the running cost passes
     its share, in the middle of a chunk if need be (`ChunkCost.cut`). A request's tokens stay in order, and O(chunks)
-    costs are computed. Where the chunks of a prompt do not add up to it (`ChunkCost.square`, `prefix`) the last batch
-    takes the difference.
+    costs are computed. Where the costs of a prompt's chunks do not add up to the prompt's (`ChunkCost.square`,
+    `prefix`), the last batch takes the difference.
 
-    The paper halves recursively (`fig11`), and stops where a batch has few tokens. So of two batches with as many
-    tokens, behind a long prefix and behind none, both stay, and one takes twice as long. Two errata: the test has to be
-    made of every batch, not of B[0] alone; and all leaves are visited, which is O(batches), not O(log L).
+    The paper halves recursively (`fig11`), and stops where a batch has few tokens. So two batches with equally many
+    tokens, one after a long prefix, are not split further, though one takes twice as long. Two errata: the test has to
+    be made for every batch, not for B[0] alone; and all leaves are visited, which is O(batches), not O(log L).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .chunk_cost import ChunkCost
 
 
 class Chunk(NamedTuple):
-    """`new` tokens of a request behind `before` others of it."""
+    """`new` tokens of a request, after `before` earlier ones."""
 
     request: int
     before: int
@@ -36,8 +36,8 @@ Batch = list[Chunk]
 
 
 def equal_cost(chunks: Sequence[Chunk], batches: int, cost: ChunkCost) -> list[Batch]:
-    """Returns at most `batches` batches, none of them empty, that take as equally long as whole tokens allow. See Note
-    [Look ahead]. ValueError where there is to be none."""
+    """Returns at most `batches` batches, none empty, that take as equally long as whole tokens allow. See Note
+    [Look ahead]. ValueError where `batches` is below 1."""
     if batches < 1:
         raise ValueError(f"chunks cannot be put into {batches} batches")
     share = sum(cost.added(each.before, each.new) for each in chunks) / batches
@@ -80,7 +80,8 @@ def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:
 
 
 def by_tokens(chunks: Sequence[Chunk], most: int) -> list[Batch]:
-    """Returns batches of `most` new tokens each, the last one of what is left (Sarathi-Serve). ValueError."""
+    """Returns batches of `most` new tokens each (Sarathi-Serve). ValueError where `most` is below
+    1."""
     if most < 1:
         raise ValueError(f"a batch cannot have {most} tokens at most")
     made: list[Batch] = []

@@ -1,18 +1,17 @@
-"""When replicas are overloaded, and when the load has calmed down so that they may be restored (paper 003, §4.1, §4.4).
+"""When replicas are overloaded, and when the load has been low for long enough to restore (paper 003, §4.1, §4.4).
 
 Note [Hysteresis]
-    A drop starts at 95 % of the memory that there is, a restore at less than 50 % of what there would be without any
-    drop, so the one does not cause the other. And it must have been so for a while (`dwell`), with nothing pending at
-    any look, and the load must not be rising when it is decided: the mean of the later half of the last looks is no
-    more than that of the earlier. A load that stays low and flat falls in that sense, or it would never be restored.
-    So on a square wave there is at most one restore in each low half: the next one needs a drop before it.
+    A drop starts at 95 % of the present memory, a restore at less than 50 % of the memory without any drop, so the one
+    does not cause the other. For a restore that has to last for the dwell, with nothing pending in any sample, and the
+    load must not rise: the mean of the later half of the last samples is at most that of the earlier half, so a load
+    that stays flat qualifies. On a square wave there is at most one restore in each low half: the next one needs a drop
+    before it.
 
 Note [Growth]
-    What is queued when memory has just become full is little, so the R of Fig. 6 would have a few replicas merge, and
-    the next ones a moment later, in a drop of their own. So demand is also looked at ahead, at the rate at which it has
-    grown. As that is a guess, it is only worth what costs least: that replicas on their own become pairs
-    (`drop_plan.with_growth`). A further level needs both: prompts that wait, and demand that still grows, as a queue
-    that gets shorter will be gone before the next level helps.
+    Little is queued when memory has just become full, so with the R of Fig. 6 a few replicas would merge, and the next
+    ones a moment later, in another drop. So demand is extrapolated at the rate at which it has grown. As that is a
+    guess, only the cheapest step relies on it: lone replicas become pairs (`drop_plan.with_growth`). A further level
+    needs both prompts that wait and growing demand, as a shrinking queue is gone before the next level helps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from ..tuning import Replicas as Tuning
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Pages of all replicas together: `used` and `free` for KV, `pending` of queued prompts; `undropped` would be for
-    KV if nothing were dropped."""
+    """Pages of all replicas together: `used` and `free` ones for KV; `pending`: of queued prompts; `undropped`: for KV
+    if nothing were dropped."""
 
     used: int
     free: int
@@ -36,25 +35,25 @@ class Usage:
 
 
 def is_overloaded(usage: Usage, tuning: Tuning = DEFAULT.replicas) -> bool:
-    """Whether memory is full and no less is pending than is free."""
+    """Returns whether memory is full and at least as much is pending as is free."""
     full = usage.used >= tuning.full * (usage.used + usage.free)
     return full and usage.pending > 0 and usage.pending >= usage.free
 
 
 class Growth:
-    """How demand, used and pending, grows. See Note [Growth]."""
+    """Extrapolates demand, the used and pending pages. See Note [Growth]."""
 
     def __init__(self, tuning: Tuning = DEFAULT.replicas) -> None:
         self._tuning = tuning
         self._looks: deque[tuple[float, int]] = deque(maxlen=tuning.looks)
 
-    def look(self, at: float, usage: Usage) -> None:
-        """Remembers the demand of a time."""
+    def observe(self, at: float, usage: Usage) -> None:
+        """Adds a sample at the time `at`, in seconds."""
         self._looks.append((at, usage.used + usage.pending))
 
     @property
     def pages(self) -> int:
-        """Pages by which demand will have grown when it has been looked `ahead`; not below 0."""
+        """Pages by which demand will have grown in `tuning.ahead` seconds; not below 0."""
         if len(self._looks) < 2:
             return 0
         (begin, before), (end, now) = self._looks[0], self._looks[-1]
@@ -62,15 +61,15 @@ class Growth:
 
 
 class Calm:
-    """Looks at the load from time to time, and says when it has been calm for long enough. See Note [Hysteresis]."""
+    """Decides from samples of the load when it has been low for long enough. See Note [Hysteresis]."""
 
     def __init__(self, tuning: Tuning = DEFAULT.replicas) -> None:
         self._tuning = tuning
         self._since: float | None = None
         self._looks: deque[int] = deque(maxlen=tuning.looks)
 
-    def look(self, at: float, usage: Usage) -> bool:
-        """Whether replicas may be restored now."""
+    def observe(self, at: float, usage: Usage) -> bool:
+        """Adds a sample. Returns whether replicas may be restored now."""
         self._looks.append(usage.used)
         if usage.pending or usage.used >= self._tuning.calm * usage.undropped:
             self._since = None
@@ -80,7 +79,7 @@ class Calm:
         return at - self._since >= self._tuning.dwell and not self._rises()
 
     def forget(self) -> None:
-        """Starts anew, as what is used means something else now."""
+        """Starts anew, as the memory for KV has changed."""
         self._since = None
         self._looks.clear()
 

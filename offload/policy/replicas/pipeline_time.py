@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipelineTime:
-    """Seconds: `begin` and `end` of each microbatch (first index) on each stage (second index)."""
+    """The times, in seconds, at which each microbatch (first index) begins and ends on each stage (second index)."""
 
     begin: tuple[tuple[float, ...], ...]
     end: tuple[tuple[float, ...], ...]
 
     @property
     def seconds(self) -> float:
-        """Until the last stage has ended the last microbatch; 0 without any."""
+        """Seconds until the last stage has ended the last microbatch; 0 without any."""
         return self.end[-1][-1] if self.end else 0.0
 
     @property
     def bubble(self) -> float:
-        """Part of the time of all stages in which they wait, from the start of the first microbatch to the end."""
+        """Fraction of the time of all stages in which they wait, from the first microbatch's begin to the end."""
         if not self.seconds:
             return 0.0
         work = sum(sum(ends) - sum(begins) for begins, ends in zip(self.begin, self.end, strict=True))
@@ -56,7 +56,7 @@ def pipeline_time(seconds: Iterable[Sequence[float]]) -> PipelineTime:
 
 
 def evenly(costs: Iterable[float], stages: int) -> list[tuple[float, ...]]:
-    """Returns the seconds of microbatches on stages that have as many layers each."""
+    """Returns the seconds of each microbatch on each of `stages` with equally many layers."""
     return [(cost / stages,) * stages for cost in costs]
 
 

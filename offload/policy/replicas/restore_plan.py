@@ -1,10 +1,10 @@
-"""What replicas pull to hold all layers again, in which order and from whom (paper 003, §4.4).
+"""The layers that replicas pull to hold all again, in order, each with its source (paper 003, §4.4).
 
 Note [Next needed first]
-    A member of a group has just computed its span, so the layer that it needs next once it is on its own is the one
-    behind it, and after the last layer comes the first. It pulls in that order: M(k - 1)/k in all. In a group each
-    layer has one holder, and the members of an undropped group next to it can be asked too. Where no peer answers, or
-    none holds the layer, it comes from the backing (host copy or file).
+    A member of a group has just computed its span, so once alone it next needs the layer after its span, and after the
+    last layer the first. It pulls in that order, M(k - 1)/k in all. In a group each layer has one holder; members of
+    undropped groups hold all. Where no peer answers, or none holds the layer, the layer comes from its backing (host
+    copy or file).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .groups import Group, Span
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """One layer that a member pulls, from the replica `source`, or from its own backing where that is None."""
+    """A layer that a member pulls from the replica `source`, or from its own backing where that is None."""
 
     member: int
     layer: int
@@ -25,12 +25,12 @@ class Pull:
 
 
 def pull_order(span: Span, layers: int) -> tuple[int, ...]:
-    """Layers outside of a span, the one that is needed next first. See Note [Next needed first]."""
+    """Returns the layers outside of a span, the one that is needed next first. See Note [Next needed first]."""
     return (*range(span.end, layers), *range(span.begin))
 
 
 def restore_plan(member: int, held: Span, layers: int, peers: Iterable[Group]) -> tuple[Pull, ...]:
-    """Pulls of one member that holds `held`, each from the first of the `peers`' members who holds the layer."""
+    """Returns the pulls of a member that holds `held`, each from the first of the `peers`' members with the layer."""
     sources: Mapping[int, int] = {
         layer: each
         for group in reversed([*peers])
@@ -42,7 +42,7 @@ def restore_plan(member: int, held: Span, layers: int, peers: Iterable[Group]) -
 
 
 def group_restore(group: Group) -> dict[int, tuple[Pull, ...]]:
-    """Pulls of all members of a group, each from the others."""
+    """Returns the pulls of all members of a group, each from the others."""
     return {
         member: restore_plan(member, span, group.layers, (group,))
         for member, span in zip(group.members, group.spans, strict=True)
@@ -50,8 +50,8 @@ def group_restore(group: Group) -> dict[int, tuple[Pull, ...]]:
 
 
 def homes(demands: Mapping[str, int], room: Mapping[int, int]) -> dict[str, int] | None:
-    """The member that each request of a group goes to when its members are on their own again: largest demand first, to
-    whoever has most room, all in tokens. None where one finds none: then the group stays as it is."""
+    """Returns the member that each request of a group goes to when the group ends: largest demand first, to the member
+    with most room, both in tokens of KV. None where a request fits none: then the group cannot end."""
     left, found = dict(room), {}
     for request in sorted(demands, key=lambda each: (-demands[each], each)):
         member = max(left, key=lambda each: (left[each], -each))

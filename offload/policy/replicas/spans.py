@@ -1,12 +1,12 @@
-"""Which span each member of a new group gets, from the spans that they hold now: fewest pages pulled, then evenly.
+"""The span of each member of a new group, from the spans that the members hold: fewest pages pulled, then most even.
 
 Note [Spans inside the old ones]
-    Members stand in the order of the middles of what they hold, so a stage of the first layers stays in front, and a
-    replica that holds everything goes between. For that order all cuts are compared by dynamic programming: first by
-    the pages that must be pulled, then by the sum of squares of the pages of each span, which is least when they are
-    even. A drop pulls nothing if there is a cut that needs nothing, however uneven: it has to be done at once, and a
-    pull under overload is what it must not wait for. k·L² steps for k members and L layers; members that hold the same
-    get the same answer, which is remembered, so that thousands of equal groups cost one.
+    Members are ordered by the middles of their spans, so a stage of the first layers stays in front, and a replica
+    that holds everything comes between. For that order all cuts are compared by dynamic programming: first by the pages
+    that must be pulled, then by the sum of squares of the pages of each span, which is least for even spans. A cut that
+    pulls nothing wins, however uneven, as a drop has to happen at once and cannot wait for pulls under overload. The
+    search takes k·L² steps for k members and L layers; results are cached, so thousands of equal groups cost one
+    search.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .groups import Group, Span
 
 
 def regroup(held: Mapping[int, Span], pages: Sequence[int]) -> Group:
-    """The group of the members of `held`, of the span that each holds now; `pages` of each layer. ValueError: more
-    members than layers. See Note [Spans inside the old ones]."""
+    """Returns the group of the members of `held`, their present spans. `pages`: of each layer. ValueError: more members
+    than layers. See Note [Spans inside the old ones]."""
     order = sorted(held, key=lambda member: (held[member].begin + held[member].end, member))
     if len(order) > len(pages):
         raise ValueError(f"{len(order)} members cannot share {len(pages)} layers: each holds one at least")
@@ -28,7 +28,8 @@ def regroup(held: Mapping[int, Span], pages: Sequence[int]) -> Group:
 
 
 def pulled(group: Group, held: Mapping[int, Span]) -> dict[int, tuple[int, ...]]:
-    """Layers that each member has to pull to hold its span, in order; members that have all are left out."""
+    """Returns the layers that each member has to pull to hold its span, in order; members that need none are left
+    out."""
     found = {
         member: tuple(layer for layer in span.layers if layer not in held[member])
         for member, span in zip(group.members, group.spans, strict=True)
@@ -38,7 +39,7 @@ def pulled(group: Group, held: Mapping[int, Span]) -> dict[int, tuple[int, ...]]
 
 @lru_cache(maxsize=1024)
 def _cut(held: tuple[Span, ...], pages: tuple[int, ...]) -> tuple[Span, ...]:
-    """The spans of members that hold so much, in this order."""
+    """Returns the new spans of members with these present spans, in this order."""
     layers, up_to = len(pages), [0, *accumulate(pages)]
     best: list[tuple[int, int] | None] = [(0, 0), *[None] * layers]  # by the layer where the next member begins
     begins: list[list[int]] = []

@@ -71,7 +71,7 @@ def server(
     args: argparse.Namespace, where: Placement, address: Address, say: Callable[[str], None]
 ) -> Callable[[], None]:
     """Starts the replicas of one model on this machine, and returns what serves them."""
-    from ..hooks.replicas.serving import Fleet, ReplicaServer
+    from ..hooks.replicas.replica_server import Fleet, ReplicaServer
     from ..offload.policy.tuning import DEFAULT
 
     here, devices = 1 if where.rank is not None else int(args.replicas), _devices()

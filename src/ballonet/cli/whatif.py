@@ -230,7 +230,7 @@ def _config(name: str) -> Any:
 def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str, int], batching: Any) -> Any:
     """What steps of a model take: from its file, or measured and written there."""
     from ..hooks.whatif.machine import costs_of
-    from ..hooks.whatif.measuring import measured
+    from ..hooks.whatif.step_measurement import measure_steps
 
     name = args.model[number]
     _config(name)
@@ -238,7 +238,7 @@ def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str
     if path is not None and path.exists():
         return costs_of(path)
     say(f"measuring {name}")
-    costs, wrong = measured(name, arrivals, batching=batching, **sizes)
+    costs, wrong = measure_steps(name, arrivals, batching=batching, **sizes)
     say(f"a step takes {asdict(costs)} seconds; half of those measured are within {wrong:.1%} of that")
     if path is not None:
         path.write_text(json.dumps(asdict(costs)) + "\n")

@@ -1,4 +1,4 @@
-"""As much of Ray as examples/serve_on_ray.py uses: each actor is a process of its own, started by multiprocessing."""
+"""The part of Ray for examples/serve_on_ray.py: each actor is a process of its own, started by multiprocessing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
 
 
 class Ref:
-    """What a call of an actor will return."""
+    """The future result of an actor's call."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -88,7 +88,7 @@ def wait(refs: Sequence[Ref], *, num_returns: int, timeout: float) -> tuple[list
 
 
 def get(refs: Sequence[Ref]) -> list[Any]:
-    """What they return."""
+    """Returns the results of calls."""
     return [each.get() for each in refs]
 
 

@@ -23,12 +23,12 @@ from .holding import Peer, pages_of, prepared, say, settled
 
 @pytest.fixture(autouse=True)
 def patient(tuned: Tuned) -> None:
-    """However slow this machine is, nobody gives up another thread's forward."""
+    """However slow this machine is, no wait for another thread's forward times out."""
     tuned(waiting={"gate": 600.0, "slots": 600.0})
 
 
 def test_generate_goes_on_beside_it(model: Any, held: HeldLayers, stock: Output, original: Any) -> None:
-    """Another thread generates all the time: what it says is right, and no call of it fails."""
+    """Another thread generates all the time: its answers are right, and no call fails."""
     done, failed, said = threading.Event(), list[BaseException](), 0
 
     def ask() -> None:

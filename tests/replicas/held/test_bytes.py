@@ -1,4 +1,4 @@
-"""Bytes of layers that are dropped and restored: whatever is written, and whoever they come from."""
+"""Bytes of layers that are dropped and restored: with any writes, and from any source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ManageError, WeightsFileChanged
-from ballonet.hooks.replicas.held_layers import HeldLayers, Restored
+from ballonet.hooks.replicas.held_layers import HeldLayers, RestoredLayer
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.groups import Span
 
@@ -128,7 +128,7 @@ def test_a_peer_s_wrong_bytes_are_not_taken(model: Any, original: Any, held: Hel
     for act in (one_bit, exchanged, another, gone):
         held.drop(Span(0, 4))
         found = list(held.restore([4, 5], Peer(original, act)))
-        assert found == [Restored(each.layer, each.pages, False) for each in found]
+        assert found == [RestoredLayer(each.layer, each.pages, False) for each in found]
         assert len(found) == 2
         assert say(model).agrees(stock), act
 
@@ -195,7 +195,7 @@ def test_a_file_that_has_changed_drops_nothing(own_folder: Path, stock: Output, 
 def test_a_file_that_changes_while_layers_are_dropped(
     own_folder: Path, original: Any, stock: Output, change: str
 ) -> None:
-    """Nobody computes with it or restores from it; a peer does instead."""
+    """No layer is computed or restored from the changed file; a peer's bytes are used."""
     model = loaded(own_folder)
     with ballonet.manage(model) as managed:
         held = prepared(HeldLayers(managed))

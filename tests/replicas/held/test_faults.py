@@ -22,7 +22,7 @@ from ballonet.allocator import devices, install, interrupts
 from ballonet.hooks import managed as managing
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, turns
-from ballonet.hooks.replicas import held_layers, ready
+from ballonet.hooks.replicas import held_layers, ready_layers
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.streaming import arrangement, elastic, streamed
 from ballonet.hooks.weights import ranges
@@ -146,7 +146,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 
 # -- Ctrl-C
 
-LINES = (held_layers, ready, managing, elastic, arrangement, ranges, ring, layer_parts, mover, backing)
+LINES = (held_layers, ready_layers, managing, elastic, arrangement, ranges, ring, layer_parts, mover, backing)
 LOCKS = (interrupts, gate, governor, streamed, turns)
 
 

@@ -1,4 +1,4 @@
-"""Who watches hears of work on layers after each piece of it: the link and the file may be slow."""
+"""Work on layers reports progress after each piece: the link and the file may be slow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_more_than_a_piece_is_moved_between_two_signs_of_life(
     largest = max(each.nbytes for each in model.model.layers[0].parameters())
     list(held.prepare(()))  # finds the files
     before = came = moved()
-    held.pieces.told = told
+    held.pieces.on_progress = told
     list(held.prepare(range(LAYERS)))
     assert bool(from_file) == (kind == "file")
     assert moved() - before > 0.9 * LAYERS * layer

@@ -1,4 +1,4 @@
-"""What cannot be dropped is refused, and nothing has changed."""
+"""A drop that is not possible is refused, and nothing has changed."""
 
 from __future__ import annotations
 

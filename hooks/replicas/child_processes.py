@@ -1,0 +1,126 @@
+"""The processes of replicas on this machine: started as `ballonet serve --join`, and ended with the supervisor.
+
+Note [Forks]
+    torch and transformers take seconds to import. So replicas are forks of one process that has only imported them
+    (Python's forkserver): a replacement starts at once, and all share the memory of imported modules. CUDA does not
+    survive a fork, and is initialized by any code that looks for devices: with GPUs each replica is spawned and imports
+    for itself, which takes less time there than loading a model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess, parent_process
+from typing import Any, Final
+
+from ...allocator.config import change_environment, environment
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from .placement import as_replica
+
+SECRET: Final = "BALLONET_REPLICA_SECRET"  # the environment variable with the supervisor's secret
+STARTED: Final = "BALLONET_REPLICA_STARTED"  # that with the messages.Started of a started replica
+_IMPORTED: Final = ("ballonet.hooks.replicas.process", "ballonet.allocator.install")
+
+# (rank, cost of chunks) -> (arguments of `python -m ballonet serve`, environment) of the replica of this rank
+Recipe = Callable[[int, ChunkCost | None], tuple[Sequence[str], Mapping[str, str]]]
+
+
+class ChildProcesses:
+    """Child processes, a ranks.Processes. Used by one thread at a time. To be closed."""
+
+    def __init__(self, recipe: Recipe, forks: bool = True) -> None:
+        """`recipe`: makes arguments and environment of a process; `forks`: see Note [Forks]."""
+        self._recipe = recipe
+        self._running: dict[int, BaseProcess] = {}  # by rank
+        # Any: BaseContext lacks the attributes in which contexts differ, such as Process
+        self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            self._context.set_forkserver_preload([*_IMPORTED])
+
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. OSError."""
+        arguments, environ = self._recipe(rank, cost)
+        # a daemon: if this process ends without `close`, its end does not wait for replicas
+        process = self._context.Process(target=_serve, args=(list(arguments), dict(environ)), daemon=True)
+        process.start()
+        self._running[rank] = process
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the running processes."""
+        return tuple(each.pid for each in self._running.values() if each.pid is not None)
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Returns the ranks of the processes that have ended since the last call, and how each did."""
+        gone = {rank: each.exitcode for rank, each in self._running.items() if each.exitcode is not None}
+        self._running = {rank: each for rank, each in self._running.items() if rank not in gone}
+        return [(rank, _how(code)) for rank, code in gone.items()]
+
+    def end(self, rank: int) -> None:
+        """Kills the process of a rank, if there is one."""
+        if rank in self._running:
+            self._running[rank].kill()
+
+    def close(self, patience: float) -> None:
+        """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""
+        for each in self._running.values():
+            each.join(patience)
+            if each.exitcode is None:
+                each.kill()
+                each.join()
+        self._running.clear()
+
+
+def placed(number: int, devices: int) -> dict[str, str]:
+    """Returns the environment of replica `number` of a machine with so many GPUs; see placement.as_replica."""
+    environ = environment()
+    changes = as_replica(environ, number, devices)
+    kept = {name: value for name, value in environ.items() if name not in changes}
+    return kept | {name: value for name, value in changes.items() if value is not None}
+
+
+def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
+    """Runs `ballonet serve` as the process of a replica."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    os.setsid()  # Ctrl-C is for the supervisor, which ends replicas when requests have ended
+    tqdm.set_lock(threading.RLock())  # tqdm's own has a named semaphore, which a killed process leaves behind
+    change_environment({**dict.fromkeys(environment()), **environ})
+    sys.argv = ["ballonet", "serve", *arguments]
+    try:
+        runpy.run_module("ballonet", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing skips them
+
+
+def end_with_parent(say: Callable[[str], object]) -> Callable[[], object]:
+    """Has this process exit at once when the supervisor that started it ends. Returns a function that stops this, for a
+    replica that has joined: it notices the end by the store, and unwinds."""
+    parent, joined = parent_process(), threading.Event()
+
+    def watch() -> None:
+        assert parent is not None
+        parent.join()
+        if not joined.is_set():
+            say("a replica ends before it serves: its supervisor has gone")
+            os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, name="ballonet parent", daemon=True).start()
+    return joined.set
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,161 @@
+"""A server of one model on several replicas: the supervisor, its replicas, and transformers' HTTP application."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...allocator.errors import ManageError
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.controller import Controller
+from ...offload.policy.replicas.decisions import Entry, Setup
+from ...offload.policy.replicas.demand import KVSize
+from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.timeline.file import check
+from ...offload.timeline.fleet import write
+from ..server.application import Address, Application
+from .child_processes import SECRET, STARTED, ChildProcesses, placed
+from .decision_file import DecisionFile
+from .fleet_metrics import FleetMetrics
+from .http_frontend import FrontendLoop, FrontendManager, FrontendState, ShapeOnly
+from .mailbox import SUPERVISOR, Mailbox
+from .membership import JoinListener
+from .messages import Hello, Started, encoded
+from .placement import Placement
+from .recording import Recording
+from .rendezvous import open_store
+from .requests import Request
+from .secret import new_secret
+from .supervisor import Supervisor
+from .typed_mailbox import FromReplicas
+from .wakeup import Wakeup
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The replicas of a server. `here`: number that this machine starts, with these `arguments` of `ballonet serve`
+    each and `devices` GPUs in all; `where`: the placement at which they and others join; `secret`: None: a random one;
+    `cost`: of chunks; None: the first replicas measure it."""
+
+    here: int
+    arguments: Sequence[str]
+    where: Placement
+    devices: int = 0
+    secret: str | None = None
+    cost: ChunkCost | None = None
+
+
+class ReplicaServer:
+    """A server. Call `run`."""
+
+    def __init__(
+        self,
+        name: str,
+        fleet: Fleet,
+        address: Address,
+        say: Callable[[str], None],
+        tuning: Replicas = DEFAULT.replicas,
+        log: Path | None = None,
+        timeline: str | None = None,
+    ) -> None:
+        """Starts the replicas, and waits until one of them serves. `say`: prints a line; `log`: file of the
+        controller's decisions; `timeline`: file of the timeline of all processes, written at the end. PortInUse,
+        ManageError; ConfigError where that file cannot be written."""
+        if timeline is not None:
+            check(timeline)
+        self._timeline = timeline
+        self._recording = None if timeline is None else Recording(time.monotonic)
+        self._say = say
+        self.address = address
+        self.cost = fleet.cost  # later that of the first replica
+        self._tuning = tuning
+        self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
+        self._wakeup = Wakeup()
+        secret = fleet.secret or new_secret()
+        store = open_store(fleet.where, tuning.store)
+        self.port = store.port
+        self._joins = JoinListener(store, secret, None, self._wakeup, time.monotonic, tuning.joining)
+        self._box = Mailbox(store, SUPERVISOR, secret, self._wakeup)
+
+        def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
+            told = {SECRET: secret, STARTED: encoded(Started(rank, cost))}
+            join = ["--join", f"{store.host_name}:{store.port}"]
+            return [name, *join, *fleet.arguments], placed(rank, fleet.devices) | told
+
+        self._children = ChildProcesses(recipe, forks=not fleet.devices)
+        self.supervisor = Supervisor(
+            self._controller,
+            FromReplicas(self._box),
+            self._children,
+            self._wakeup,
+            time.monotonic,
+            self._told,
+            say,
+            fleet.here,
+            fleet.cost,
+            tuning,
+            self._note,
+            self._recording,
+        )
+        self._figures = FleetMetrics(self.supervisor.state)
+        self._front = FrontendManager(self.supervisor)
+        loop = FrontendLoop(self._front, self.supervisor, address.waiting)
+        state = FrontendState(loop, self._front)
+        try:
+            models = ShapeOnly([name], "cpu")
+            models.load_model_and_processor(models.process_model_name(name))
+            self._application = Application(models, state, address, say)
+            self.app = self._application.app
+            say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
+            self.supervisor.start()
+            self.supervisor.ready.wait()
+            if (why := self.supervisor.failed) is not None:
+                raise ManageError(why)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes of replicas on this machine."""
+        return self._children.processes
+
+    def run(self) -> None:
+        """Serves until SIGINT or SIGTERM. Running requests may end within a while, then fail; then replicas end."""
+        self._application.run(self.close)
+
+    def close(self) -> None:
+        """Ends all requests, the supervisor and the replicas. Idempotent."""
+        self._figures.close()
+        self.supervisor.close()
+        self._children.close(self._tuning.joining)
+        self._write()
+        self._joins.close()
+        self._box.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _write(self) -> None:
+        """Writes the timeline, once."""
+        path, self._timeline = self._timeline, None
+        if path is None or self._recording is None:
+            return
+        self.supervisor.collect()
+        write(self._recording.recording(), path)
+        self._say(f"the timeline is in {path}")
+
+    def _controller(self, hello: Hello) -> Controller:
+        self.cost = hello.cost
+        kv = KVSize(hello.token, hello.page)
+        setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
+        self._note(setup)
+        return setup.controller()
+
+    def _note(self, entry: Entry) -> None:
+        if self._log is not None:
+            self._log(entry)
+
+    def _told(self, request: Request, error: str | None) -> None:
+        self._front.deliver(request, error)

@@ -1,0 +1,75 @@
+"""When the supervisor replaces a replica whose process has ended.
+
+Note [Backoff]
+    Replicas of a machine are numbered by rank, and a replacement has the rank of the lost one. It is started at once.
+    Where replicas of a rank end soon after they have joined, the delay doubles each time: the cause may be the machine,
+    or a request. A rank of which no replica has ever joined is given up, as its process printed the reason: a model
+    that does not load, a budget that is too small. Where a replica has served before, a failed start is retried a few
+    times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..tuning import DEFAULT
+from ..tuning import Replicas as Tuning
+
+
+@dataclass(slots=True)
+class _Rank:
+    joined: float | None = None  # when its present replica joined; None: not yet
+    runs: bool = True
+    served: bool = False  # a replica of this rank has joined before
+    short: int = 0  # replicas in a row that ended soon after they had joined
+    failed: int = 0  # starts in a row that did not get to join
+    due: float = 0.0  # when the next one is started
+
+
+class Replacements:
+    """The ranks of one supervisor, all of which start with it. See Note [Backoff]."""
+
+    def __init__(self, ranks: int, tuning: Tuning = DEFAULT.replicas) -> None:
+        self._tuning = tuning
+        self._ranks = {number: _Rank() for number in range(ranks)}
+
+    @property
+    def expected(self) -> bool:
+        """Whether a replica is starting, or will be started."""
+        return any(each.joined is None for each in self._ranks.values())
+
+    def joined(self, rank: int, at: float) -> bool:
+        """Notes that the replica of a rank has joined. False where that cannot be: no process of the rank runs, or its
+        replica has joined already."""
+        found = self._ranks.get(rank)
+        if found is None or not found.runs or found.joined is not None:
+            return False
+        found.joined, found.served, found.failed = at, True, 0
+        return True
+
+    def ended(self, rank: int, at: float) -> float | None:
+        """Notes that the process of a rank has ended. Returns the seconds until its replacement starts; None: there
+        will be none."""
+        found = self._ranks.get(rank)
+        if found is None:
+            return None
+        found.runs, tuning = False, self._tuning
+        if found.joined is None:
+            found.failed += 1
+            if not found.served or found.failed >= tuning.starts:
+                del self._ranks[rank]
+                return None
+        else:
+            found.short = found.short + 1 if at - found.joined < tuning.steady else 0
+        found.joined = None
+        again = found.short + found.failed
+        wait = 0.0 if again <= 1 and not found.failed else min(tuning.start_wait * 2**again, tuning.longest_wait)
+        found.due = at + wait
+        return wait
+
+    def due(self, at: float) -> list[int]:
+        """Returns the ranks whose replacement is to be started now, each once."""
+        found = [number for number, each in self._ranks.items() if not each.runs and each.due <= at]
+        for number in found:
+            self._ranks[number].runs = True
+        return found

@@ -1,0 +1,150 @@
+"""The requests that have not ended: each is in one group, or held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .dispatch import Dispatcher, Members
+
+
+@dataclass(slots=True)
+class Request:
+    """A request. Tokens: of its `prompt`, and `new` that it is expected to generate. `group`: None if held; `number`:
+    in the order of arrival; `lives`: times that it may still be computed anew; `started`: it was in a group, so the
+    ledger may have tokens; `told`: a `Hold` was returned for it."""
+
+    name: str
+    prompt: int
+    new: int
+    number: int
+    lives: int
+    group: Members | None = None
+    started: bool = False
+    told: bool = False
+
+    @property
+    def demand(self) -> int:
+        """Tokens of KV that the request is predicted to have at its end."""
+        return self.prompt + max(1, self.new)
+
+
+@dataclass(slots=True)
+class _Place:
+    capacity: int
+    promised: int = 0
+    requests: dict[str, Request] = field(default_factory=dict)
+
+
+class RequestBook:
+    """Requests by group, and which groups take new ones. Moving a request also moves the tokens promised to it."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._places: dict[Members, _Place] = {}
+        self._held: dict[str, Request] = {}  # in the order in which they are to start
+        self._dispatcher = Dispatcher()
+        self._arrived = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._requests
+
+    @property
+    def held(self) -> tuple[Request, ...]:
+        return tuple(self._held.values())
+
+    def of(self, group: Members) -> tuple[Request, ...]:
+        """Returns the requests of a group, in the order of their arrival. KeyError."""
+        return tuple(sorted(self._places[group].requests.values(), key=lambda each: each.number))
+
+    def arrive(self, name: str, prompt: int, new: int, lives: int) -> Request:
+        """Adds a request, held at first, and returns it. ValueError: it is here already, or has no prompt."""
+        if name in self._requests:
+            raise ValueError(f"request {name!r} has arrived already and has not ended")
+        if prompt < 1:
+            raise ValueError(f"request {name!r} has a prompt of {prompt} tokens: it needs one")
+        self._arrived += 1
+        found = self._requests[name] = self._held[name] = Request(name, prompt, new, self._arrived, lives)
+        return found
+
+    def end(self, name: str) -> Members | None:
+        """Removes a request. Returns the group that had it; None where it was held, or had ended before."""
+        request = self._requests.pop(name, None)
+        if request is None:
+            return None
+        group = request.group
+        self._leave(request)
+        return group
+
+    def hold(self, request: Request) -> None:
+        """Takes a request out of its group, and holds it."""
+        self._leave(request)
+        self._held[request.name] = request
+
+    def put(self, request: Request, group: Members) -> None:
+        """Puts the request into a group. KeyError."""
+        self._leave(request)
+        place = self._places[group]
+        place.requests[request.name] = request
+        place.promised += request.demand
+        request.group, request.started, request.told = group, True, False
+        if group in self._dispatcher:
+            self._dispatcher.promise(group, request.demand)
+
+    def choose(self, request: Request) -> Members | None:
+        """Returns the group that the request should go to; None where no open group can hold it."""
+        return self._dispatcher.choose(request.demand)
+
+    def add(self, group: Members, capacity: int) -> None:
+        """Adds a closed group with room for `capacity` tokens of KV."""
+        self._places[group] = _Place(capacity)
+
+    def open(self, group: Members) -> None:
+        """Has a group take requests. KeyError."""
+        place = self._places[group]
+        if group not in self._dispatcher:
+            self._dispatcher.add(group, place.capacity, place.promised)
+
+    def close(self, group: Members) -> None:
+        """Has a group take no requests until it is opened."""
+        if group in self._dispatcher:
+            self._dispatcher.remove(group)
+
+    def remove(self, group: Members) -> tuple[Request, ...]:
+        """Removes a group; its requests are held, and returned. KeyError."""
+        found = self.of(group)
+        self.close(group)
+        for each in found:
+            self.hold(each)
+        del self._places[group]
+        return found
+
+    def all_open(self) -> bool:
+        """Returns whether there is a group, and all groups take requests."""
+        return 0 < len(self._places) == len(self._dispatcher)
+
+    def check(self, groups: Iterable[Members]) -> None:
+        """Raises ValueError unless the book has these groups, each request is in one or held, and promises add up."""
+        if {*groups} != {*self._places}:
+            raise ValueError("the book has other groups than the controller")
+        seen = [*self._held, *(name for place in self._places.values() for name in place.requests)]
+        if sorted(seen) != sorted(self._requests):
+            raise ValueError("a request is in two places, or in none")
+        for group, place in self._places.items():
+            promised = sum(each.demand for each in place.requests.values())
+            if any(each.group != group for each in place.requests.values()) or place.promised != promised:
+                raise ValueError(f"group {group} has promised {place.promised} tokens, its requests need {promised}")
+            if group in self._dispatcher and self._dispatcher.room(group) != place.capacity - promised:
+                raise ValueError(f"group {group} has {place.capacity - promised} tokens of room, not what is told")
+
+    def _leave(self, request: Request) -> None:
+        """Takes the request out of its group, or of those held."""
+        self._held.pop(request.name, None)
+        if request.group is None:
+            return
+        place = self._places[request.group]
+        del place.requests[request.name]
+        place.promised -= request.demand
+        if request.group in self._dispatcher:
+            self._dispatcher.release(request.group, request.demand)
+        request.group = None
