@@ -17,7 +17,7 @@ from ..offload.policy.step_costs import StepCosts
 from .device import governors
 from .forward.lease import ForwardLease
 from .options import ManageOptions
-from .streaming.elastic import Elastic
+from .streaming.model_residency import ModelResidency
 
 if TYPE_CHECKING:
     from .prefix.store import PrefixStore
@@ -37,7 +37,7 @@ def nothing() -> None:
 
 
 def attach_prefixes(
-    model: nn.Module, device: Device, options: ManageOptions, elastic: Elastic
+    model: nn.Module, device: Device, options: ManageOptions, residency: ModelResidency
 ) -> tuple[PrefixStore, Callable[[], object]]:
     """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
     from .batching import seams
@@ -45,12 +45,12 @@ def attach_prefixes(
     from .prefix.store import PrefixStore
 
     size = options.kept_prefixes
-    store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
-    elastic.keeper = weakref.ref(store.pressure)
+    store = PrefixStore(model, device, None if size is True else size, governors.of(device), residency)
+    residency.keeper = weakref.ref(store.pressure)
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
-        record, governor, limit = (lambda: elastic.timings.record), governors.of(device), options.prefix_dir_limit
+        record, governor, limit = (lambda: residency.timings.record), governors.of(device), options.prefix_dir_limit
         store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )
@@ -66,10 +66,10 @@ def attach_prefixes(
 
 
 def attach_caches(
-    model: nn.Module, device: Device, options: ManageOptions, elastic: Callable[[], Elastic | None]
+    model: nn.Module, device: Device, options: ManageOptions, residency: Callable[[], ModelResidency | None]
 ) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, until when requests
-    need it, and what undoes all. `device`: theirs; `elastic`: of the model, None once it is
+    need it, and what undoes all. `device`: theirs; `residency`: of the model, None once it is
     gone. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched
@@ -79,11 +79,11 @@ def attach_caches(
     from .kv import generation
 
     def require(tpot: float | None, ttft: float | None, others: bool) -> None:
-        if (it := elastic()) is not None:
+        if (it := residency()) is not None:
             it.require(tpot, ttft, others)
 
     def lends(pages: int) -> Lendable:
-        it = elastic()
+        it = residency()
         return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
 
     living = Living() if options.kept_prefixes else None

@@ -197,5 +197,5 @@ def _published(on: Runtime) -> list[dict[str, Any]]:
         model = known()
         handle = None if model is None else models.get(model)
         if model is not None and handle is not None and handle._weights.device is on.device:
-            found.append(model_facts(model, handle._elastic, handle._weights, handle._prefixes))
+            found.append(model_facts(model, handle._residency, handle._weights, handle._prefixes))
     return with_names(found)

@@ -38,7 +38,7 @@ from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
 from .options import ManageOptions
-from .streaming.elastic import Elastic
+from .streaming.model_residency import ModelResidency
 from .weights.backings import Files
 from .weights.follow import WeightsFollower
 from .weights.layers import decoder_layers, runners
@@ -93,9 +93,9 @@ def weights_of(managed: Managed) -> Weights:
     return managed._weights
 
 
-def elastic_of(managed: Managed) -> Elastic:
+def residency_of(managed: Managed) -> ModelResidency:
     """Which layers of its model stream."""
-    return managed._elastic
+    return managed._residency
 
 
 def between_forwards(managed: Managed, act: Callable[[], T]) -> T:
@@ -134,12 +134,12 @@ class Managed:
         known = weakref.ref(self)
         generators = attaching.generators(model)
 
-        def elastic() -> Elastic | None:
-            return None if (it := known()) is None else it._elastic
+        def residency() -> ModelResidency | None:
+            return None if (it := known()) is None else it._residency
 
         with ExitStack() as undo:
             open_lease, wanted, self._detach = (
-                attaching.attach_caches(model, device, options, elastic)
+                attaching.attach_caches(model, device, options, residency)
                 if generators
                 else (ForwardLease, attaching.nothing, attaching.nothing)
             )
@@ -152,19 +152,19 @@ class Managed:
             self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
             self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
-            self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
-            self._elastic.wanted_until = wanted
+            self._residency = ModelResidency(model, self._weights, self._turns, self._pace, governor, options)
+            self._residency.wanted_until = wanted
             plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
             self._point = _Working()
             self._behind = False  # was a look at the model broken off?
-            streaming = self._elastic.streaming
+            streaming = self._residency.streaming
             self._forwards = Forwards(
                 self._weights,
                 None if seed is None else _chaos(seed, device, tuning),
                 open_lease,
                 self._before,
-                self._elastic.after,
+                self._residency.after,
                 partial(governors.yield_pages, device, governor),
                 self._turns,
                 streaming,
@@ -177,13 +177,13 @@ class Managed:
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
             self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
-            self._elastic.arrangement.tell = self._forwards.streams
-            undo.callback(self._elastic.close)
+            self._residency.arrangement.tell = self._forwards.streams
+            undo.callback(self._residency.close)
             # now, as whoever looks at layers of a file later has them read
             self._record = None if options.slo else _kept(model, device)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
-                attaching.attach_prefixes(generators[0], device, options, self._elastic)
+                attaching.attach_prefixes(generators[0], device, options, self._residency)
                 if generators and options.kept_prefixes
                 else (None, attaching.nothing)
             )
@@ -191,13 +191,13 @@ class Managed:
         self._finalizer = Finalizer(
             model,
             self._forget_prefixes,
-            partial(self._elastic.stop, collected=True),
+            partial(self._residency.stop, collected=True),
             self._follower.close,
             self._forwards.forget,
             self._forwards.unhook,
             self._detach,
             self._show_what_is_left,
-            self._elastic.close,
+            self._residency.close,
             self._weights.forget,
         )
 
@@ -210,7 +210,7 @@ class Managed:
         """All that is known of the model: where its weights are, what streams and why, what that costs by the record
         and as it was measured, what went over the link, what could not be taken in, and its options."""
         return replace(
-            self._elastic.report(),
+            self._residency.report(),
             streamed=self._weights.away(),
             pages=self._weights.pages,
             host_pages=self._weights.backings.host_pages,
@@ -256,14 +256,14 @@ class Managed:
     def _release(self, model: nn.Module) -> None:
         """No forward runs, and none begins."""
         self._behind = True  # should it fail: layers stream again from the next forward on
-        self._elastic.stop()
-        self._elastic.close()
+        self._residency.stop()
+        self._residency.close()
         try:
             self._weights.restore(model)
         except BaseException:
             with suppress(BallonetError, PoolExhausted):  # then it is made up for at the next forward
                 self._follow(model, 1)
-            self._elastic.resume()
+            self._residency.resume()
             raise
         self._forget_prefixes()
         self._follower.close()
@@ -275,9 +275,9 @@ class Managed:
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
         record = record or (self._record if grid is None else None)
-        if self._elastic.options.slo or any(self._elastic.plan.pages):
+        if self._residency.options.slo or any(self._residency.plan.pages):
             known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
-            self._elastic.start(known, grid is not None or record is not None)
+            self._residency.start(known, grid is not None or record is not None)
 
     def _measured(self, grid: Grid | None) -> Record:
         """What its iterations take, all layers being resident."""
@@ -318,7 +318,7 @@ class Managed:
                     raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
                 if self._pending:
                     self._behind = True
-                    self._elastic.change(partial(self._catch_up, model))
+                    self._residency.change(partial(self._catch_up, model))
                 self._behind = True  # should it fail, the next forward looks what has become of it
                 done = act()
                 self._behind = False
@@ -348,12 +348,12 @@ class Managed:
             with lock:
                 model = None if self._released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
-                if model is not None and self._elastic.alone and self._pending:
+                if model is not None and self._residency.alone and self._pending:
                     self._behind = True
-                    self._elastic.change(partial(self._catch_up, model))
+                    self._residency.change(partial(self._catch_up, model))
                     self._behind = False
         self._point.of = point = point_of(args, kwargs)
-        self._elastic.before(point)
+        self._residency.before(point)
 
     def _explain(self, error: torch.OutOfMemoryError) -> None:
         """A forward on this thread found no memory: its error says what would have helped."""
@@ -377,7 +377,7 @@ class Managed:
     def _follow(self, model: nn.Module, slots: int) -> None:
         layers = decoder_layers(model)
         self._forwards.hook_layers(layers)
-        self._elastic.follow(layers, slots)
+        self._residency.follow(layers, slots)
 
     @property
     def _pending(self) -> bool:

@@ -408,7 +408,7 @@ PROCESS = {
     "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
     "hooks/forward/local_layers.py": {"_known": "by model: what splices it and what streams it know only the model"},
     "hooks/forward/lease.py": {
-        "here": "of one thread: the leases that it has open",
+        "on_this_thread": "of one thread: the leases that it has open",
         "_numbers": "no two leases have the same",
     },
     "hooks/kv/generation.py": {
@@ -575,7 +575,7 @@ def test_every_client_runs_the_contract() -> None:
         if re.search(r"governor\.(add|add_client)\(", path.read_text())
     }
     # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
-    assert adding == {"hooks/streaming/elastic.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
+    assert adding == {"hooks/streaming/model_residency.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
 
 
 def test_only_config_reads_the_environment() -> None:

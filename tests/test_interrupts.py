@@ -267,14 +267,14 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
     """As they come when a traceback is kept: it keeps frames, and what is in them."""
     model = build("llama", num_hidden_layers=3)
     it = ballonet.manage(model, interval=1)
-    seat = governors.of(devices.require())._known.clients.of_model(it._elastic)
+    seat = governors.of(devices.require())._known.clients.of_model(it._residency)
     kept: list[BaseException] = []
 
     def change() -> None:
         try:
             with it.editable():
                 pass
-            it._elastic.change(lambda: it._follow(model, 1))
+            it._residency.change(lambda: it._follow(model, 1))
         except KeyboardInterrupt as error:
             kept.append(error)
 
@@ -283,7 +283,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
         assert not seat.held, at
         assert not it._turns.sections, at
         assert it._turns._first() is None, at
-        assert other.does(lambda: if_free(it._elastic.captured.lock, lambda: None)), at
+        assert other.does(lambda: if_free(it._residency.captured.lock, lambda: None)), at
     assert at > 40
     assert len(kept) > 40
     it.release()

@@ -3,15 +3,15 @@
 Note [Captured]
     A replay reads the addresses that were read at the capture, at any time, and no hook runs then. So a layer that was
     captured stays resident for as long as the graph may be replayed: until it is reset, or collected. The model says so
-    before anything is captured (`Elastic.keep`). A layer that is not resident cannot be captured.
+    before anything is captured (`CapturedModel.keep`). A layer that is not resident cannot be captured.
 
 Note [What was read]
-    by a graph nobody tells. What may have been read counts as captured:
+    torch does not tell what a graph reads. So all that it may read counts as captured:
     - where a forward of the model is open on the thread when a capture begins, or begins within one, all layers that
       are resident: a compiled layer reads its weights with no hook;
     - where a module of a layer is called by itself, that layer;
-    - what another graph has captured whose memory this one shares, as it may be the backward of that one, or which is
-      replayed within the capture.
+    - all that another graph has captured whose memory this one shares, as it may be the backward of that one, or which
+      is replayed within the capture.
     A weight that is read outside of any module is not noticed, unless its layer streams.
 
 Note [Replays]
@@ -20,8 +20,8 @@ Note [Replays]
     to something else, so it is refused.
 
 Note [Captures by others]
-    torch's own class is wrapped (allocator/captures.py). Of a capture that a program begins by itself nobody can tell
-    when its graph is gone: what it captures stays resident until the model is released.
+    torch's own class is wrapped (allocator/captures.py). When a program begins a capture by other means, the end of its
+    graph's life is unknown: layers that it captures stay resident until the model is released.
 """
 
 from __future__ import annotations
@@ -63,21 +63,22 @@ class CapturedModel(Protocol):
         """Device pages of layers that stay resident, as graphs have captured them."""
 
     @property
-    def here(self) -> bool:
+    def runs_on_this_thread(self) -> bool:
         """Is a forward of it open on this thread?"""
 
     def prepare_capture(self) -> None:
-        """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
+        """Makes layers resident, as far as that can be done now, before a capture begins."""
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[CaptureRecord]) -> None:
-        """Records that these layers, with None all resident ones, are about to be captured: `Record.add`. ManageError
-        where one of them is not resident."""
+        """Adds these layers, with None all resident ones, to `records` (`CaptureRecord.add`) as they are about to be
+        captured. ManageError where one of them is not resident."""
 
-    def kept(self) -> bool:
-        """Graphs keep other layers than they did. False where it has no time for that now."""
+    def update_kept(self) -> bool:
+        """Keeps resident what graphs have captured by now. False where another thread has the lock."""
 
     def listen(self) -> list[RemovableHandle]:
-        """Has the calls of its modules say what they capture (`noticed`), until the handles are removed."""
+        """Hooks its modules so that their calls record what a capture includes (`noticed`), until the handles are
+        removed."""
 
     def yield_pages(self) -> None:
         """Gives what other threads request of this one. DriverError."""
@@ -102,13 +103,13 @@ class CaptureRecord:
         self.noticed: set[tuple[int, tuple[int, ...] | None]] = set()  # in this capture: models by id, and layers
 
     def begin(self, models: Iterable[CapturedModel]) -> None:
-        """What of these is called from now on is captured."""
+        """Captures the calls of these models' modules from now on."""
         self.capturing = True
         for each in models:
             self._handles += each.listen()
 
     def end(self) -> None:
-        """The capture has ended. On any thread; again: does nothing."""
+        """Ends the capture. On any thread, idempotent."""
         self.capturing = False
         self.noticed.clear()
         while self._handles:
@@ -116,7 +117,7 @@ class CaptureRecord:
         self._lease.close()
 
     def add(self, model: CapturedModel, layers: Iterable[int]) -> None:
-        """`layers`: the ids of their modules."""
+        """Adds layers of `model`, by the ids of their modules."""
         known = self._models.get(id(model))
         if known is None or known[0]() is not model:
             known = self._models[id(model)] = weakref.ref(model), model.name, set()
@@ -124,7 +125,7 @@ class CaptureRecord:
         self.lease(model.device, model.group)
 
     def lease(self, device: Device, group: Group) -> None:
-        """The group is leased while the graph is captured, and around each replay."""
+        """Leases the group while the graph is captured, and around each replay."""
         device.note_stream(stream_of(device)())
         if not any(each is group for _, each in self._groups):
             self._groups.append((device, group))
@@ -132,11 +133,11 @@ class CaptureRecord:
             self._lease.enter(group)
 
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The graph reads these, which nobody else needs to keep."""
+        """Holds tensors that the graph reads."""
         self._shown += tensors
 
     def include(self, other: CaptureRecord) -> None:
-        """All that the other one has captured, too."""
+        """Adds all that the other one has captured."""
         for reference, _, layers in list(other._models.values()):
             model = reference()
             if model is not None and model.followed:
@@ -211,7 +212,7 @@ class _Graphs(captures.CaptureListener):
         if before is not None:
             _include(record, before)
         for model in models:
-            if model.here:
+            if model.runs_on_this_thread:
                 model.keep(None, [record])
 
     def ended(self, graph: Any, *, captured: bool) -> None:
@@ -310,7 +311,7 @@ def tell_of_dropped() -> None:
     for _ in range(len(GRAPHS.loosened)):
         reference = GRAPHS.loosened.popleft()
         model = reference()
-        if model is not None and not model.kept():
+        if model is not None and not model.update_kept():
             GRAPHS.loosened.append(reference)
     if not GRAPHS.models:
         _leave()

@@ -25,7 +25,7 @@ from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..device.streams import raw_stream
-from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
+from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, on_this_thread
 from .pages import KVPages
 from .prefill import copied_in
 from .shown import ShownTokens
@@ -113,7 +113,7 @@ class KVRange:
         mapped, latest = tokens.mapped, tokens.latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
             return None
-        leases, start = here.leases, latest.length
+        leases, start = on_this_thread.leases, latest.length
         lease = leases[-1]() if leases else None  # as `current`, as a rule
         end = start + 1
         if (

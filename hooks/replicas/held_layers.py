@@ -21,7 +21,7 @@ from ...allocator.errors import ManageError
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.replicas.groups import Span
 from ..device import governors
-from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
+from ..managed import Managed, between_forwards, managed_as, residency_of, weights_of
 from ..streaming.arrangement import Arrangement
 from ..weights.layers import decoder_layers
 from .layer_bytes import Came, LayerBytes
@@ -55,7 +55,7 @@ class HeldLayers:
     def __init__(self, handle: Managed) -> None:
         """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no governor would
         bring home after `release`."""
-        elastic = elastic_of(handle)
+        elastic = residency_of(handle)
         if elastic.interval != "auto":
             raise ManageError(
                 f"{elastic.name} is managed with interval={elastic.interval!r}: a replica whose layers are dropped and "

@@ -47,8 +47,8 @@ class Splice:
         name = type(model).__name__
         if not self.layers:
             raise SpliceError(f"{name} has no decoder layers that could run in parts")
-        self._here: LocalLayers = local_layers_of(model)
-        if self._here.spliced_by() is not None:
+        self._local_layers: LocalLayers = local_layers_of(model)
+        if self._local_layers.spliced_by() is not None:
             raise SpliceError(f"this {name} is spliced already: close() the first Splice before, or change its span")
         self.model = model
         self.cache_name = cache_name(model)
@@ -61,7 +61,7 @@ class Splice:
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
         self._closed = False
-        self._here.spliced_by = weakref.ref(self)
+        self._local_layers.spliced_by = weakref.ref(self)
 
     @property
     def whole(self) -> Span:
@@ -103,7 +103,7 @@ class Splice:
             self._span, self._forms = span, forms or None
             if span == self.whole:
                 return
-            self._here.span = span
+            self._local_layers.span = span
             used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
             self._used = used[0], used[1] - used[0]
             for layer, form in zip(self.layers[: span.begin], forms, strict=False):
@@ -121,7 +121,7 @@ class Splice:
         if not self._closed:
             self.install(self.whole, self._forms or ())
             self._closed = True
-            self._here.spliced_by = lambda: None
+            self._local_layers.spliced_by = lambda: None
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +218,7 @@ class Splice:
         return run
 
     def _remove(self) -> None:
-        self._here.span = None
+        self._local_layers.span = None
         while self._passing:
             layer, before = self._passing.pop()
             if before is _NONE:

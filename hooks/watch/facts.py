@@ -12,34 +12,36 @@ from ...offload.governor.kv_read_plan import Streamed
 from ..batching import seams
 from ..measure.report import interval_of
 from ..prefix.store import PrefixStore
-from ..streaming.elastic import Elastic
+from ..streaming.model_residency import ModelResidency
 from ..weights.ranges import Weights
 
 
-def model_facts(model: nn.Module, elastic: Elastic, weights: Weights, prefixes: PrefixStore | None) -> dict[str, Any]:
+def model_facts(
+    model: nn.Module, residency: ModelResidency, weights: Weights, prefixes: PrefixStore | None
+) -> dict[str, Any]:
     """Keys: `name`, for readers; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without
     device pages of their own), `interval`, `slots`, `why` it is so; `pages`, `host_pages` of weights; `copied`: bytes
     of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
     `prefixes`; `latencies`: histograms in seconds."""
-    batched, last = seams.batched(model), dict(elastic.timings.last)
-    histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in elastic.timings.histograms().items()}
+    batched, last = seams.batched(model), dict(residency.timings.last)
+    histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in residency.timings.histograms().items()}
     if batched is not None:
         latencies = batched.latencies
         histograms |= {"ttft": latencies.ttft.to_dict(), "tpot": latencies.tpot.to_dict()}
     return {
-        "name": elastic.name,
+        "name": residency.name,
         "path": str(getattr(getattr(model, "config", None), "name_or_path", "")) or type(model).__name__,
-        "layers": len(elastic.plan.pages),
+        "layers": len(residency.plan.pages),
         "streamed": list(weights.away()),
-        "interval": interval_of(elastic.plan),
-        "slots": len(elastic.plan.slot_pages),
-        "why": "" if elastic.decision is None else elastic.decision.why,
+        "interval": interval_of(residency.plan),
+        "slots": len(residency.plan.slot_pages),
+        "why": "" if residency.decision is None else residency.decision.why,
         "pages": weights.pages,
         "host_pages": weights.backings.host_pages,
         "copied": weights.ring.copied,
         "seconds": {phase: measured.total for phase, measured in last.items()},
-        "slo": {"decode": elastic.tpot_slo, "prefill": elastic.ttft_slo},
-        "kv": [cache_facts(each) for each in elastic.caches()],
+        "slo": {"decode": residency.tpot_slo, "prefill": residency.ttft_slo},
+        "kv": [cache_facts(each) for each in residency.caches()],
         "prefixes": None if prefixes is None else prefix_facts(prefixes),
         "latencies": histograms,
     }

@@ -78,7 +78,7 @@ def test_layers_that_are_not_alike_stream_by_their_sizes(name: str, monkeypatch:
         model = build(name, **UNEVEN[name])
         expected = {way: ask(model, name, way) for way in ("padded", "beam")}
     with ballonet.manage(model, interval=None) as managed:
-        pages, resident = managed._elastic.plan.pages, managed.report().pages
+        pages, resident = managed._residency.plan.pages, managed.report().pages
     assert name == "qwen3_next" or 2 * max(pages) > 3 * min(pages), "they are alike"
     moved = copied()
     for count, slots in ((2, 2), (len(pages), 1), (len(pages), 2)):

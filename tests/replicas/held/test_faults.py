@@ -83,7 +83,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
             """Whatever has left comes back, and nothing is ready."""
             held.close()
             if it._weights.on_host():
-                with it._elastic.changing() as layers:
+                with it._residency.changing() as layers:
                     layers.drop(it._weights.on_host())
                 list(held.restore(range(LAYERS)))
                 held.close()
@@ -174,7 +174,7 @@ def test_ctrl_c_at_any_line_leaves_all_valid(
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     device = devices.require()
     with ballonet.manage(model) as it:
-        seat = governors.of(device)._known.clients.of_model(it._elastic)
+        seat = governors.of(device)._known.clients.of_model(it._residency)
         held = HeldLayers(it)
         at, came = 0, True
         while came:

@@ -46,14 +46,14 @@ def tensors(model: Any) -> dict[str, bytes]:
 
 def plans(managed: ballonet.Managed) -> Iterator[Plan]:
     """Every number of layers and slots."""
-    pages = managed._elastic.plan.pages
+    pages = managed._residency.plan.pages
     for count, slots in product(range(LAYERS + 1), (1, 2)):
         yield streaming(pages, spread(pages, count), slots)
 
 
 def change(managed: ballonet.Managed, plan: Plan) -> None:
     """As between two iterations."""
-    managed._elastic._change(plan)
+    managed._residency._change(plan)
 
 
 LOOKS: dict[str, Callable[[Any], object]] = {
@@ -245,6 +245,6 @@ def test_a_release_that_fails_leaves_a_model_whose_layers_come_and_go(
                 managed.release()
         assert tensors(model) == tensors(original)
         assert say(model).agrees(stock)
-        managed._elastic.decision = None
+        managed._residency.decision = None
         assert say(model).agrees(stock)
-        assert managed._elastic.decision is not None, "it is asked about again"
+        assert managed._residency.decision is not None, "it is asked about again"
