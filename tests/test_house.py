@@ -234,7 +234,7 @@ FACTS = {
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
-    "hooks/weights/room.py": {"_LOGITS"},
+    "hooks/weights/capacity.py": {"_LOGITS"},
     "hooks/weights/storages.py": {"_WIDEST"},
 }
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)

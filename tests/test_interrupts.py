@@ -19,7 +19,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.streaming import arrangement, elastic, streamed
+from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import moving
 from ballonet.offload.governor import client_table, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
@@ -44,7 +44,7 @@ FAREWELLS = (
     client_table,
     kv_client,
     kv_tier,
-    elastic,
+    model_residency,
 )
 
 
@@ -279,7 +279,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
             kept.append(error)
 
     at = 0
-    while interrupted(change, at := at + 1, interrupts, turns, elastic, arrangement, streamed, governor):
+    while interrupted(change, at := at + 1, interrupts, turns, model_residency, arrangement, streamed, governor):
         assert not seat.held, at
         assert not it._turns.sections, at
         assert it._turns._first() is None, at

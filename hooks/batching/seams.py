@@ -118,7 +118,7 @@ def _replace() -> Iterator[Undo]:
     from transformers.generation.continuous_batching import continuous_api, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-    from ..sectors.room import memory_of, most_of
+    from ..sectors.memory import memory_of, most_of
     from . import steps
     from .cache import ElasticPagedCache
     from .memory import RequestMemory

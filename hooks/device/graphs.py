@@ -88,7 +88,7 @@ class CaptureRecord:
     """What one graph has captured."""
 
     def __init__(self, before: CaptureRecord | None = None) -> None:
-        """`before`: of what the graph holds already."""
+        """`before`: the record of an earlier capture into the same graph."""
         self.before = before
         self.thread = threading.get_ident()
         self.capturing = False
@@ -147,13 +147,14 @@ class CaptureRecord:
         self._shown += other._shown
 
     def layers(self, model: CapturedModel) -> frozenset[int]:
-        """The ids of the modules of layers that it has captured of the model."""
+        """The ids of the modules of the model's layers that it has captured."""
         known = self._models.get(id(model))
         return frozenset() if known is None or known[0]() is not model else frozenset(known[2])
 
     @property
     def models(self) -> list[CapturedModel]:
-        """The models of which it has captured something. ManageError where one of them is managed no more."""
+        """The models of which it has captured layers or caches. ManageError where one of them is not managed any
+        more."""
         found = []
         for reference, name, _ in list(self._models.values()):
             model = reference()
@@ -166,7 +167,7 @@ class CaptureRecord:
         return found
 
     def leased(self) -> Guarded[None]:
-        """Around a replay. See Note [Replays]. ManageError, DriverError."""
+        """Leases all groups around a replay, see Note [Replays]. ManageError, DriverError."""
         lease = Lease()
         return guarded(partial(self._enter, lease), lambda failed: lease.close())
 
@@ -175,18 +176,18 @@ class CaptureRecord:
             model.yield_pages()
         for _, group in self._groups:
             lease.enter(group)
-        for each in devices.every():  # of memory that is no model's, too
+        for each in devices.every():  # also for memory of no model
             each.device.note_stream(stream_of(each.device)())
 
     def close(self) -> None:
-        """The graph is gone. Whose layers it kept hears of that later: this may be a finalizer."""
+        """Ends the record with its graph. Its models are told later: this may be a finalizer."""
         self.end()
         GRAPHS.loosened.extend(reference for reference, _, _ in self._models.values())
         self._shown.clear()
 
 
 class _Graphs(captures.CaptureListener):
-    """All graphs that were captured by torch's own class, which is one for all devices, and by others."""
+    """The records of all graphs, captured by torch's own class, which is one for all devices, or by other means."""
 
     def __init__(self) -> None:
         self.records: dict[int, CaptureRecord] = {}  # by id of the graph
@@ -224,7 +225,7 @@ class _Graphs(captures.CaptureListener):
             record.pool, record.before = graph.pool(), None
         elif record.before is None:
             self.reset(graph)
-        else:  # it holds what it held, which torch does not replace
+        else:  # a failed capture leaves torch's graph as it was
             self.records[id(graph)] = record.before
             record.close()
             tell_of_dropped()
@@ -246,38 +247,38 @@ GRAPHS: Final = _Graphs()
 
 
 def capturing(cuda: bool) -> bool:
-    """Is what this thread does being captured? `cuda`: does it compute on a GPU?"""
+    """Does this thread capture its work? `cuda`: does it compute on a GPU?"""
     return cuda and torch.cuda.is_current_stream_capturing()
 
 
 def attend(model: CapturedModel) -> None:
-    """From now on what is captured of the model is noticed. Again: does nothing."""
+    """Records captures of the model from now on. Idempotent."""
     GRAPHS.models[id(model)] = weakref.ref(model)
     if hasattr(torch.cuda, "CUDAGraph"):
         captures.listen(GRAPHS)
 
 
 def forget(model: CapturedModel) -> None:
-    """Ends the management of the model: graphs that have captured some of it are not replayed from now on."""
+    """Ends the management of the model: graphs that have captured it refuse to replay from now on."""
     GRAPHS.models.pop(id(model), None)
     GRAPHS.others.pop(id(model), None)
     _leave()
 
 
 def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None:
-    """On a thread whose stream is captured, before anything is: these layers are about to be read, with None all that
-    are resident, with () what belongs to no layer. ManageError where one of them is not resident."""
+    """Records, on a thread whose stream is captured, that layers are about to be read: with None all resident ones,
+    with () weights of no layer. ManageError where one of them is not resident."""
     records = _here() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
     if new := [each for each in records if (id(model), layers) not in each.noticed]:
         model.keep(layers, new)
     for each in new:
-        if each.capturing:  # within a capture nothing comes or goes
+        if each.capturing:  # the layers cannot change within a capture
             each.noticed.add((id(model), layers))
 
 
 def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None:
-    """On a thread whose stream is captured: these are about to be read, whose pages are leased by that group, and are
-    dropped afterwards. They live as long as the graph."""
+    """Keeps tensors alive as long as the graph that this thread's stream is captured into, which is about to read them;
+    `group` leases their pages."""
     shown = list(tensors)
     for record in _here():
         record.lease(device, group)
@@ -291,7 +292,7 @@ def layers_of(model: CapturedModel) -> frozenset[int]:
 
 
 def why_short() -> str:
-    """For a message that says that pages are missing: what graphs keep of them; empty where that is nothing."""
+    """Returns, for an out-of-memory message, which pages graphs keep; empty where they keep none."""
     kept = [(model, pages) for model in _managed() if (pages := model.kept_pages)]
     if not kept:
         return ""
@@ -300,14 +301,14 @@ def why_short() -> str:
 
 
 def leases(group: Group) -> int:
-    """How many captures hold one on the group now."""
+    """Counts the captures that lease the group now."""
     return sum(
         each.capturing and any(group is mine for _, mine in each._groups) for each in list(GRAPHS.records.values())
     )
 
 
 def tell_of_dropped() -> None:
-    """Models hear of graphs that are gone. Called before the next forward of any of them."""
+    """Tells models of graphs that are freed. Called before the next forward of any of them."""
     for _ in range(len(GRAPHS.loosened)):
         reference = GRAPHS.loosened.popleft()
         model = reference()
@@ -318,7 +319,7 @@ def tell_of_dropped() -> None:
 
 
 def _here() -> list[CaptureRecord]:
-    """The captures of this thread that have begun."""
+    """Returns the captures that run on this thread."""
     return [each for each in list(GRAPHS.records.values()) if each.capturing and each.thread == threading.get_ident()]
 
 

@@ -1,6 +1,6 @@
-"""The stores of prefixes, which give up what they keep before tokens or weights are told that memory is out.
+"""The stores of prefixes of each device, which free pages before an allocation for tokens or weights fails.
 
-What allocates in the middle of an operator asks nobody: it gets the pages of prefixes that the core may take.
+An allocation within an operator does not ask them: it gets only pages of prefixes that the core may take by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Giver(Protocol):
     """A store of prefixes."""
 
     def give_up(self, pages: int) -> int:
-        """Up to so many pages of its device go back, or some more, as far as nobody uses them; how many do."""
+        """Gives back about so many pages of its device that are not in use; returns how many."""
 
 
 class _Givers(weakref.WeakSet[Giver]):
@@ -24,7 +24,7 @@ class _Givers(weakref.WeakSet[Giver]):
 
 
 def add(device: Device, giver: Giver) -> None:
-    """Until it is collected."""
+    """Adds a store, until it is collected."""
     _of(device).add(giver)
 
 

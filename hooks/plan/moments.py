@@ -14,8 +14,8 @@ from ..compat import one_shape
 from ..device import governors
 from ..kv.grouping import CacheSizes, geometry_for
 from ..programs.model_info import Widths
+from ..weights.capacity import working_pages
 from ..weights.layers import decoder_layers
-from ..weights.room import working_pages
 from .forward import SeenForward, seen
 from .shape import ModelShape
 

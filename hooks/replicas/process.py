@@ -21,7 +21,7 @@ from ...offload.policy.tuning import DEFAULT, Replicas
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
-from ..sectors.room import memory_of
+from ..sectors.memory import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
 from .bell import Bell

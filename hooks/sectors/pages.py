@@ -22,7 +22,7 @@ from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
 from ...offload.residency.pieces import runs_of
 from ..device import governors
-from ..kv.room import find_room
+from ..kv.find_pages import find_pages
 from .client import SectorClient
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class SectorPages:
                     if place == "host":
                         raise torch.OutOfMemoryError(f"no room for KV on the host: {error}") from error
                     self.client.governor.reclaim.publish_now()
-                    find_room(self.device, None, self.range, [run], error, 0)
+                    find_pages(self.device, None, self.range, [run], error, 0)
                 done.append(run)
         except BaseException:
             for run in done:

@@ -24,7 +24,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, turns
 from ballonet.hooks.replicas import held_layers, ready
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.hooks.streaming import arrangement, elastic, streamed
+from ballonet.hooks.streaming import arrangement, streamed
 from ballonet.hooks.weights import ranges
 from ballonet.offload.governor import governor
 from ballonet.offload.policy.replicas.groups import Span
@@ -146,7 +146,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 
 # -- Ctrl-C
 
-LINES = (held_layers, ready, managing, elastic, arrangement, ranges, ring, layer_parts, mover, backing)
+LINES = (held_layers, ready, managing, model_residency, arrangement, ranges, ring, layer_parts, mover, backing)
 LOCKS = (interrupts, gate, governor, streamed, turns)
 
 

@@ -7,7 +7,7 @@ from ...offload.policy.admission import Memory
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device import governors
 from ..device.shared import reach
-from ..weights.room import host_pages_left
+from ..weights.capacity import host_pages_left
 from .client import SectorClient
 
 
