@@ -54,8 +54,8 @@ def attach_prefixes(
         store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )
-    if (batched := seams.batched(model)) is not None and batched.living is not None:
-        batched.living.share(store)
+    if (batched := seams.batched(model)) is not None and batched.loop_caches is not None:
+        batched.loop_caches.share(store)
     detach = sessions.attach(model, store)
 
     def undo() -> None:
@@ -73,7 +73,7 @@ def attach_caches(
     gone. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched
-    from .batching.living import Living
+    from .batching.loop_caches import LoopCaches
     from .compat import position_table
     from .device.references import label
     from .kv import generation
@@ -86,7 +86,7 @@ def attach_caches(
         it = residency()
         return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
 
-    living = Living() if options.kept_prefixes else None
+    loop_caches = LoopCaches() if options.kept_prefixes else None
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     governor = governors.of(device)
@@ -97,7 +97,7 @@ def attach_caches(
 
     costs = StepCosts(governor.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)
-    batched = Batched(label(model), device, costs, fast, require, lends, living, slo, positions)
+    batched = Batched(label(model), device, costs, fast, require, lends, loop_caches, slo, positions)
     detach_batches = seams.attach(model, batched)
 
     def detach() -> None:

@@ -146,10 +146,10 @@ class Loop(CBGenerateManager):
             if refusal is not None:
                 raise HTTPException(413, str(refusal))
             if (slo := asked_slo.get()) is not None:
-                scheduler.promises.note(request, RequestSLO(*slo, scheduler.clock()))
-                late = scheduler.promises.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
+                scheduler.slos.note(request, RequestSLO(*slo, scheduler.clock()))
+                late = scheduler.slos.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
                 if late is not None:
-                    scheduler.promises.note(request, NOTHING)
+                    scheduler.slos.note(request, NOTHING)
                     raise HTTPException(422, str(late))
 
     def _has(self, request: str) -> bool:
@@ -173,7 +173,7 @@ class Loop(CBGenerateManager):
     def _release(self, request: str) -> None:
         """Nothing is promised any more to a request that may never reach the loop."""
         if isinstance(scheduler := self._scheduler, ElasticScheduler):
-            scheduler.promises.note(request, NOTHING)
+            scheduler.slos.note(request, NOTHING)
 
 
 def _forget(router: Any, request: str) -> None:

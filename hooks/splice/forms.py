@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from .trees import Call, Way, get
+from .trees import Call, TreePath, get
 
 
 @dataclass(frozen=True, slots=True)
 class FromCall:
     """What the call was given there."""
 
-    way: Way
+    path: TreePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,17 @@ class LayerForm:
     """One decoder layer. `travels`: where in its call lies what comes from the layers before it, the hidden states
     first; `answer`: what it returns when it passes its input through; `caches`: the layers of a cache that it uses."""
 
-    travels: tuple[Way, ...]
+    travels: tuple[TreePath, ...]
     answer: Answer
     caches: tuple[int, ...]
 
 
-def answer_of(output: object, call: Call, states: Way) -> Answer:
+def answer_of(output: object, call: Call, states: TreePath) -> Answer:
     """What to return in the place of `output` where the layer passes its input through: objects of its call where it
     returned these, the hidden states (which lie at `states`) for a tensor like them, and nothing for others."""
-    for way, value in _objects(call._asdict()):
+    for path, value in _objects(call._asdict()):
         if value is output and not isinstance(output, bool | int | float | str | None):
-            return FromCall(way)
+            return FromCall(path)
     if isinstance(output, torch.Tensor):
         before = get(call._asdict(), states)
         alike = isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (output.shape, output.dtype)
@@ -64,18 +64,18 @@ def answer_of(output: object, call: Call, states: Way) -> Answer:
 def pass_through(answer: Answer, call: Call) -> Any:
     """What a layer returns that passes its input through."""
     if isinstance(answer, FromCall):
-        return get(call._asdict(), answer.way)
+        return get(call._asdict(), answer.path)
     if isinstance(answer, Fixed):
         return answer.value
     parts = [pass_through(each, call) for each in answer.parts]
     return parts if answer.as_list else tuple(parts)
 
 
-def _objects(value: object, way: Way = ()) -> Iterator[tuple[Way, object]]:
-    yield way, value
+def _objects(value: object, path: TreePath = ()) -> Iterator[tuple[TreePath, object]]:
+    yield path, value
     if isinstance(value, Mapping):
         for key in value:
-            yield from _objects(value[key], (*way, key))
+            yield from _objects(value[key], (*path, key))
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _objects(each, (*way, index))
+            yield from _objects(each, (*path, index))

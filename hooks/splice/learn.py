@@ -15,13 +15,13 @@ from .elsewhere import marks
 from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
 from .results import Logits
 from .running import cache_of
-from .trees import Call, Way, copied_leaves, same_bits
+from .trees import Call, TreePath, copied_leaves, same_bits
 
 
 class SeenLayer:
     """What a layer was called with, and returned."""
 
-    def __init__(self, tensors: dict[Way, torch.Tensor], states: Way) -> None:
+    def __init__(self, tensors: dict[TreePath, torch.Tensor], states: TreePath) -> None:
         self.tensors = tensors
         self.states = states  # where the hidden states lie
         self.answer: Answer = Fixed(None)
@@ -68,17 +68,17 @@ def forms_of(
     through = _passed(model, layers, inputs, cache, seen)
     forms = []
     for index, each in enumerate(seen):
-        more = (way for way, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(way)))
-        travels = (each.states, *(way for way in more if way != each.states)) if index else ()
+        more = (path for path, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(path)))
+        travels = (each.states, *(path for path in more if path != each.states)) if index else ()
         forms.append(LayerForm(travels, each.answer, each.caches))
     return tuple(forms)
 
 
 def _passed(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
-) -> dict[int, dict[Way, torch.Tensor]]:
+) -> dict[int, dict[TreePath, torch.Tensor]]:
     """The tensors of each layer's call where all layers pass their input through."""
-    found: dict[int, dict[Way, torch.Tensor]] = {}
+    found: dict[int, dict[TreePath, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
         found[index] = copied_leaves(Call(args, kwargs), frozenset((cache,)))
@@ -104,11 +104,11 @@ def _put_forward(layer: nn.Module, forward: Any) -> Any:
     return undo
 
 
-def _states(tensors: Mapping[Way, torch.Tensor], layer: int) -> Way:
+def _states(tensors: Mapping[TreePath, torch.Tensor], layer: int) -> TreePath:
     """Where the hidden states lie: the first positional argument, or what is called so."""
-    for way in (("args", 0), ("kwargs", "hidden_states")):
-        if way in tensors:
-            return way
+    for path in (("args", 0), ("kwargs", "hidden_states")):
+        if path in tensors:
+            return path
     raise SpliceError(f"its layer {layer} is given no hidden states")
 
 

@@ -32,7 +32,7 @@ from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
 from .results import Hidden, Logits
 from .running import Leaving, Now, Run, cache_name, cache_of, tokens_of
-from .trees import Call, Way, get, put
+from .trees import Call, TreePath, get, put
 
 
 class Splice:
@@ -89,7 +89,7 @@ class Splice:
             self._forms = proven(self)
         self.install(span, self._forms or ())
 
-    def travels(self, layer: int) -> tuple[Way, ...]:
+    def travels(self, layer: int) -> tuple[TreePath, ...]:
         """Where what is sent to this layer lies in its call, in the order of `Hidden.tensors`. Known once a span is
         set."""
         return () if self._forms is None else self._forms[layer].travels
@@ -198,14 +198,14 @@ class Splice:
                 f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of "
                 f"{tuple(own.shape)}: all stages of a forward are called with the same tokens"
             )
-        for way, tensor in zip(form.travels, given.tensors, strict=True):
-            call = put(call, way, tensor)
+        for path, tensor in zip(form.travels, given.tensors, strict=True):
+            call = put(call, path, tensor)
         return call["args"], call["kwargs"]
 
     def _leave(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Before the first layer behind the span."""
         run, call = self._check_run(), Call(args, kwargs)._asdict()
-        tensors = tuple(get(call, way) for way in form.travels)
+        tensors = tuple(get(call, path) for path in form.travels)
         raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
 
     def _check_run(self) -> Run:

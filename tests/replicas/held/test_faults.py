@@ -24,7 +24,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, turns
 from ballonet.hooks.replicas import held_layers, ready
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.hooks.streaming import arrangement, streamed
+from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import ranges
 from ballonet.offload.governor import governor
 from ballonet.offload.policy.replicas.groups import Span
