@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def generators(model: nn.Module) -> list[nn.Module]:
-    """The parts of `model` that generate text the way transformers does: as a rule it alone. Some have such a model
+    """The parts of `model` that generate text as transformers does: as a rule the model alone. Some have such a model
     inside and call only that."""
     transformers = sys.modules.get("transformers.generation.utils")
     if transformers is None:
@@ -33,13 +33,14 @@ def generators(model: nn.Module) -> list[nn.Module]:
 
 
 def nothing() -> None:
-    """What is to be undone of a cache that was not attached."""
+    """Undoes nothing, for a model without caches."""
 
 
 def attach_prefixes(
     model: nn.Module, device: Device, options: ManageOptions, residency: ModelResidency
 ) -> tuple[PrefixStore, Callable[[], object]]:
-    """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
+    """Keeps the tokens of its `generate()` calls for later prompts. Returns (the store, the function that undoes
+    it)."""
     from .batching import seams
     from .prefix import sessions
     from .prefix.store import PrefixStore
@@ -68,9 +69,9 @@ def attach_prefixes(
 def attach_caches(
     model: nn.Module, device: Device, options: ManageOptions, residency: Callable[[], ModelResidency | None]
 ) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
-    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, until when requests
-    need it, and what undoes all. `device`: theirs; `residency`: of the model, None once it is
-    gone. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
+    """Makes the caches that the model builds elastic. Returns (makes the lease of its forward, returns the time until
+    which requests need the model, undoes all). `device`: of the caches. `residency`: returns the model's, None once it
+    is collected. Where prefixes are kept, caches may grow for a long time, so layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched
     from .batching.loop_caches import LoopCaches

@@ -38,7 +38,7 @@ class Limit:
 
     def give_up(self, pages: int) -> int:
         """Gives back about so many pages of its device, and returns how many, see pressure.py. Does nothing while
-        another thread changes the contents, and takes no lock of a paged cache, as the caller may hold another one's."""
+        another thread changes the contents. Takes no lock of a paged cache, as the caller may hold another one's."""
         contents = self._contents
         before = contents.device_pages
 

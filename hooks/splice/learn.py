@@ -19,11 +19,11 @@ from .trees import Call, TreePath, copied_leaves, same_bits
 
 
 class SeenLayer:
-    """What a layer was called with, and returned."""
+    """The arguments and the result of a layer's call."""
 
     def __init__(self, tensors: dict[TreePath, torch.Tensor], states: TreePath) -> None:
         self.tensors = tensors
-        self.states = states  # where the hidden states lie
+        self.states = states  # the path of the hidden states
         self.answer: Answer = Fixed(None)
         self.caches: tuple[int, ...] = ()  # the layers of the cache that it has written to
 
@@ -31,8 +31,8 @@ class SeenLayer:
 def record(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str
 ) -> tuple[list[SeenLayer], Logits]:
-    """Runs the model as it is. Returns what each layer was called with, and what the model returned. `cache`: what it
-    calls its cache. SpliceError where its forward does not call its layers one after the other, each once."""
+    """Runs the model as it is. Returns the call of each layer, and the model's result. `cache`: the model's name for
+    its cache. SpliceError where its forward does not call its layers one after the other, each once."""
     order: list[int] = []
     seen: list[SeenLayer] = []
     written: list[tuple[object, ...]] = []
@@ -64,7 +64,7 @@ def record(
 def forms_of(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
 ) -> tuple[LayerForm, ...]:
-    """Runs the model with all layers passing their input through, and compares with what was `seen`."""
+    """Runs the model with all layers passing their input through, and compares with the calls that were `seen`."""
     through = _passed(model, layers, inputs, cache, seen)
     forms = []
     for index, each in enumerate(seen):
@@ -77,7 +77,7 @@ def forms_of(
 def _passed(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
 ) -> dict[int, dict[TreePath, torch.Tensor]]:
-    """The tensors of each layer's call where all layers pass their input through."""
+    """Returns the tensors of each layer's call when all layers pass their input through."""
     found: dict[int, dict[TreePath, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _passed(
 
 
 def _put_forward(layer: nn.Module, forward: Any) -> Any:
-    """Returns what puts back what was in its place."""
+    """Replaces the layer's forward; returns the function that undoes it."""
     own = vars(layer)
     before = [own["forward"]] if "forward" in own else []
     own["forward"] = forward
@@ -105,7 +105,7 @@ def _put_forward(layer: nn.Module, forward: Any) -> Any:
 
 
 def _states(tensors: Mapping[TreePath, torch.Tensor], layer: int) -> TreePath:
-    """Where the hidden states lie: the first positional argument, or what is called so."""
+    """Returns the path of the hidden states: the first positional argument, or the one of that name."""
     for path in (("args", 0), ("kwargs", "hidden_states")):
         if path in tensors:
             return path

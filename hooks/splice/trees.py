@@ -3,8 +3,8 @@
 Note [What travels]
     As a rule the hidden states are all that a decoder layer needs of those before it. Some need more: gemma3n and
     gemma4 keep the keys and values that later layers share in a dictionary, others hand on a second residual stream. So
-    what travels is found and not assumed: a model runs once as it is and once with all its layers passing their input
-    through, and the tensors of a layer's call that are not the same in both come from the layers before (forms.py).
+    the tensors that travel are found and not assumed: a model runs once as it is and once with all its layers passing
+    their input through, and the tensors of a layer's call that differ come from the layers before (forms.py).
     Each is named by its path through the call. A tuple is rebuilt around a tensor that is put in; a list or a mapping
     is changed in place, because the model's loop hands the same object to the next layer.
 """
@@ -42,7 +42,7 @@ def leaves(
 
 
 def copied_leaves(call: Call, without: frozenset[str]) -> dict[TreePath, torch.Tensor]:
-    """Copies of the tensors of a call, by their ways."""
+    """Returns copies of the tensors of a call, by their paths."""
     return {path: tensor.detach().clone() for path, tensor in leaves(call._asdict(), without)}
 
 
@@ -80,7 +80,7 @@ def put(value: Any, path: TreePath, tensor: torch.Tensor) -> Any:
 
 
 def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Are these the same elements, or nothing both? Not a number is the same as itself."""
+    """Are both None, or tensors with equal bits? A NaN equals itself."""
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:

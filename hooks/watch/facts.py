@@ -1,4 +1,4 @@
-"""What those who watch a process are told of one managed model, as plain values that are there already."""
+"""The facts of one managed model for `top` and metrics, as plain values that are known already."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..weights.ranges import Weights
 def model_facts(
     model: nn.Module, residency: ModelResidency, weights: Weights, prefixes: PrefixStore | None
 ) -> dict[str, Any]:
-    """Keys: `name`, for readers; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without
-    device pages of their own), `interval`, `slots`, `why` it is so; `pages`, `host_pages` of weights; `copied`: bytes
-    of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
+    """Keys: `name`; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without device pages of
+    their own), `interval`, `slots`, `why` (the reason of that decision); `pages`, `host_pages` of weights; `copied`:
+    bytes of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
     `prefixes`; `latencies`: histograms in seconds."""
     batched, last = seams.batched(model), dict(residency.timings.last)
     histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in residency.timings.histograms().items()}
@@ -53,8 +53,8 @@ def cache_facts(cache: Streamed) -> dict[str, Any]:
 
 
 def prefix_facts(store: PrefixStore) -> dict[str, Any]:
-    """What is kept for prompts: `counts` of tokens, by where they were found; `hits`, `hit_rate`; `tokens`, `nbytes`
-    that are kept; `files`: [folder, bytes], None where there are none."""
+    """The facts of kept prefixes: `counts` of tokens, by where they were found; `hits`, `hit_rate`; kept `tokens` and
+    `nbytes`; `files`: [folder, bytes], None where there are none."""
     counts = asdict(store.counts)
     del counts["why_not"]
     saver = store.contents.saver
@@ -69,7 +69,7 @@ def prefix_facts(store: PrefixStore) -> dict[str, Any]:
 
 
 def with_names(models: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives models of one name or path others, so that each has its own: "llama", "llama (2)"."""
+    """Makes names and paths of models unique: "llama", "llama (2)"."""
     found = list[dict[str, Any]]()
     for each in models:
         for key in ("name", "path"):
