@@ -85,7 +85,7 @@ class CapturedModel(Protocol):
 
 
 class CaptureRecord:
-    """What one graph has captured."""
+    """The models, layers and groups that one graph has captured."""
 
     def __init__(self, before: CaptureRecord | None = None) -> None:
         """`before`: the record of an earlier capture into the same graph."""

@@ -272,8 +272,8 @@ class _Outermost(threading.local):
 
 
 class _Enter(Hook):
-    """Before a forward, which as a rule is nested: that is found out in one call. `whole`: is it a forward of the whole
-    model, whose arguments say what it works on?"""
+    """The hook before a forward, which as a rule is nested: that is found out in one call. `whole`: is it a forward of
+    the whole model, whose arguments say what it works on?"""
 
     def __init__(self, forwards: Forwards, *, whole: bool) -> None:
         self._forwards = forwards
@@ -301,7 +301,7 @@ class _Enter(Hook):
 
 
 class _Leave(Hook):
-    """After a forward, however it ended."""
+    """The hook after a forward, however it ended."""
 
     def __init__(self, forwards: Forwards) -> None:
         self._forwards = forwards

@@ -1,4 +1,4 @@
-"""What runs before and after each decoder layer of a managed model."""
+"""The hooks before and after each decoder layer of a managed model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class EnterLayer(Hook):
-    """Before a decoder layer: chaos moves pages, pages that other threads request are given up, a streamed layer is
-    brought into its slot, and the core notes which pages the layer reads. Called for each token, hence one call that
-    calls only what has something to do. `opaque`: the compiler breaks its graph at this hook, see hook_base.py, Note
-    [Streaming and torch.compile]."""
+    """The hook before a decoder layer: lets chaos move pages, gives pages that other threads request, copies a streamed
+    layer to its slot, and tells the core which pages the layer reads. Runs for each token, so it is one call, which
+    makes others only where they have something to do. `opaque`: the compiler breaks its graph at this hook, see
+    hook_base.py, Note [Streaming and torch.compile]."""
 
     opaque = False
 
@@ -47,7 +47,7 @@ class EnterLayer(Hook):
 
 
 class LeaveLayer(Hook):
-    """After a decoder layer that streams: its slot is free again. The compiler breaks its graph here, too."""
+    """The hook after a decoder layer that streams: frees its slot. The compiler breaks its graph at it, too."""
 
     def __init__(self, forwards: Forwards, layer: int) -> None:
         self._forwards = forwards

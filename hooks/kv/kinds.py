@@ -98,7 +98,7 @@ def reason_to_leave(model_class: type, config: Any) -> str:
 
 
 def elastic_layers(config: Any) -> int:
-    """How many layers of one `DynamicCache` for `config` are elastic."""
+    """Counts the elastic layers of one `DynamicCache` for `config`."""
     return len(elastic_numbers(config))
 
 

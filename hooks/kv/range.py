@@ -225,8 +225,8 @@ class KVRange:
         return True
 
     def keep(self, kept: bool) -> None:
-        """With True, lets the last pages leave too, as nothing is appended until it is called with False. Called on the
-        thread that uses the cache, or before another one may. DriverError."""
+        """Lets the last pages leave too, if `kept`, as nothing is appended until a call with False. On the thread that
+        uses the cache, or before another one may. DriverError."""
         if kept:
             self.pages.final(self.shown.lengths())
         else:

@@ -45,7 +45,7 @@ CLOSED = {  # paths of transformers' server that load other models, or forget th
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and its limits. `key`: clients send it as `Authorization: Bearer KEY`; None: no check.
+    """A server's address and limits. `key`: clients send it as `Authorization: Bearer KEY`; None: no check.
     `waiting`: requests of a model that may wait. `grace`: seconds that requests may take to end at a shutdown.
     `as_json`: is a line of JSON printed once it listens?"""
 

@@ -1,4 +1,4 @@
-"""What the own forward of a streamed layer reads in place of its parameters and buffers: views of its slot.
+"""Views of its slot, which a streamed layer's own forward reads in place of its parameters and buffers.
 
 Note [Who reads what]
     The parameters of a streamed layer show its backing, at any time and to all code but the layer's own call. From the
@@ -207,7 +207,7 @@ class Shown(dict[str, Any]):
         self.bound = bound
 
     def plain(self) -> dict[str, Any]:
-        """What the module itself holds."""
+        """Returns the module's own tensors."""
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Any:

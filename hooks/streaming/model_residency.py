@@ -219,7 +219,7 @@ class ModelResidency:
             yield self.arrangement
 
     def report(self) -> Report:
-        """What streams, why, and what it costs."""
+        """Makes the report: which layers stream, why, and at which cost."""
         graphs.tell_of_dropped()
         self.timings.learn()
         weights, last = self._weights, dict(self.timings.last)  # a copy, as other threads add to it

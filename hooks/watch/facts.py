@@ -48,7 +48,7 @@ def model_facts(
 
 
 def cache_facts(cache: Streamed) -> dict[str, Any]:
-    """How one KV cache is read: `way`, pages `away`, `slots`, bytes `copied`."""
+    """The facts of one KV cache: the `way` it is read, pages `away`, `slots`, bytes `copied`."""
     return {"way": str(cache.way), "away": cache.away, "slots": cache.slots, "copied": cache.copied}
 
 

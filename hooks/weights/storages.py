@@ -47,7 +47,7 @@ class TensorSpan:
             yield first - self.start, view
 
     def over(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """For each tensor its like over `flat`, a uint8[nbytes] that has its storage to itself."""
+        """Makes a like of each tensor over `flat`, a uint8[nbytes] that has its storage to itself."""
         return [like_over(tensor, flat, tensor.data_ptr() - self.start) for tensor in self.tensors]
 
 
