@@ -234,7 +234,7 @@ class _Graphs(captures.CaptureListener):
         record = self.records.get(id(graph))
         if record is None:
             return nullcontext()
-        for outer in _here():
+        for outer in _captures_of_this_thread():
             _include(outer, record)
         return record.leased()
 
@@ -268,7 +268,7 @@ def forget(model: CapturedModel) -> None:
 def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None:
     """Records, on a thread whose stream is captured, that layers are about to be read: with None all resident ones,
     with () weights of no layer. ManageError where one of them is not resident."""
-    records = _here() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
+    records = _captures_of_this_thread() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
     if new := [each for each in records if (id(model), layers) not in each.noticed]:
         model.keep(layers, new)
     for each in new:
@@ -280,7 +280,7 @@ def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None
     """Keeps tensors alive as long as the graph that this thread's stream is captured into, which is about to read them;
     `group` leases their pages."""
     shown = list(tensors)
-    for record in _here():
+    for record in _captures_of_this_thread():
         record.lease(device, group)
         record.show(shown)
 
@@ -318,7 +318,7 @@ def tell_of_dropped() -> None:
         _leave()
 
 
-def _here() -> list[CaptureRecord]:
+def _captures_of_this_thread() -> list[CaptureRecord]:
     """Returns the captures that run on this thread."""
     return [each for each in list(GRAPHS.records.values()) if each.capturing and each.thread == threading.get_ident()]
 
