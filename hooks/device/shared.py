@@ -20,8 +20,8 @@ _joining = threading.Lock()
 
 
 def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:
-    """Joins the shared budget of that device: `wanted` bytes in all, or True for the total that others have set. A
-    process that has joined already gets the highest floor and priority of its models. SharedBudgetError, LedgerDamaged,
+    """Joins the shared budget of that device: `wanted` bytes in all, or True for the total that others have set. In a
+    process that has joined already, only raises its priority to that of its models. SharedBudgetError, LedgerDamaged,
     OSError."""
     total = None if wanted is True else int(wanted)
     with _joining:

@@ -31,7 +31,7 @@ def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.se
 
 def most_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
     """Returns the memory that a request could use once all others, of all models, have ended: all except weights that
-    no client gives, and host memory less the bytes displaced there."""
+    no client gives; on the host the pages that are left and those of displaced bytes."""
     pages, governor = device.snapshot()["pages"], governors.of(device)
     given = min(pages["weights"], governor.reclaim.offered(client.number).pages)
     total = reach(device) - (pages["weights"] - given) * device.page_size

@@ -192,7 +192,7 @@ class Bound:
         return 0 if self._storage is None else memory_references(self._storage, self._interpreter)
 
     def _flat(self, tensors: list[Any]) -> list[Any]:
-        """Returns the tensors that have memory, which are inside of wrappers."""
+        """Returns the tensors that have memory, for a wrapper those inside of it."""
         return [leaf for each in tensors for leaf in _leaves(each)]
 
 
