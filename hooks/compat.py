@@ -137,10 +137,8 @@ PLAIN_MODES: Final = frozenset(
 )
 # Does `prefill_chunk_size` go on from what a cache holds? In older versions it begins with the first token.
 RESTARTS_CHUNKS: Final = release() >= (5, 23)
-NoAttention: Final = getattr(
-    cache_utils, "DummyLayer", None
-)  # of a layer that holds nothing, where there is such a class
-HybridSlidingLayer: Final = getattr(  # of a layer with a recurrent state and a window, where there is such a class
+NoAttention: Final = getattr(cache_utils, "DummyLayer", None)  # a layer that holds nothing, where there is such a class
+HybridSlidingLayer: Final = getattr(  # a layer with a recurrent state and a window, where there is such a class
     cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None
 )
 
@@ -269,7 +267,7 @@ def load_config(name: str) -> Any:
         if name in CONFIG_MAPPING and not Path(name).exists():
             return AutoConfig.for_model(name)
         return AutoConfig.from_pretrained(name)
-    except Exception as error:  # of any type: each configuration checks itself in its own way
+    except Exception as error:  # any error: each configuration checks itself in its own way
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"the configuration of {name} is code of its own, which this command does not run: give the model type "
@@ -295,7 +293,7 @@ def peek_config(name: Any, given: Mapping[str, Any]) -> Any:
     options = {key: given[key] for key in _HUB if key in given}
     try:
         return AutoConfig.from_pretrained(name if config is None else config, trust_remote_code=False, **options)
-    except Exception:  # of any type: each configuration checks itself in its own way
+    except Exception:  # any error: each configuration checks itself in its own way
         return None
 
 
@@ -430,7 +428,7 @@ class _AnyAnswer(TorchDispatchMode):
 def one_shape(config: Any) -> bool:
     """Do the keys and values of all layers have one shape, as far as `config` tells?"""
     text = _text(config)
-    if getattr(text, "is_heterogeneous", False):  # and then asking for one of these is an error
+    if getattr(text, "is_heterogeneous", False):  # reading one of these would be an error
         return False
     return not any(isinstance(getattr(text, name, None), list | tuple) for name in _SHAPES)
 

@@ -127,7 +127,7 @@ class Managed:
         """Called by `managed()`, which checks the arguments and has closed the gate. `seed`: of chaos."""
         self._name = type(model).__name__
         self._options = options
-        self._seed: int | None = None  # of chaos, if a test has set one
+        self._seed: int | None = None  # the chaos seed, if a test has set one
         self._prefixes: PrefixStore | None = None
         self._forget_prefixes: Callable[[], object] = attaching.nothing
         self._model = weakref.ref(model)

@@ -17,7 +17,7 @@ from .device import governors
 from .managed import all_managed
 from .weights.storages import has_bytes, members
 
-PROTOCOL: Final = 4  # of pickle: the newest that the viewer's page reads
+PROTOCOL: Final = 4  # the newest pickle protocol that the viewer's page reads
 
 
 def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:

@@ -172,9 +172,9 @@ class ManageOptions:
 class Option(NamedTuple):
     """A row of the table."""
 
-    name: str  # of the keyword
-    variable: str  # of the environment
-    flag: str  # of `python -m ballonet run`
+    name: str  # the keyword
+    variable: str  # the environment variable
+    flag: str  # the flag of `python -m ballonet run`
     metavar: str
     help: str
     default: Any

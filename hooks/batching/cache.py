@@ -49,16 +49,16 @@ class ElasticPagedCache(PagedAttentionCache):
     ) -> None:
         """PagedAttentionCache works out the geometry. torch.OutOfMemoryError, DriverError."""
         given = copy.copy(continuous_batching_config)
-        given.num_blocks, given.max_batch_tokens = 1, 16  # of stock's own tensor, which is dropped
+        given.num_blocks, given.max_batch_tokens = 1, 16  # sizes of stock's own tensor, which is dropped
         super().__init__(config, given, *args, **kwargs)
         self.model = model
         self.on = on = model.device
         self.group = on.group()
-        self.point: Point | None = None  # of the batch that is computed next
+        self.point: Point | None = None  # the next batch's
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
-        self.new_blocks: dict[int, list[NewBlock]] = {}  # of the batch, by allocator: see host_writes.py
+        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see host_writes.py
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,

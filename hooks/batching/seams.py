@@ -202,7 +202,7 @@ def _put(owner: Any, name: str, mine: object) -> Undo:
     return put_back
 
 
-_attached: Final = Seam[Batched](_replace)  # by id of a model that lives
+_attached: Final = Seam[Batched](_replace)  # by the id of a live model
 
 
 def _detach(key: int) -> None:

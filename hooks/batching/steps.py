@@ -53,7 +53,7 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
             requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
             failed = [each.state for each in requests]
             forks = self.scheduler._requests_to_fork
-            forks[:] = [state for state in forks if all(state is not each for each in failed)]  # they begin again first
+            forks[:] = [state for state in forks if all(state is not each for each in failed)]  # computed again first
             _take_in(self)
             still = [state for state in failed if active.get(state.request_id) is state]
             if not alone:
@@ -132,7 +132,7 @@ def _take_in(processor: Any) -> bool:
     if not processor.use_async_batching:
         return False
     batch = processor.inputs_and_outputs
-    batch.h2d_stream.synchronize()  # it may still read the buffers that the host writes next
+    batch.h2d_stream.synchronize()  # copies may still read the buffers that the host writes next
     batch.compute_stream.synchronize()
     batch.current_pair = 1 - batch.current_pair
     try:

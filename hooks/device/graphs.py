@@ -92,7 +92,7 @@ class CaptureRecord:
         self.before = before
         self.thread = threading.get_ident()
         self.capturing = False
-        self.pool: object = None  # whose memory the graph has
+        self.pool: object = None  # the memory pool of the graph
         self._models: dict[
             int, tuple[weakref.ref[CapturedModel], str, set[int]]
         ] = {}  # by id: itself, its name, its layers
@@ -194,8 +194,8 @@ class _Graphs(captures.CaptureListener):
         self.others: dict[
             int, CaptureRecord
         ] = {}  # by id of the model: of captures that torch's class does not know of
-        self.models: dict[int, weakref.ref[CapturedModel]] = {}  # those that are managed, by id
-        self.loosened: deque[weakref.ref[CapturedModel]] = deque()  # of which a graph is gone; see `tell_of_dropped`
+        self.models: dict[int, weakref.ref[CapturedModel]] = {}  # managed models, by id
+        self.loosened: deque[weakref.ref[CapturedModel]] = deque()  # models with a freed graph; see `tell_of_dropped`
 
     def begins(self, graph: Any, pool: object) -> None:
         tell_of_dropped()

@@ -51,7 +51,7 @@ class HostMarks:
     """Marks of a device on which an operator is complete when it returns."""
 
     ahead = False
-    capturing = staticmethod(bool)  # which is False
+    capturing = staticmethod(bool)  # returns False
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         """`clock`: ns."""
@@ -137,7 +137,7 @@ def _exchange(library: str) -> Callable[[object], object]:
 @contextmanager
 def _relaxed(exchange: Callable[[object], object]) -> Iterator[None]:
     mode = ctypes.c_int(_RELAXED)
-    failed = exchange(ctypes.byref(mode))  # which now holds the one before
+    failed = exchange(ctypes.byref(mode))  # `mode` now holds the one before
     try:
         yield
     finally:

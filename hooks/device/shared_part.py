@@ -91,7 +91,7 @@ class Share:
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
         self._total = self._others_floors = 0
         self._free = 0  # pages that the ledger had when it was read last
-        self._stamp: tuple[int, int] | None = None  # of the ledger when it was read last
+        self._stamp: tuple[int, int] | None = None  # the ledger's when it was read last
         self._reread = -math.inf  # the time until which it is not read again
         self._closed = False
         self._warned = False
@@ -277,7 +277,7 @@ class Share:
         due; None where no other was asked."""
         if self._clock() < self._refused and not urgent:
             others = False
-        if not self._moving.acquire(blocking=urgent):  # this process is giving
+        if not self._moving.acquire(blocking=urgent):  # a give is in progress
             return None
         try:
             before = self.part

@@ -45,7 +45,7 @@ def torch_memory(device: Device) -> AbstractContextManager[None]:
 def stream_of(device: Device) -> Callable[[], int]:
     """Returns the function that returns this thread's current stream."""
     if device.kind == "standin":
-        return int  # which is 0
+        return int  # returns 0
     return partial(raw_stream, device.ordinal)
 
 

@@ -281,7 +281,7 @@ class _Enter(Hook):
 
     def __call__(self, module: object, args: Any, kwargs: Any = _NO_KEYWORDS) -> None:
         # torch gives no keywords to a hook that was removed after the call had begun.
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
             return
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not CALL:  # the call that the hook is of
@@ -290,7 +290,7 @@ class _Enter(Hook):
         if outermost := forwards.outermost.call:
             caller = frame and frame.f_back
             while caller is not None and not (id(caller) == outermost and caller.f_code is CALL):
-                caller = caller.f_back  # as `forget_interrupted`
+                caller = caller.f_back  # inlined `forget_interrupted`
             if caller is not None:
                 return
             forwards.leave()
@@ -315,7 +315,7 @@ class _Leave(Hook):
                 frame = frame.f_back
             if id(frame) == call:
                 self._forwards.leave()
-                if result is None:  # it raised, and torch calls this hook while it handles the error
+                if result is None:  # the forward raised, and torch calls this hook while it handles the error
                     error = sys.exc_info()[1]
                     if isinstance(error, torch.OutOfMemoryError):
                         self._forwards.exhausted(error)

@@ -36,7 +36,7 @@ from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.tuning import DEFAULT, Waiting
 from .stacks import stack_of, threads
 
-_CALL: Final = "_call_impl"  # of nn.Module, as code that the compiler made of it is called, too
+_CALL: Final = "_call_impl"  # nn.Module's, and the name of code that the compiler makes of it
 
 
 class Gate:
@@ -125,7 +125,7 @@ class Gate:
     def _close(self) -> Gate:
         self._closed = True
         for module in self._modules.values():
-            if not isinstance(module, torch.jit.ScriptModule):  # which can have no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # scripted modules can have no hooks
                 door = _Door(self)
                 handle = module.register_forward_pre_hook(door, prepend=True, with_kwargs=True)
                 self._doors[id(module)] = door, handle

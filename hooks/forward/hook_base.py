@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-CALL: Final = nn.Module._call_impl.__code__  # of a module's call, which its hooks find on the stack
+CALL: Final = nn.Module._call_impl.__code__  # the code of a module's call, which its hooks find on the stack
 _REASON: Final = (
     "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
     "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"

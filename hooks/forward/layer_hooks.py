@@ -26,7 +26,7 @@ class EnterLayer(Hook):
         self._layer = layer
 
     def __call__(self, *_: Any) -> None:
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
             if self.opaque:
                 opaquely(self)
             return

@@ -91,7 +91,7 @@ def current() -> ForwardLease | None:
     leases = on_this_thread.leases
     while leases:
         lease = leases[-1]()
-        if lease is not None and not lease.closed:  # by another thread
+        if lease is not None and not lease.closed:  # another thread may have closed it
             return lease
         del lease
         leases.pop()

@@ -80,7 +80,7 @@ class Turns:
         """Does this forward have the slots, and does the calling thread run it?"""
         if turn is None or turn.thread != threading.get_ident():
             return False
-        first = self._queue[:1]  # as a rule it is there still
+        first = self._queue[:1]  # usually still alive
         return bool(first and first[0]() is turn) or self._first() is turn
 
     def end(self, turn: Turn) -> None:

@@ -155,7 +155,7 @@ def _replace_layers() -> Iterator[Undo]:
             yield _patch_layer_type(table, kind)
 
 
-_attached: Final = Seam[_Attached](_replace_layers)  # by id of a model that lives
+_attached: Final = Seam[_Attached](_replace_layers)  # by the id of a live model
 
 
 def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:

@@ -58,7 +58,7 @@ class CachePlan:
 
     reason: str  # why its caches are left alone; empty where they are not
     layers: tuple[LayerPlan, ...] = ()
-    cross: tuple[LayerPlan, ...] = ()  # of an encoder-decoder model: those that hold the encoder's output
+    cross: tuple[LayerPlan, ...] = ()  # an encoder-decoder model's layers for the encoder's output
 
     @property
     def elastic(self) -> int:

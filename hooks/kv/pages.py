@@ -55,7 +55,7 @@ class KVPages:
         self._tier = tier
         self._thread_lease = thread_lease
         self._extent: KVExtent | None = None
-        self.number = 0  # of the range in its tier
+        self.number = 0  # the range's number in its tier
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
             self._extent = KVExtent(device, group, range_, tier.lock, alone)
@@ -74,7 +74,7 @@ class KVPages:
         if self._tier is None or self._extent is None:
             return
         if self._thread_lease is not None and self._thread_lease.renew(forward) and self._device.page_request:
-            self._device.yield_pages()  # as a forward between its layers
+            self._device.yield_pages()  # a forward does so between its layers
         stream = self.stream
         if self._tier.turns.begins((self.number, layer)):
             more = max(0, self._geometry.pieces(end) - self._extent.end)

@@ -116,7 +116,7 @@ class KVRange:
         if tier is None or mapped is None or not tier.turns.forward:
             return None
         leases, start = on_this_thread.leases, latest.length
-        lease = leases[-1]() if leases else None  # as `current`, as a rule
+        lease = leases[-1]() if leases else None  # inlined `current`, for the usual case
         end = start + 1
         if (
             lease is None
@@ -146,7 +146,7 @@ class KVRange:
         if self._forward != lease.number:
             self._forward = lease.number
             lease.touched(self._movable)
-        if views.write_both is not None:  # as `ShownTokens.write`, by one kernel
+        if views.write_both is not None:  # inlined `ShownTokens.write`, by one kernel
             _cat((keys, values), out=views.write_both.narrow(2, start, 1))
         else:
             views.write_keys.narrow(2, start, 1).copy_(keys)

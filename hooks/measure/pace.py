@@ -65,7 +65,7 @@ class Pace:
         self._wait = _Wait(marks, self._thread)
         self._ended: deque[_Forward] = deque()
         self._listeners: list[list[Measured]] = []
-        self._lock = threading.Lock()  # of those that have ended
+        self._lock = threading.Lock()  # guards the ended forwards
 
     def begin(self, point: Point | None) -> None:
         """Begins a forward on this thread; an earlier one that has not ended was interrupted."""

@@ -18,6 +18,6 @@ def changes(config: Any, *, batch: int, context: int, budget: int, page_size: in
         with tempfile.TemporaryDirectory(prefix="ballonet-") as folder, install.stock():
             config.save_pretrained(folder)
             found = plan(folder, context=context, prompt=context, batch=batch, budget=budget, page_size=page_size)
-    except Exception:  # of any type: unknown configurations, and transformers' own code for them
+    except Exception:  # any error: unknown configurations, and transformers' own code for them
         return ()
     return [] if found["fits"] else [change["text"] for change in found["changes"] if change["fits"]]

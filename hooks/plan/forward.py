@@ -73,7 +73,7 @@ def seen(
             first = _forward(shape, cache, lengths, batch, prompt, alike)
             lengths.held = context - 1
             return first, _forward(shape, cache, lengths, batch, 1, alike)
-    except Exception as error:  # of any type: the model's own code runs without values
+    except Exception as error:  # any error: the model's own code runs without values
         raise ConfigError(
             f"{shape.name}: what a forward allocates cannot be told without values: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
@@ -118,7 +118,7 @@ def _forward(shape: ModelShape, cache: Any, lengths: _Lengths, batch: int, token
         stack.enter_context(meter)
         stack.enter_context(_Fused(meter))
         out = model(input_ids=torch.zeros((batch, tokens), dtype=torch.int64), **given)
-        out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as `generate()` looks at them
+        out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # `generate()` makes this copy
     meter.next_stage()
     return SeenForward(meter.work, tuple(meter.stages))
 
@@ -130,7 +130,7 @@ class _Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.read, self.calls = 0.0, 0.0, 0
         self.stages: list[int] = []  # the peaks of stages that are over
-        self.peak = 0  # of this stage
+        self.peak = 0  # the present stage's
         self._now = 0
         self._itemsize = itemsize
         self._paused = False

@@ -116,7 +116,7 @@ def _built(name: str, model_class: Any, config: Any) -> tuple[Any, torch.dtype]:
     try:
         with torch.device("meta"):
             return model_class._from_config(copy.deepcopy(config), dtype=dtype).eval(), dtype
-    except Exception as error:  # of any type: the model's code runs on an incomplete configuration
+    except Exception as error:  # any error: the model's code runs on an incomplete configuration
         raise ConfigError(
             f"{name}: {model_class.__name__} cannot be built from this configuration, which may lack sizes: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -146,7 +146,7 @@ def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, 
         found = _all_widths(described)
     except BallonetError:
         raise
-    except Exception as error:  # of any type: the model's own code runs without values
+    except Exception as error:  # any error: the model's own code runs without values
         raise ConfigError(
             f"{name}: the widths of its keys and values are known with the first token only, as its code asks for "
             f"values: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -44,7 +44,7 @@ class Contents:
         self.counts = Counts()
         self.lock = threading.RLock()
         self.index = PrefixIndex(governor.tuning.prefixes)
-        self.weights: tuple[object, ...] = ()  # that the contents were computed with: see identity.py
+        self.weights: tuple[object, ...] = ()  # the weights' identity at computation: see identity.py
         self.saver: Saver | None = None  # writes to files, if there is a folder
         self.closed = False
 

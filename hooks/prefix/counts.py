@@ -12,11 +12,11 @@ class Counts:
 
     requests: int = 0  # calls of generate() that asked the store
     prompts: int = 0  # tokens of their prompts
-    on_device: int = 0  # of these tokens, those found on the device
+    on_device: int = 0  # tokens of them found on the device
     on_peer: int = 0
     on_host: int = 0
     on_disk: int = 0
-    faster: int = 0  # that files had, but computing was faster than reading
+    faster: int = 0  # tokens in files for which computing was faster than reading
     moves: int = 0  # requests that went on with the layers of a stored sequence
     copies: int = 0  # requests that copied from stored sequences
     stored: int = 0  # sequences

@@ -20,8 +20,8 @@ from torch import nn
 from ...allocator._native import Device
 from ..device.key import key_of
 
-SAMPLES: Final = 256  # of a tensor
-_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # of those that tell performance records apart
+SAMPLES: Final = 256  # elements of a tensor
+_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # keys of performance records that are hashed
 
 
 def fingerprint(model: nn.Module, device: Device) -> bytes:

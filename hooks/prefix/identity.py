@@ -46,8 +46,8 @@ class Looks:
         self._found: list[weakref.ref[nn.Module]] = []  # all that modules() finds
         self._children: list[int] = []  # ids of the children of all of these
         self._adapted: list[int] = []  # which of them adapters have wrapped
-        self._storages: list[StorageWeakRef] = []  # of the weights that have one
-        self._changes = 0  # of modules and storages, and steps of optimizers
+        self._storages: list[StorageWeakRef] = []  # storages of the weights that have one
+        self._changes = 0  # counts changes of modules and storages, and steps of optimizers
         self._lock = threading.RLock()
 
     def now(self) -> Identity:

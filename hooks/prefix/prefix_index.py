@@ -47,7 +47,7 @@ class PrefixIndex:
         self.pins = Pins(self.blocks)
         self.states = States()
         self.idle: dict[CachedSequence, int] = {}  # sequences that no request goes on with, and their pages
-        self.lost: deque[CachedSequence] = deque()  # of requests that were collected before they ended
+        self.lost: deque[CachedSequence] = deque()  # sequences of requests that were collected before they ended
         self._in_use: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self.sound = True  # was the last change not broken off?
 

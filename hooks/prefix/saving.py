@@ -144,7 +144,7 @@ class Saver:
         self._tuning = governor.tuning.prefixes
         self._counts = counts
         self._record = record
-        self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # of files that were read: bytes, seconds
+        self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # (bytes, seconds) of reads
         self._computed = 0  # requests since a read was tried last
         self._naming = threading.Lock()
         self._known: tuple[tuple[object, ...], bytes] | None = None  # weights, and what stands for them in files

@@ -95,7 +95,7 @@ class CachedSequence:
         self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
         self.ids = array("q", ids)
         self.salt = salt
-        self.keys: list[bytes] = []  # of its blocks, the last one of which may be partial
+        self.keys: list[bytes] = []  # keys of its blocks; the last one may be partial
         self.first = 0  # tokens before this one belong to other sequences
         self.trim_pending = False  # pages are to be freed once no request reads them
         self.in_use = False  # a request goes on with it
@@ -103,7 +103,7 @@ class CachedSequence:
         self.readers: weakref.WeakSet[Any] = weakref.WeakSet()  # requests that are copying from it
         self.written: Any = None  # see Note [Order]
         self.read: dict[int, Any] = {}  # by stream, the last one of each
-        self._noting = threading.Lock()  # of `read`
+        self._noting = threading.Lock()  # guards `read`
 
     @property
     def used(self) -> list[ElasticLayer]:
@@ -184,7 +184,7 @@ class CachedSequence:
         """Cuts the ranges to the tokens of the sequence, and gives back all pages but those of `then` tokens."""
         for layer in self.used:
             if layer.get_seq_length() > len(self.ids):
-                layer.cut(len(self.ids), then)  # of a hybrid layer only the elastic half
+                layer.cut(len(self.ids), then)  # only the elastic half of a hybrid layer
         for each in self.kv_ranges:
             each.fit(then)
 

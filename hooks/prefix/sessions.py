@@ -57,7 +57,7 @@ def _replace() -> Iterator[Undo]:
     yield register_optimizer_step_post_hook(_stepped).remove
 
 
-_stores: Final = Seam[PrefixStore](_replace)  # by id of a model that lives
+_stores: Final = Seam[PrefixStore](_replace)  # by the id of a live model
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:

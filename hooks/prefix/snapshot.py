@@ -36,7 +36,7 @@ from .state_pages import StatePages
 STATES: Final = tuple(  # classes of layers that keep a state
     each for each in (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer) if each is not None
 )
-_OF_TOKENS: Final = ("device", "dtype")  # of a hybrid layer: what both of its halves have
+_OF_TOKENS: Final = ("device", "dtype")  # attributes that both halves of a hybrid layer have
 
 Part = dict[str, Any]  # attributes of a layer by name
 
@@ -130,7 +130,7 @@ class StateSnapshot:
             parts.append(part)
         made = cls(ids, salt, parts, any(isinstance(layer, ElasticLayer) for layer in layers))
         for layer in layers if move else ():
-            if isinstance(layer, ElasticHybridLayer):  # its elastic half is used on
+            if isinstance(layer, ElasticHybridLayer):  # the elastic half is used on
                 _forget(layer)
         return made
 

@@ -19,7 +19,7 @@ class StoredTokens:
     def __init__(self, runs: Sequence[TokenRun]) -> None:
         """`runs`: at least one; their sources stay in place."""
         self._runs = runs
-        self.layers = runs[0].source.held  # that hold tokens
+        self.layers = runs[0].source.held  # the layers that hold tokens
 
     def __call__(self, layer: int) -> Pair:
         """Returns keys and values of a layer, [1, heads, tokens, dim] on the device. Gone."""

@@ -58,14 +58,14 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
     facts |= {"reason": caches.reason, "batch": batch, "tokens": tokens, "page_size": page_size_of(settings)}
     facts |= {"dtype": str(dtype).removeprefix("torch."), "widths": "", "weights": None, "smallest": None}
     if model_class is not None:
-        with suppress(Exception):  # of any type: the model's own code runs without values
+        with suppress(Exception):  # any error: the model's own code runs without values
             facts |= _weights(model_class, config, dtype.itemsize, facts["page_size"])
     halves = [caches.layers, caches.cross]
     widths: list[list[Widths | None]] = [[None] * len(half) for half in halves]
     if caches.elastic and model_class is not None:
         try:
             widths = [widths_of(cache) for cache in run_without_values(model_class, config)]
-        except Exception as error:  # of any type: the model's own code runs without values
+        except Exception as error:  # any error: the model's own code runs without values
             facts["widths"] = f"known with the first token: {type(error).__name__}: {_first_line(error)}"
     rows = [
         {"cross": half is caches.cross, **row}
@@ -122,7 +122,7 @@ def planned(name: str, model_class: type, config: Any) -> CachePlan:
         return plan(model_class, config)
     except BallonetError:
         raise
-    except Exception as error:  # of any type: transformers' code on an incomplete configuration
+    except Exception as error:  # any error: transformers' code on an incomplete configuration
         raise ConfigError(
             f"{name}: {model_class.__name__} prepares no cache for this configuration: {error}"
         ) from error

@@ -41,7 +41,7 @@ def find(program: str, *, module: bool, code: bool = False) -> str | None:
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that it would be in
+    except ModuleNotFoundError:  # its package does not exist
         return False
 
 

@@ -24,7 +24,7 @@ from ..prefix.stored_tokens import StoredTokens, cut, open_runs
 from .listed_blocks import ListedBlocks
 
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
-Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # of the tokens [start, end)
+Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
 
 
 class Beginnings:

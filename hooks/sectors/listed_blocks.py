@@ -33,9 +33,9 @@ class ListedBlocks:
     def __init__(self, allocator: Any, blocks: PromptBlocks) -> None:
         """`allocator`: a FullAttentionCacheAllocator. `blocks`: reads and writes its blocks. DriverError."""
         self.blocks = blocks
-        self.tokens = blocks.tokens  # of a block
+        self.tokens = blocks.tokens  # tokens of a block
         self.lock = blocks.lock
-        self.identity: Identity | None = None  # of the model that has computed the blocks
+        self.identity: Identity | None = None  # the model's when it computed the blocks
         self.stale: set[str] = set()  # requests: see Note [Another model]
         self._allocator = allocator
         self._ledger = allocator.ledger

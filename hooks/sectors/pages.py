@@ -64,7 +64,7 @@ class SectorPages:
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
         fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
-        self.fixed = len(fixed) * self._page  # of `nbytes`, what stays
+        self.fixed = len(fixed) * self._page  # bytes that are always backed, included in `nbytes`
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
         self._use(fixed)
 

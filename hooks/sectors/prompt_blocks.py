@@ -27,7 +27,7 @@ class PromptBlocks:
 
     def __init__(self, allocator: Any, pool: SectorPool, pages: SectorPages, group: Group) -> None:
         """`allocator`: a FullAttentionCacheAllocator whose tensor is registered."""
-        self.tokens: int = allocator.tokens_per_page  # of a block
+        self.tokens: int = allocator.tokens_per_page  # tokens of a block
         self.layers: list[int] = list(allocator.layer_indices)
         self.lock = pages.client.lock
         self.group = group

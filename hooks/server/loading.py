@@ -53,7 +53,7 @@ def load(models: Models, name: str) -> Any:
         model, _ = models.load_model_and_processor(models.process_model_name(name))
     except (BallonetError, PoolExhausted):
         raise
-    except Exception as error:  # of any type: files and transformers may raise anything
+    except Exception as error:  # any error: files and transformers may raise anything
         raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     if not hasattr(model, "init_continuous_batching"):
         raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")

@@ -20,7 +20,7 @@ def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) 
     usual, tuning = page_size(Config(), kind), DEFAULT.serving
     try:
         ranges = [nbytes for name in names for nbytes in _ranges(name)]
-    except Exception:  # of any type: loading the model will report it
+    except Exception:  # any error: loading the model will report it
         return None
     return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], tuning.smallest_page))
 

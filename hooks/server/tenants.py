@@ -26,7 +26,7 @@ _LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, Driv
 
 # the present request's SLOs: seconds to its first token, and of a decode step
 asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
-asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # of the present request's random numbers
+asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # the present request's seed
 
 
 class Loop(CBGenerateManager):

@@ -86,7 +86,7 @@ def leave(cache: Any, index: int) -> None:
     if layers is not None and not isinstance(layer := layers[index], Elsewhere):
         length = _length(layer)
         layer.reset()
-        if isinstance(layer, LinearAttentionLayer):  # it would keep its memory
+        if isinstance(layer, LinearAttentionLayer):  # `reset` would keep its memory
             LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
         layers[index] = stands_for(layer, length)
 

@@ -83,7 +83,7 @@ def _prove(splice: Splice) -> tuple[LayerForm, ...]:
         forms = forms_of(model, splice.layers, prompt, name, seen)
     except _NO_MEMORY:
         raise
-    except Exception as error:  # of any type: the model's forward may not take such tokens and masks
+    except Exception as error:  # any error: the model's forward may not take such tokens and masks
         reason = (
             f"its own forward cannot run two rows, one of them padded, and decode ({type(error).__name__}: {error})"
         )
@@ -111,7 +111,7 @@ def _in_parts(
             found = Stage(splice).run({**inputs, **more}, given)
         except _NO_MEMORY:
             raise
-        except Exception as error:  # of any type: the model's forward lacks tensors that did not travel
+        except Exception as error:  # any error: the model's forward lacks tensors that did not travel
             reason = f"layer {layer} alone fails in {what} ({type(error).__name__}: {error})"
             raise SpliceError(reason) from error
         caches[layer] = found.cache

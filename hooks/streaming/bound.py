@@ -68,8 +68,8 @@ class Bound:
         self.given: dict[int, Any] = {}  # by id: the views that the call has been given
         self._leaves: list[torch.Tensor] = []  # over the slot; their versions count writes to views
         self._layouts: _Layouts | None = None
-        self._storage: torch.UntypedStorage | None = None  # of the slot
-        self._references = 0  # to the slot's memory while no call has views; 0 where that was not counted yet
+        self._storage: torch.UntypedStorage | None = None  # the slot's
+        self._references = 0  # counted to the slot's memory while no call has views; 0: not counted yet
         self._before = 0
         wanted = frozenset(tensors)
         self._modules: list[tuple[weakref.ref[nn.Module], str, tuple[str, ...]]] = []
@@ -117,7 +117,7 @@ class Bound:
         if held is None:
             return 0, False
         leaves = self._flat(held) if self.wraps else held
-        written = sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # as `_versions`
+        written = sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # inlined `_versions`
         if (
             not self._makers
             or ([*map(_address, leaves)], [*map(_size, leaves)], [*map(_stride, leaves)]) != self._layouts
@@ -132,7 +132,7 @@ class Bound:
         if held is None:
             return 0
         leaves = self._flat(held) if self.wraps else held
-        return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # as `_versions`
+        return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # inlined `_versions`
 
     def enter(self, call: FrameType | None) -> None:
         """Has the call with this frame read the slot, which holds the layer. Follows a `look` that found views."""
@@ -155,7 +155,7 @@ class Bound:
             return 0, False
         if self.wraps:
             return _versions(self._flat(held)), False
-        written = sum(map(_version, held)) if not any(map(_inference, held)) else 0  # as `_versions`
+        written = sum(map(_version, held)) if not any(map(_inference, held)) else 0  # inlined `_versions`
         return written, not perhaps_referenced(held, self._interpreter)
 
     def active(self, frame: FrameType | None) -> bool:
@@ -219,7 +219,7 @@ class Shown(dict[str, Any]):
         call = bound.call
         if call is not None and (found := bound.now.get(id(held))) is not None:
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame is not call:  # as `Bound.active`
+            while frame is not None and frame is not call:  # inlined `Bound.active`
                 frame = frame.f_back
             if frame is not None and bound.thread == threading.get_ident() and not torch.is_grad_enabled():
                 view = bound.given.get(id(held))

@@ -62,7 +62,7 @@ class ModelResidency:
         self.others_wait = False  # see ModelClient.others_wait
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
-        self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
+        self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
         self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
         self.streaming = Streaming(
             weights.ring,

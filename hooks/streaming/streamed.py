@@ -84,16 +84,16 @@ class Streaming:
         self._clock = clock
         self._interpreter = interpreter
         self._local_layers = LocalLayers() if local_layers is None else local_layers
-        self._span: Span | None = None  # that the ring's order of slots was made for
+        self._span: Span | None = None  # the span for which the ring's order of slots was made
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
         self._parts: dict[int, tuple[LayerPart, ...]] = {}
         self._hidden: set[int] = set()  # layers without bytes at their addresses
         self._revealing = threading.RLock()
-        self._turn: Turn | None = None  # of the pass that reads slots
+        self._turn: Turn | None = None  # the turn of the pass that reads slots
         self.inside: int | None = None  # the layer that runs
         self._page = 0
         ring.loading = self._loading
-        self._versions: dict[int, int] = {}  # of layers when their copies began
+        self._versions: dict[int, int] = {}  # versions of layers when their copies began
         self._unseen: set[int] = set()  # layers whose weights no other code has got since
 
     def bind(self, layers: Mapping[int, Layer], page: int) -> None:
@@ -141,7 +141,7 @@ class Streaming:
             self._turns.take(turn)  # layers have begun to stream in this forward
         if not self._turns.has(turn):
             return
-        if self.inside is not None:  # it was interrupted
+        if self.inside is not None:  # an earlier call was interrupted
             self._end()
         self._turn = turn
         if self._span is not self._local_layers.span:
@@ -188,7 +188,7 @@ class Streaming:
         if bound is None or bound.call is None or bound.thread != threading.get_ident():
             return
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not bound.call:  # as `Bound.active`, in one call
+        while frame is not None and frame is not bound.call:  # inlined `Bound.active`
             frame = frame.f_back
         if frame is not None and self._end():
             raise ManageError(_WRITTEN.format(layer))
@@ -257,7 +257,7 @@ class Streaming:
         try:
             self._ring.give_away(layer)
         except PoolExhausted:
-            return  # they are read on the host until layers come or go
+            return  # the layers are read on the host until the arrangement changes
         flats: dict[int, torch.Tensor] = {}
         for each in others:
             self._show(each, flats)

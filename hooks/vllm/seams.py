@@ -41,7 +41,7 @@ def _missing(module: str, names: tuple[str, ...]) -> Iterator[str]:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
-            raise  # of another package, which lacks whatever the version
+            raise  # another package is missing, for any version
         yield module
         return
     for name in names:

@@ -180,7 +180,7 @@ def _in_file(span: TensorSpan, files: Files) -> FileSpan | None:
         of_tensor = files.get(id(tensor))
         if of_tensor is None:
             return None
-        start = of_tensor.start - (tensor.data_ptr() - span.start)  # of the span, in the file
+        start = of_tensor.start - (tensor.data_ptr() - span.start)  # the span's first byte in the file
         end = of_tensor.start + of_tensor.nbytes
         if found is None:
             found = FileSpan(of_tensor.file, start, end - start)

@@ -168,7 +168,7 @@ def swapping() -> Guarded[Pairs]:
     before: Pairs = []
 
     def end(failed: bool) -> None:
-        if failed or before:  # this call repeats one that was interrupted
+        if failed or before:  # repeats an interrupted call
             for tensor, old in before:
                 tensor.data = old
         else:
