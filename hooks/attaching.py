@@ -17,14 +17,14 @@ from ..offload.policy.step_costs import StepCosts
 from .device import governors
 from .forward.lease import ForwardLease
 from .options import ManageOptions
-from .streaming.elastic import Elastic
+from .streaming.model_residency import ModelResidency
 
 if TYPE_CHECKING:
     from .prefix.store import PrefixStore
 
 
 def generators(model: nn.Module) -> list[nn.Module]:
-    """The parts of `model` that generate text the way transformers does: as a rule it alone. Some have such a model
+    """The parts of `model` that generate text as transformers does: as a rule the model alone. Some have such a model
     inside and call only that."""
     transformers = sys.modules.get("transformers.generation.utils")
     if transformers is None:
@@ -33,29 +33,30 @@ def generators(model: nn.Module) -> list[nn.Module]:
 
 
 def nothing() -> None:
-    """What is to be undone of a cache that was not attached."""
+    """Undoes nothing, for a model without caches."""
 
 
 def attach_prefixes(
-    model: nn.Module, device: Device, options: ManageOptions, elastic: Elastic
+    model: nn.Module, device: Device, options: ManageOptions, residency: ModelResidency
 ) -> tuple[PrefixStore, Callable[[], object]]:
-    """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
+    """Keeps the tokens of its `generate()` calls for later prompts. Returns (the store, the function that undoes
+    it)."""
     from .batching import seams
     from .prefix import sessions
     from .prefix.store import PrefixStore
 
     size = options.kept_prefixes
-    store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
-    elastic.keeper = weakref.ref(store.pressure)
+    store = PrefixStore(model, device, None if size is True else size, governors.of(device), residency)
+    residency.keeper = weakref.ref(store.pressure)
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
-        record, governor, limit = (lambda: elastic.timings.record), governors.of(device), options.prefix_dir_limit
+        record, governor, limit = (lambda: residency.timings.record), governors.of(device), options.prefix_dir_limit
         store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )
-    if (batched := seams.batched(model)) is not None and batched.living is not None:
-        batched.living.share(store)
+    if (batched := seams.batched(model)) is not None and batched.loop_caches is not None:
+        batched.loop_caches.share(store)
     detach = sessions.attach(model, store)
 
     def undo() -> None:
@@ -66,27 +67,27 @@ def attach_prefixes(
 
 
 def attach_caches(
-    model: nn.Module, device: Device, options: ManageOptions, elastic: Callable[[], Elastic | None]
+    model: nn.Module, device: Device, options: ManageOptions, residency: Callable[[], ModelResidency | None]
 ) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
-    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, until when requests
-    need it, and what undoes all. `device`: theirs; `elastic`: of the model, None once it is
-    gone. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
+    """Makes the caches that the model builds elastic. Returns (makes the lease of its forward, returns the time until
+    which requests need the model, undoes all). `device`: of the caches. `residency`: returns the model's, None once it
+    is collected. Where prefixes are kept, caches may grow for a long time, so layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched
-    from .batching.living import Living
+    from .batching.loop_caches import LoopCaches
     from .compat import position_table
     from .device.references import label
     from .kv import generation
 
     def require(tpot: float | None, ttft: float | None, others: bool) -> None:
-        if (it := elastic()) is not None:
+        if (it := residency()) is not None:
             it.require(tpot, ttft, others)
 
     def lends(pages: int) -> Lendable:
-        it = elastic()
+        it = residency()
         return Lendable(0, 0, 0) if it is None else governors.of(device).lending(it, pages)
 
-    living = Living() if options.kept_prefixes else None
+    loop_caches = LoopCaches() if options.kept_prefixes else None
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     governor = governors.of(device)
@@ -97,7 +98,7 @@ def attach_caches(
 
     costs = StepCosts(governor.tuning.serving, assumed)
     fast, positions = options.batches == "fast", position_table(model)
-    batched = Batched(label(model), device, costs, fast, require, lends, living, slo, positions)
+    batched = Batched(label(model), device, costs, fast, require, lends, loop_caches, slo, positions)
     detach_batches = seams.attach(model, batched)
 
     def detach() -> None:

@@ -1,4 +1,4 @@
-"""The one adapter in front of what drifts between versions of transformers, and of torch's less public names.
+"""The one adapter to names that change between versions of transformers, and to torch's less public names.
 
 Supported are transformers 5.17 and newer. Importing this module checks that; the other hooks take the names from here.
 """
@@ -28,7 +28,7 @@ _OLDEST: Final = ".".join(map(str, OLDEST))
 
 # Where a configuration may give every layer a shape of its own.
 _SHAPES: Final = ("num_key_value_heads", "num_attention_heads", "num_kv_heads", "head_dim", "block_configs")
-# What configurations call the longest sequence that a model was made for.
+# Configurations' names for a model's longest sequence.
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
 
 
@@ -38,7 +38,7 @@ def release(version: str = transformers.__version__) -> tuple[int, int]:
 
 
 def require_supported(version: str = transformers.__version__) -> None:
-    """UnsupportedVersion unless `version` of transformers is one whose caches are made of the layers known here."""
+    """Raises UnsupportedVersion unless `version` of transformers has caches made of the layers known here."""
     if release(version) < OLDEST:
         raise UnsupportedVersion(
             f"transformers {version} is not supported: the elastic KV cache is made for the cache layers of "
@@ -113,14 +113,14 @@ __all__ = [
     "without_modules",
 ]
 
-LAYER_TYPES: Final = "DYNAMIC_LAYER_TYPE_MAPPING"  # in cache_utils: layer type -> what DynamicCache calls for it
+LAYER_TYPES: Final = "DYNAMIC_LAYER_TYPE_MAPPING"  # in cache_utils: layer type -> class that DynamicCache makes
 _MAPPINGS: Final = (  # from configurations to classes that write text, the usual one first
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
-# What `from_pretrained` is told of where files are, and takes for a configuration, too
+# Arguments of `from_pretrained` that say where files are, and hold for a configuration, too
 _HUB: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _PAGED: Final = "paged|"  # how the names of attention in batches begin
 PREPARE_CACHE: Final = "_prepare_cache_for_generation"  # the method in which generate() builds its cache
@@ -137,17 +137,15 @@ PLAIN_MODES: Final = frozenset(
 )
 # Does `prefill_chunk_size` go on from what a cache holds? In older versions it begins with the first token.
 RESTARTS_CHUNKS: Final = release() >= (5, 23)
-NoAttention: Final = getattr(
-    cache_utils, "DummyLayer", None
-)  # of a layer that holds nothing, where there is such a class
-HybridSlidingLayer: Final = getattr(  # of a layer with a recurrent state and a window, where there is such a class
+NoAttention: Final = getattr(cache_utils, "DummyLayer", None)  # a layer that holds nothing, where there is such a class
+HybridSlidingLayer: Final = getattr(  # a layer with a recurrent state and a window, where there is such a class
     cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None
 )
 
 
 def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: int) -> bool:
-    """Does `generate()` compute only that part of a prompt of so many tokens which its cache does not hold? `config`
-    and `given`: as the cache is prepared."""
+    """Does `generate()` compute only the part of a prompt of so many tokens that its cache does not hold? `config`,
+    `given`: of the method that prepares the cache."""
     mask = given.get("attention_mask")
     length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     return bool(length == tokens)
@@ -164,7 +162,7 @@ def reads_all_tokens(model: Any, ids: torch.Tensor, cache: Any) -> bool:
 
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
-    """Within it the model's attention is the one of ordinary forwards, where it is set to that of batches."""
+    """A `with` block in which a model whose attention is set to that of batches uses that of ordinary forwards."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if not isinstance(name, str) or not name.startswith(_PAGED):
         yield
@@ -177,13 +175,13 @@ def plain_attention(model: Any) -> Iterator[None]:
 
 
 def takes_positions(model: Any) -> bool:
-    """Does the model take positions of tokens that are not those of their columns?"""
+    """Does the model take token positions that differ from their columns?"""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def length_of_positions(model: Any) -> int | None:
-    """Returns the most tokens of a sequence whose rotary positions are those of short ones; None for any number. In
-    longer ones they depend on how long it is, even those of its first tokens."""
+    """Returns the longest sequence whose rotary positions do not depend on its length; None for any. In longer ones
+    even those of the first tokens do."""
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None)
     found = [given, *given.values()] if isinstance(given, Mapping) else []  # one, or one for each type of layers
@@ -198,14 +196,14 @@ def length_of_positions(model: Any) -> int | None:
 
 
 def cache_name(model: Any) -> str:
-    """What the model calls its cache: `cache_params` where it has only recurrent states, and then `generate()` computes
-    the whole of each prompt, whatever the cache holds."""
+    """Returns the model's name for its cache: `cache_params` where it has only recurrent states, in which case
+    `generate()` computes the whole of each prompt, whatever the cache holds."""
     known = inspect.signature(model.forward).parameters
     return "cache_params" if "cache_params" in known else "past_key_values"
 
 
 def layer_types() -> dict[str, Any]:
-    """Layer type -> what `DynamicCache` calls for such a layer: the table itself. UnsupportedVersion."""
+    """Returns the table itself: layer type -> class that `DynamicCache` makes. UnsupportedVersion."""
     table: dict[str, Any] | None = getattr(cache_utils, LAYER_TYPES, None)
     if table is None or not hasattr(GenerationMixin, PREPARE_CACHE):
         raise UnsupportedVersion(
@@ -222,7 +220,7 @@ def builds_dynamic_cache(model_class: type[GenerationMixin]) -> bool:
 
 
 def layer_count(config: Any) -> int:
-    """Layers of the part that writes text; 0 where `config` does not say."""
+    """Returns the number of layers of the text part; 0 where `config` does not have it."""
     found = getattr(_text(config), "num_hidden_layers", None)
     return found if isinstance(found, int) else 0
 
@@ -238,9 +236,9 @@ def layer_classes(config: Any) -> list[tuple[str, type | None]]:
 
 
 def prepared_caches(model: GenerationMixin, tokens: int = 1) -> list[DynamicCache]:
-    """The empty caches that `generate()` of that model starts with: one, or an encoder-decoder's two.
+    """Returns the empty caches that `generate()` of that model starts with: one, or an encoder-decoder's two.
 
-    They come from the method that `generate()` calls. Their layers are stock, unless the caller is building.
+    Made by the method that `generate()` calls. Their layers are stock, unless called within a `Building`.
     """
     prepared: dict[str, Any] = {}
     getattr(model, PREPARE_CACHE)(GenerationConfig(), prepared, GenerationMode.GREEDY_SEARCH, 1, tokens)
@@ -253,7 +251,7 @@ def prepared_caches(model: GenerationMixin, tokens: int = 1) -> list[DynamicCach
 
 
 def without_modules(model_class: type[GenerationMixin], config: Any) -> GenerationMixin:
-    """A model of that class that has its configuration and nothing else."""
+    """Makes a model of that class with a configuration but no modules."""
     empty: Any = model_class.__new__(model_class)
     torch.nn.Module.__init__(empty)
     empty.config = config
@@ -261,15 +259,15 @@ def without_modules(model_class: type[GenerationMixin], config: Any) -> Generati
 
 
 def load_config(name: str) -> Any:
-    """The configuration of a model: from a folder, of a bare model type with all its defaults, or from the hub.
+    """Loads the configuration of a model: from a folder, by a model type with all its defaults, or from the hub.
 
-    Reads nothing else and runs no code of the model's own. ConfigError where there is none.
+    Reads nothing else and runs no code from the hub. ConfigError where there is none.
     """
     try:
         if name in CONFIG_MAPPING and not Path(name).exists():
             return AutoConfig.for_model(name)
         return AutoConfig.from_pretrained(name)
-    except Exception as error:  # each configuration checks itself, in its own way
+    except Exception as error:  # any error: each configuration checks itself in its own way
         if "trust_remote_code" in str(error):
             raise ConfigError(
                 f"the configuration of {name} is code of its own, which this command does not run: give the model type "
@@ -283,9 +281,9 @@ def load_config(name: str) -> Any:
 
 
 def peek_config(name: Any, given: Mapping[str, Any]) -> Any:
-    """The configuration that `from_pretrained(name, **given)` is going to find; runs no code of the model's own.
+    """Returns the configuration that `from_pretrained(name, **given)` will find; runs no code from the hub.
 
-    None where that is no simple file, or cannot be read: then `from_pretrained` says why.
+    None where it is not a plain file, or cannot be read: `from_pretrained` raises the reason then.
     """
     config = given.get("config")
     if isinstance(config, transformers.PreTrainedConfig):
@@ -295,7 +293,7 @@ def peek_config(name: Any, given: Mapping[str, Any]) -> Any:
     options = {key: given[key] for key in _HUB if key in given}
     try:
         return AutoConfig.from_pretrained(name if config is None else config, trust_remote_code=False, **options)
-    except Exception:  # each configuration checks itself, in its own way
+    except Exception:  # any error: each configuration checks itself in its own way
         return None
 
 
@@ -307,14 +305,14 @@ def quantization(config: Any, given: Mapping[str, Any]) -> bool:
 
 
 def causal_model(config: Any) -> Any:
-    """What `from_pretrained` is called on where the user names nothing: the class that the checkpoint of `config`
-    (None: not known) was saved from, if transformers has it and it writes text, else AutoModelForCausalLM."""
+    """Returns the default class for `from_pretrained`: the one that the checkpoint of `config` (None: not known) was
+    saved from, if transformers has it and it generates text, else AutoModelForCausalLM."""
     of_its_own = getattr(config, "auto_map", None)
     return (None if of_its_own else _named_class(config)) or transformers.AutoModelForCausalLM
 
 
 def _named_class(config: Any) -> type | None:
-    """The class that `config` says its weights were saved from, None where that one does not write text."""
+    """Returns the class that the weights of `config` were saved from, None where it does not generate text."""
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, GenerationMixin):
@@ -323,7 +321,7 @@ def _named_class(config: Any) -> type | None:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """What `config` says of how the model computes: nothing of where it came from."""
+    """Returns the settings of `config` that affect results, without those about its origin."""
     if not isinstance(config, transformers.PreTrainedConfig):
         return {}
     found: dict[str, Any] = config.to_dict()
@@ -332,12 +330,12 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def attention_of(config: Any) -> str:
-    """The implementation of attention; where a loop has set it to that of batches, the one whose arithmetic that is."""
+    """Returns the implementation of attention; for one of batches, the ordinary one with the same arithmetic."""
     return str(getattr(config, "_attn_implementation", None)).removeprefix(_PAGED)
 
 
 def checkpoint_folder(model: Any) -> Path | None:
-    """The folder that `from_pretrained` took the model from, as far as it can still be told; asks no network."""
+    """Returns the folder that `from_pretrained` loaded the model from, None where it is not known; uses no network."""
     config = getattr(model, "config", None)
     name = getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
     if not isinstance(name, str) or not name:
@@ -352,10 +350,10 @@ def checkpoint_folder(model: Any) -> Path | None:
 
 
 def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Key of a checkpoint -> the parameter or buffer that `from_pretrained` put it in, alone or together with others.
+    """Returns, key of a checkpoint -> the parameter or buffer that `from_pretrained` loads it into, alone or with
+    others.
 
-    A model that was loaded remembers the renamings that were used; to another, those of its class would be. A key that
-    belongs nowhere is not listed.
+    A loaded model has the renamings that were used; for others those of its class hold. Unused keys are left out.
     """
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
@@ -376,7 +374,7 @@ def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def generating_class(config: Any) -> type | None:
-    """The class that models of this configuration are generated with, None where transformers has none."""
+    """Returns the class that generates text with this configuration, None where transformers has none."""
     if (named := _named_class(config)) is not None:
         return named
     for mapping in reversed(_MAPPINGS) if getattr(config, "is_encoder_decoder", False) else _MAPPINGS:
@@ -387,12 +385,12 @@ def generating_class(config: Any) -> type | None:
 
 
 def run_without_values(model_class: type[GenerationMixin], config: Any) -> list[DynamicCache]:
-    """The caches that one token leaves behind, on the meta device: their shapes are right, there is nothing in them.
+    """Runs one token on the meta device and returns the caches: their shapes are right, but they have no values.
 
-    Raises whatever the model does where it cannot do that.
+    Raises the model's errors where it cannot run so.
     """
     config = copy.deepcopy(config)
-    config._experts_implementation = "batched_mm"  # the one that does not depend on what is computed
+    config._experts_implementation = "batched_mm"  # the one that does not depend on values
     with torch.device("meta"), torch.no_grad():
         model: Any = cast(Any, model_class)(config).eval()
         token = torch.zeros((1, 1), dtype=torch.int64)
@@ -409,7 +407,7 @@ def run_without_values(model_class: type[GenerationMixin], config: Any) -> list[
 
 
 def _encoded(model: Any, token: torch.Tensor) -> dict[str, Any]:
-    """What an encoder is asked, or where it reads no tokens what it said."""
+    """Returns the inputs for the encoder, or where it reads no tokens its output."""
     if model.main_input_name == "input_ids":
         return {"input_ids": token}
     config = getattr(model.config, "encoder", model.config)
@@ -417,7 +415,7 @@ def _encoded(model: Any, token: torch.Tensor) -> dict[str, Any]:
 
 
 class _AnyAnswer(TorchDispatchMode):
-    """Answers where a model asks for a value that does not exist: a number is 1, and one element is not zero."""
+    """Gives a model that reads a missing value an answer: a number is 1, and one element is not zero."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
@@ -428,21 +426,21 @@ class _AnyAnswer(TorchDispatchMode):
 
 
 def one_shape(config: Any) -> bool:
-    """Are the keys and values of all those layers alike, as far as `config` tells?"""
+    """Do the keys and values of all layers have one shape, as far as `config` tells?"""
     text = _text(config)
-    if getattr(text, "is_heterogeneous", False):  # and then asking for one of these is an error
+    if getattr(text, "is_heterogeneous", False):  # reading one of these would be an error
         return False
     return not any(isinstance(getattr(text, name, None), list | tuple) for name in _SHAPES)
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens of the longest sequence that the model was made for; 0 where its configuration does not say."""
+    """Returns the tokens of the model's longest sequence; 0 where its configuration does not have it."""
     found = (getattr(_text(config), name, None) for name in _POSITIONS)
     return max((value for value in found if isinstance(value, int)), default=0)
 
 
 def position_table(model: torch.nn.Module) -> int | None:
-    """Positions that the model has learned an embedding of, beyond which it fails; None where it computes them."""
+    """Returns the number of learned position embeddings, beyond which the model fails; None where it computes them."""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position" in last):
@@ -451,7 +449,7 @@ def position_table(model: torch.nn.Module) -> int | None:
 
 
 def cropped(length: int, tokens_to_remove: int) -> int:
-    """What is left of `length` tokens after `crop(tokens_to_remove)`, which is negative.
+    """Returns the tokens that are left of `length` after `crop(tokens_to_remove)`, which is negative.
 
     A positive argument once was the length to keep; whether that works, warns or raises is left to transformers.
     """
@@ -469,11 +467,11 @@ def _text(config: Any) -> Any:
 
 
 def eager(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Are these two plain tensors with which this thread computes now: no compiler or tracer looks on, no CUDA graph
-    captures, and neither gradients, tangents nor a transform of `torch.func` go through them?"""
+    """Are these two plain tensors, computed eagerly: with no compiler, tracer or CUDA graph capture, no gradients, no
+    tangents and no transform of `torch.func`?"""
     return not (
         is_dynamo_compiling()
-        or torch.compiler._is_compiling_flag  # with that as `is_compiling`, in one call
+        or torch.compiler._is_compiling_flag  # `is_compiling`, in one call
         or type(first) is not torch.Tensor
         or type(second) is not torch.Tensor
         or _is_tracing()

@@ -1,16 +1,16 @@
 """`from_pretrained()`: a model from its files into the pool, never whole on the device and never twice on the host.
 
 Note [Loading without reading]
-    transformers loads the model, with all that it knows of names, ties, dtypes, experts and missing weights, on the
-    CPU: there a weight that needs no conversion becomes a view of the mapped file, of which nothing is read
-    (mapped.py). What is in memory then are the weights that are not in a file as the model has them: merged experts,
-    another dtype, files of other formats. manage() then fills the ranges layer by layer, from the files where it can
-    (`pread`, or memory that the device copies from), else from memory that is given up as it goes. The mapping is never
-    touched, so a file that changes meanwhile is an error and not a signal.
+    transformers loads the model, with its handling of names, ties, dtypes, experts and missing weights, on the CPU:
+    there a weight that needs no conversion becomes a view of the mapped file, of which nothing is read (mapped.py).
+    Only weights that differ from their file are in memory then: merged experts, another dtype, files of other formats.
+    manage() fills the ranges layer by layer, from the files where it can (`pread`, or memory that the device copies
+    from), else from memory that is freed as it goes. The mapping is never touched, so a file that changes meanwhile is
+    an error and not a signal.
 
 Note [Loaded on the device]
     Quantized weights are laid out for a device while they are loaded, and kernels from the hub are chosen by the device
-    that the weights are on. Such a model is loaded to the device by transformers, where it has to fit.
+    that the weights are on. transformers loads such a model to the device, where it has to fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .options import ManageOptions, given
 from .weights.mapped import file_spans
 from .weights.storages import members
 
-# Options of transformers that place or divide a model, which is what is done here
+# Options of transformers that place or divide a model, as ballonet does itself
 _PLACING: Final = (
     "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
     "distributed_config",
@@ -57,19 +57,18 @@ def from_pretrained(
     **options: Any,
 ) -> Any:
     """Loads a model and manages it: `cls.from_pretrained(name_or_path, **options)`, then `manage()`, except that the
-    model may be larger than the device, and larger than what memory is left on the host.
+    model may be larger than the device, and larger than the free host memory.
 
-    `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that one writes text, else
-    AutoModelForCausalLM. Weights that lie in safetensors files as the model has them go from there to the device; those
-    that transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds),
-    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `shared_budget`, `batches`: as for
-    `manage()`. A `device_map`
-    other than "auto" or the device of ballonet, and the other options that place or divide a model (`offload_folder`,
-    `tp_plan`, …), are refused. Quantized weights, and models with `use_kernels`, are loaded to the device by
-    transformers and have to fit.
+    `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that generates text, else
+    AutoModelForCausalLM. Weights that lie unchanged in safetensors files go from there to the device; those that
+    transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds), `priority`,
+    `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `shared_budget`, `batches`: as for `manage()`. A
+    `device_map` other than "auto" or the device of ballonet, and the other options that place or divide a model
+    (`offload_folder`, `tp_plan`, …), are refused. Quantized weights, and models with `use_kernels`, are loaded to the
+    device by transformers and have to fit.
 
-    Returns what `cls.from_pretrained` returns; `manage()` gives the Managed of it. Raises what `cls.from_pretrained`
-    and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
+    Returns the result of `cls.from_pretrained`; `manage()` returns its Managed. Raises the errors of
+    `cls.from_pretrained` and `manage()`, and WeightsFileChanged where a file changes meanwhile.
     """
     chosen = ManageOptions.of(given(locals()))  # the table of options says which names of these count
     if devices.current() is None:
@@ -96,14 +95,14 @@ def from_pretrained(
     files = file_spans(found)
     with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in found)) as arrived:
         managed(model, chosen, files=files, progress=arrived)
-    for member in found:  # what has no place in a range, as what is empty, follows the model to its device
+    for member in found:  # tensors without a place in a range, such as empty ones, move to the model's device
         if member.tensor.device != device:
             member.tensor.data = member.tensor.data.to(device)
     return loaded
 
 
 def _is_device(device_map: Any, device: torch.device) -> bool:
-    """Does `device_map` say no more than that the whole model is to be at `device`?"""
+    """Does `device_map` only put the whole model on `device`?"""
     if isinstance(device_map, dict) and list(device_map) == [""]:
         device_map = device_map[""]
     if isinstance(device_map, int):

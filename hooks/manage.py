@@ -1,4 +1,4 @@
-"""`manage()`: what is checked, and in which order a model comes to be managed."""
+"""`manage()`: its checks, and the order of its steps."""
 
 from __future__ import annotations
 
@@ -47,42 +47,42 @@ def manage(
     """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by
     `release()`.
 
-    Any module is accepted. Each decoder layer of a transformers model gets a range of its own; in other modules
-    everything is resident. `interval`: of every so many decoder layers the last streams: its weights are on the host
-    and come over while the layers before it compute (Select-N §4.3). "auto" streams as few layers as the budget
-    demands, as a rule none, gives pages of layers to KV caches that find no others, and takes them back (Oneiros §5);
-    None never streams. A model whose layers stream is used under `torch.no_grad()`, as `generate()` does it, or is
-    slow.
+    Any module is accepted. Each decoder layer of a transformers model gets a range of its own; other modules are
+    resident as a whole. Use a model whose layers stream under `torch.no_grad()`, as `generate()` does, or it is slow.
 
-    `tpot_slo`, `ttft_slo`: seconds, or a text such as "80ms", that a decode step and a prefill may take. "auto" then
-    streams as many layers as that allows, so that their pages are free (Select-N §4.5). What iterations take is
-    measured first, if there is no record of it on this machine. They hold for each request that is batched, too, where
-    it asks nothing else; `ttft_slo` counts from its arrival then. `priority`: models with the lowest give their pages
-    first, and those of their KV caches. `floor`: bytes of device memory, or a text such as "2GiB", that its weights and
-    caches keep together, whoever is short. `prefix_cache`: True, or a size such as "8GiB", that what `generate()`
-    computed is kept, and a prompt that begins with something that is kept computes only the rest; see
-    `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later processes too, written in the background; at
-    most `prefix_dir_limit` bytes in all, those that were used last (16 GiB by default); `prefix_cache` is True then.
-    What lies there is as private as what was said. `shared_budget`: bytes of device memory, or a text, that this
-    process shares with others of the same user, or True for what those share already: who needs pages has
-    them. `batches`: of `generate_batch()` and the server: "fast" has as many requests in a step as make the most tokens
-    per second, once that is known; "full" as many as there is room for.
+    Options; sizes are bytes or a text such as "8GiB", times are seconds or a text such as "80ms":
 
-    Each option can be given by the environment, too, as BALLONET_ and its name in capitals (BALLONET_TPOT_SLO). That
-    counts where the keyword is left at its default.
+    `interval`: of every so many decoder layers the last streams from the host (Select-N §4.3). "auto": as few as the
+        budget demands, as a rule none; their pages serve KV caches and are taken back (Oneiros §5). None: no layer.
+    `tpot_slo`, `ttft_slo`: the longest decode step and prefill. "auto" then streams as many layers as they allow
+        (Select-N §4.5). Measures iterations first, unless this machine has a record. Also the default SLO of each
+        batched request, whose `ttft_slo` counts from its arrival.
+    `priority`: models with the lowest give pages first, of weights and KV caches.
+    `floor`: device memory that its weights and caches keep together in any case.
+    `prefix_cache`: True, or a size: keep computed tokens, so that later prompts compute only the rest, see
+        `Managed.prefixes`.
+    `prefix_dir`: a folder that keeps them for later processes too, written in the background. Implies `prefix_cache`.
+        Its files are as private as the prompts.
+    `prefix_dir_limit`: the size of that folder, 16 GiB by default; the least recently used files go first.
+    `shared_budget`: device memory shared with other processes of this user, used by those that need it; True: the size
+        that they have set.
+    `batches`: of `generate_batch()` and the server. "fast": as many requests in a step as give the most tokens per
+        second, once measured. "full": as many as fit.
 
-    Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model, with the same
-    options or none, it returns the same Managed.
+    The environment sets options that have their defaults here: BALLONET_ and the name in capitals (BALLONET_TPOT_SLO).
 
-    The model may be changed in every way that torch and transformers know. What is new in it (converted, assigned,
-    resized weights, adapters, layers) is brought into the pool at its next forward; what cannot be is in
-    `Managed.report().unmanaged_tensors`. Copies of it are not managed. Views of weights that were taken before keep the
-    old memory, as with `Module.to`. A failure changes nothing. Forwards that run on other threads are waited for, and
-    those that begin wait (gate.py).
+    Calls `ballonet.install()` with its defaults if that was not done. A second call for the same model, with the same
+    options or none, returns the same Managed.
+
+    The model may be changed in every way that torch and transformers allow. New tensors (converted, assigned, resized
+    weights, adapters, layers) are moved into the pool at its next forward; those that cannot be are in
+    `Managed.report().unmanaged_tensors`. Copies of the model are not managed. Views of weights that were taken before
+    keep the old memory, as with `Module.to`. A failure changes nothing. Waits for forwards that run on other threads;
+    those that begin meanwhile wait (gate.py).
 
     Raises ManageError (OptionError, AlreadyManaged, WrongDevice, ModelInUse where a forward does not end within 30 s or
     this is called within one, SLOError: with the nearest SLO and budget that would do), BudgetError,
-    torch.OutOfMemoryError, DriverError, and what `install()` raises.
+    torch.OutOfMemoryError, DriverError, and the errors of `install()`.
     """
     keywords = given(locals())  # the table of options says which names of these count
     check_known(unknown, "manage")
@@ -100,11 +100,10 @@ def managed(
     grid: Grid | None = None,
     record: Record | None = None,
 ) -> Managed:
-    """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
-    already. `files`: given for a model on the CPU that was just loaded and is to come to the device;
-    its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
-    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case.
-    `record`: what its iterations take, where that is known."""
+    """Manages a model with parsed options. `repeated`: options that must not differ where the model is managed already.
+    `files`: for a model on the CPU that was just loaded and is to move to the device: tensors that lie in files byte
+    for byte, which are read from there. `progress` is called with bytes as they arrive. `on`: the runtime, by default
+    the installed one. `grid`: points to measure in any case. `record`: of its iterations, if known."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     started = on or devices.current()
@@ -112,7 +111,7 @@ def managed(
     rule = _rule(model, options, composed.tuning)
 
     def known() -> Managed | None:
-        """What was returned for it before, with the same options or none. AlreadyManaged."""
+        """Returns the model's Managed, if it has the same options. AlreadyManaged."""
         found = managed_as(model)
         if found is not None and all(getattr(found._options, name) == value for name, value in repeated.items()):
             return found
@@ -151,14 +150,14 @@ def managed(
         except BaseException:
             if files is None:
                 made.release()
-            else:  # it may be larger than what torch has room for, and nobody has seen it yet
+            else:  # it may be larger than torch's memory, and was not handed out yet
                 made._let_go()
             raise
     return made
 
 
 def _rule(model: nn.Module, options: ManageOptions, tuning: Tuning) -> Rule:
-    """Which of its layers stream at first. OptionError where it has not the layers that the options need."""
+    """Returns which layers stream at first. OptionError where it lacks the layers that the options need."""
     layers = len(decoder_layers(model))
     if options.slo and not layers:
         raise OptionError(
@@ -189,7 +188,7 @@ def _check_not_managed(model: nn.Module) -> None:
 
 
 def _published(on: Runtime) -> list[dict[str, Any]]:
-    """For those who watch: each managed model of the device, in the order in which they came."""
+    """Returns, for `top` and metrics, the facts of each managed model of the device, in the order of managing."""
     from .watch.facts import model_facts, with_names
 
     found = list[dict[str, Any]]()
@@ -197,5 +196,5 @@ def _published(on: Runtime) -> list[dict[str, Any]]:
         model = known()
         handle = None if model is None else models.get(model)
         if model is not None and handle is not None and handle._weights.device is on.device:
-            found.append(model_facts(model, handle._elastic, handle._weights, handle._prefixes))
+            found.append(model_facts(model, handle._residency, handle._weights, handle._prefixes))
     return with_names(found)

@@ -38,7 +38,7 @@ from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
 from .options import ManageOptions
-from .streaming.elastic import Elastic
+from .streaming.model_residency import ModelResidency
 from .weights.backings import Files
 from .weights.follow import WeightsFollower
 from .weights.layers import decoder_layers, runners
@@ -55,26 +55,26 @@ lock: Final = threading.RLock()
 
 
 class _Working(threading.local):
-    """What the forward works on that this thread began last; None where nobody knows."""
+    """The sizes of the last forward of this thread; None where they are not known."""
 
     of: Point | None = None
 
 
 def _kept(model: nn.Module, device: Device) -> Record | None:
-    """What was measured of it on this machine before, if anything was: what a plan of this run goes by."""
+    """Returns the model's record that was measured on this machine, if any, by which a plan of the run decides."""
     from .profile import kept
 
     return kept(model, device)
 
 
 def chaos_of(managed: Managed) -> Chaos | None:
-    """What moves pages of its model at random, None where nothing does. For tests: `ballonet.testing`."""
+    """Returns the chaos that moves pages of its model at random, None without. For tests: `ballonet.testing`."""
     return managed._forwards.chaos
 
 
 def move_pages(managed: Managed, seed: int) -> None:
-    """Pages of its model move at random from now on. For tests: `ballonet.testing`. AlreadyManaged where this was asked
-    with another seed."""
+    """Moves pages of its model at random from now on. For tests: `ballonet.testing`. AlreadyManaged after a call with
+    another seed."""
     if managed._seed not in (None, seed):
         raise AlreadyManaged(f"pages of {managed._name} move by seed {managed._seed} already: release() it first")
     if managed._seed is None:
@@ -93,20 +93,20 @@ def weights_of(managed: Managed) -> Weights:
     return managed._weights
 
 
-def elastic_of(managed: Managed) -> Elastic:
-    """Which layers of its model stream."""
-    return managed._elastic
+def residency_of(managed: Managed) -> ModelResidency:
+    """The residency of its model's layers."""
+    return managed._residency
 
 
 def between_forwards(managed: Managed, act: Callable[[], T]) -> T:
-    """Calls `act` while no forward of the model runs on any thread and none begins, and returns what that returns.
-    Changes of the model have been taken in by then. ManageError where it is managed no more; ModelInUse where a forward
-    does not end within `Waiting.gate`, or this is called within one; what `act` raises."""
+    """Calls `act` while no forward of the model runs on any thread and none begins, and returns its result. Changes of
+    the model are caught up with before. ManageError where it is not managed any more; ModelInUse where a forward does
+    not end within `Waiting.gate`, or this is called within one; the errors of `act`."""
     return managed._between_forwards(act)
 
 
 def managed_as(model: nn.Module) -> Managed | None:
-    """What `manage(model)` returned, None where the model is not managed."""
+    """Returns the result of `manage(model)`, None where the model is not managed."""
     return models.get(model)
 
 
@@ -124,22 +124,22 @@ class Managed:
         files: Files | None,
         progress: Callable[[int], object],
     ) -> None:
-        """As `managed()`, which checks the arguments first, and has closed the gate. `seed`: of chaos."""
+        """Called by `managed()`, which checks the arguments and has closed the gate. `seed`: of chaos."""
         self._name = type(model).__name__
         self._options = options
-        self._seed: int | None = None  # of chaos, where a test has asked for it
+        self._seed: int | None = None  # the chaos seed, if a test has set one
         self._prefixes: PrefixStore | None = None
         self._forget_prefixes: Callable[[], object] = attaching.nothing
         self._model = weakref.ref(model)
         known = weakref.ref(self)
         generators = attaching.generators(model)
 
-        def elastic() -> Elastic | None:
-            return None if (it := known()) is None else it._elastic
+        def residency() -> ModelResidency | None:
+            return None if (it := known()) is None else it._residency
 
         with ExitStack() as undo:
             open_lease, wanted, self._detach = (
-                attaching.attach_caches(model, device, options, elastic)
+                attaching.attach_caches(model, device, options, residency)
                 if generators
                 else (ForwardLease, attaching.nothing, attaching.nothing)
             )
@@ -152,19 +152,19 @@ class Managed:
             self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
             self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
-            self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
-            self._elastic.wanted_until = wanted
+            self._residency = ModelResidency(model, self._weights, self._turns, self._pace, governor, options)
+            self._residency.wanted_until = wanted
             plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
             self._point = _Working()
-            self._behind = False  # was a look at the model broken off?
-            streaming = self._elastic.streaming
+            self._behind = False  # was a look at the model interrupted?
+            streaming = self._residency.streaming
             self._forwards = Forwards(
                 self._weights,
                 None if seed is None else _chaos(seed, device, tuning),
                 open_lease,
                 self._before,
-                self._elastic.after,
+                self._residency.after,
                 partial(governors.yield_pages, device, governor),
                 self._turns,
                 streaming,
@@ -177,13 +177,13 @@ class Managed:
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
             self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
-            self._elastic.arrangement.tell = self._forwards.streams
-            undo.callback(self._elastic.close)
-            # now, as whoever looks at layers of a file later has them read
+            self._residency.arrangement.tell = self._forwards.streams
+            undo.callback(self._residency.close)
+            # now, as later looks would have layers read from their files
             self._record = None if options.slo else _kept(model, device)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
-                attaching.attach_prefixes(generators[0], device, options, self._elastic)
+                attaching.attach_prefixes(generators[0], device, options, self._residency)
                 if generators and options.kept_prefixes
                 else (None, attaching.nothing)
             )
@@ -191,13 +191,13 @@ class Managed:
         self._finalizer = Finalizer(
             model,
             self._forget_prefixes,
-            partial(self._elastic.stop, collected=True),
+            partial(self._residency.stop, collected=True),
             self._follower.close,
             self._forwards.forget,
             self._forwards.unhook,
             self._detach,
             self._show_what_is_left,
-            self._elastic.close,
+            self._residency.close,
             self._weights.forget,
         )
 
@@ -207,10 +207,10 @@ class Managed:
         return self._model()
 
     def report(self) -> Report:
-        """All that is known of the model: where its weights are, what streams and why, what that costs by the record
-        and as it was measured, what went over the link, what could not be taken in, and its options."""
+        """Returns the state of the model: where its weights are, which layers stream and why, the times by the record
+        and as measured, bytes over the link, tensors outside of the pool, and its options."""
         return replace(
-            self._elastic.report(),
+            self._residency.report(),
             streamed=self._weights.away(),
             pages=self._weights.pages,
             host_pages=self._weights.backings.host_pages,
@@ -221,21 +221,20 @@ class Managed:
 
     @property
     def prefixes(self) -> PrefixStore | None:
-        """What is kept for prompts that begin with it, and how often that was of use; None where nothing is."""
+        """The kept prefixes, and counts of their use; None without `prefix_cache`."""
         return self._prefixes
 
     def resident(self) -> AbstractContextManager[None]:
-        """Within it layers stay where they are, and those that stream are read on the host. So a thread that reads
-        weights by references of its own, while others run models that may need pages, reads them in it."""
+        """A `with` block in which layers stay in place, and streamed ones are read on the host. For threads that read
+        weights by their own references while other threads run models, which may need pages."""
         return self._turns.section()
 
     def editable(self) -> AbstractContextManager[None]:
-        """As `resident`: what a forward of a layer writes to its own weights within it stays, as does what is written
-        in any other way."""
+        """The same `with` block as `resident`, for writing to weights: a layer's own forward may write to them, too."""
         return self._turns.section()
 
     def release(self) -> None:
-        """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Again: does nothing.
+        """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Idempotent.
 
         All or nothing: raises ModelInUse while a forward of the model runs, torch.OutOfMemoryError where torch has
         no room for one more layer, WeightsFileChanged, DriverError; the model is then managed as before.
@@ -254,16 +253,16 @@ class Managed:
                 self._release(model)
 
     def _release(self, model: nn.Module) -> None:
-        """No forward runs, and none begins."""
-        self._behind = True  # should it fail: layers stream again from the next forward on
-        self._elastic.stop()
-        self._elastic.close()
+        """Releases the model, while no forward runs or begins."""
+        self._behind = True  # if this fails, the next forward makes layers stream again
+        self._residency.stop()
+        self._residency.close()
         try:
             self._weights.restore(model)
         except BaseException:
-            with suppress(BallonetError, PoolExhausted):  # then it is made up for at the next forward
+            with suppress(BallonetError, PoolExhausted):  # the next forward does it then
                 self._follow(model, 1)
-            self._elastic.resume()
+            self._residency.resume()
             raise
         self._forget_prefixes()
         self._follower.close()
@@ -273,14 +272,14 @@ class Managed:
         models.pop(model, None)
 
     def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
-        """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
+        """Measures iterations, if they matter, and lets the governor change the residency from now on. SLOError."""
         record = record or (self._record if grid is None else None)
-        if self._elastic.options.slo or any(self._elastic.plan.pages):
+        if self._residency.options.slo or any(self._residency.plan.pages):
             known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
-            self._elastic.start(known, grid is not None or record is not None)
+            self._residency.start(known, grid is not None or record is not None)
 
     def _measured(self, grid: Grid | None) -> Record:
-        """What its iterations take, all layers being resident."""
+        """Returns the record of its iterations, with all layers resident."""
         from .profile import load_or_measure
 
         model = self._model()
@@ -289,7 +288,7 @@ class Managed:
 
     @property
     def _released(self) -> bool:
-        """Is the model managed no more, as it was released or collected?"""
+        """Has the management ended, as the model was released or collected?"""
         return not self._finalizer.alive
 
     def _let_go(self) -> None:
@@ -299,8 +298,8 @@ class Managed:
             models.pop(model, None)
 
     def _show_what_is_left(self) -> None:
-        """The model is gone, and its ranges go with its tensors. What outlives it can be read; it cannot where its file
-        is another one by now."""
+        """Makes tensors that outlive the collected model readable, unless their file has changed; its ranges go with
+        its tensors."""
         with suppress(BallonetError, PoolExhausted):
             for layer in self._weights.on_host():
                 self._weights.ring.reveal(layer)
@@ -318,14 +317,14 @@ class Managed:
                     raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
                 if self._pending:
                     self._behind = True
-                    self._elastic.change(partial(self._catch_up, model))
-                self._behind = True  # should it fail, the next forward looks what has become of it
+                    self._residency.change(partial(self._catch_up, model))
+                self._behind = True  # if it fails, the next forward looks at the model again
                 done = act()
                 self._behind = False
                 return done
 
     def _wait_until_none_runs(self, gate: Gate) -> None:
-        """Without the lock, for which a forward may wait."""
+        """Waits until no forward runs; without the lock, for which a forward may wait."""
         governor = governors.of(self._weights.device)
         waiting, clock = governor.tuning.waiting, governor.waits
         end = clock() + waiting.gate
@@ -343,20 +342,20 @@ class Managed:
                 return
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An outermost forward begins, which holds a lease already."""
+        """Called at the beginning of an outermost forward, under its lease."""
         if self._behind or self._follower.pending:
             with lock:
                 model = None if self._released else self._model()
-                # Whoever comes by later sees that there is something to do and waits for the lock.
-                if model is not None and self._elastic.alone and self._pending:
+                # A later forward sees that a look is pending and waits for the lock.
+                if model is not None and self._residency.alone and self._pending:
                     self._behind = True
-                    self._elastic.change(partial(self._catch_up, model))
+                    self._residency.change(partial(self._catch_up, model))
                     self._behind = False
         self._point.of = point = point_of(args, kwargs)
-        self._elastic.before(point)
+        self._residency.before(point)
 
     def _explain(self, error: torch.OutOfMemoryError) -> None:
-        """A forward on this thread found no memory: its error says what would have helped."""
+        """Makes the out-of-memory error of a forward on this thread say which changes would have helped."""
         point, config = self._point.of, getattr(self._model(), "config", None)
         if point is None or config is None:
             return
@@ -377,11 +376,11 @@ class Managed:
     def _follow(self, model: nn.Module, slots: int) -> None:
         layers = decoder_layers(model)
         self._forwards.hook_layers(layers)
-        self._elastic.follow(layers, slots)
+        self._residency.follow(layers, slots)
 
     @property
     def _pending(self) -> bool:
-        """Is there to be a look at the model?"""
+        """May the model have changed?"""
         return self._behind or self._follower.pending
 
     def __enter__(self) -> Self:
@@ -402,7 +401,7 @@ class Managed:
         return f"<Managed {self._name}: {self._forwards.count} decoder layers{streamed}{captured}, {weights}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Renders the state for a notebook."""
         return self.report()._repr_html_()
 
     def _end(self) -> str:
@@ -410,7 +409,7 @@ class Managed:
 
 
 def _changes(config: Any, sizes: Mapping[str, int]) -> Sequence[str]:
-    from .plan.advice import changes  # a later folder: imported when somebody reads the error
+    from .plan.advice import changes  # a later folder: imported when the error is read
 
     return changes(config, **sizes)
 

@@ -1,4 +1,4 @@
-"""`ballonet.snapshot()`: all pages of the device for PyTorch's memory viewer, with what lies in them."""
+"""`ballonet.snapshot()`: all pages of the device and their contents, for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .device import governors
 from .managed import all_managed
 from .weights.storages import has_bytes, members
 
-PROTOCOL: Final = 4  # of pickle: the newest that the viewer's page reads
+PROTOCOL: Final = 4  # the newest pickle protocol that the viewer's page reads
 
 
 def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Returns the device's memory at this moment in the format of PyTorch's memory viewer, and writes it to `path`, a
     file for pytorch.org/memory_viz. On the stand-in as on a GPU.
 
-    As `torch.cuda.memory._snapshot()`, of which it has all that torch recorded (`_record_memory_history`) where the
-    compiled allocator is torch's; blocks have frames that name their owner, and of weights and KV what lies there
+    The format is that of `torch.cuda.memory._snapshot()`, with all that torch recorded (`_record_memory_history`) where
+    the compiled allocator is torch's. Blocks have frames that name their owner, and for weights and KV their contents
     (allocator/memory_snapshot.py, Note [Owners in the viewer]). `ballonet` holds page_size, budget and pages by owner.
     NotInstalled; ConfigError where the file cannot be written.
     """
@@ -43,7 +43,7 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
 
 def _weights(device: Device) -> Iterator[SnapshotContents]:
-    """What lies in the weights' pages of every managed model: its tensors, and its slots."""
+    """Yields the contents of every managed model's weight pages: its tensors, and its slots."""
     for model, weights in all_managed():
         if weights.device is device:
             name = type(model).__name__
@@ -57,14 +57,14 @@ def _weights(device: Device) -> Iterator[SnapshotContents]:
 
 
 def _caches(device: Device) -> Iterator[SnapshotContents]:
-    """What lies in the pages of KV."""
+    """Yields the contents of the KV pages."""
     for name, ranges in governors.of(device).ranges():
         for what, opened in ranges:
             yield SnapshotContents(opened.address, opened.nbytes, what, name)
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """The file appears whole or not at all. ConfigError."""
+    """Writes the file, whole or not at all. ConfigError."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(pickle.dumps(found, PROTOCOL))

@@ -79,14 +79,14 @@ PREFIX_DIR_LIMIT: Final = 16 * 2**30  # bytes
 
 
 def _row(parse: Callable[[Any, str], object], metavar: str, help: str, switch: bool = False) -> dict[str, Any]:
-    """`parse` takes a keyword's value or a text, and its name for the message of a ConfigError. `switch`: the flag may
-    stand alone, and means True."""
+    """Makes a row of the table. `parse`: takes a keyword's value or a text, and its name for the message of a
+    ConfigError. `switch`: the flag may stand alone, for True."""
     return {"parse": parse, "metavar": metavar, "help": help, "switch": switch}
 
 
 @dataclass(frozen=True, slots=True)
 class ManageOptions:
-    """What a model is managed with, as `manage()` explains it. SLOs in seconds, `floor` and sizes in bytes."""
+    """The options of a managed model, as `manage()` explains them. SLOs in seconds, `floor` and sizes in bytes."""
 
     interval: int | Literal["auto"] | None = field(
         default="auto",
@@ -149,17 +149,17 @@ class ManageOptions:
 
     @property
     def slo(self) -> bool:
-        """Is there any?"""
+        """Is there any SLO?"""
         return self.tpot_slo is not None or self.ttft_slo is not None
 
     @property
     def kept_prefixes(self) -> bool | int:
-        """Are prefixes kept, or the bytes of pages that they may take? Where nothing is said, if there is a folder."""
+        """Whether prefixes are kept, or the bytes of pages that they may take; by default if there is a folder."""
         return self.prefix_dir is not None if self.prefix_cache is None else self.prefix_cache
 
     @classmethod
     def of(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Self:
-        """The options that were given, as `parsed`, over those of the environment. OptionError names the variable."""
+        """Makes options of `given`, parsed ones, over those of the environment. OptionError names the variable."""
         found = variables((option.variable for option in OPTIONS), environ)
         said = {
             option.name: _parsed(option, found[option.variable], option.variable)
@@ -172,9 +172,9 @@ class ManageOptions:
 class Option(NamedTuple):
     """A row of the table."""
 
-    name: str  # of the keyword
-    variable: str  # of the environment
-    flag: str  # of `python -m ballonet run`
+    name: str  # the keyword
+    variable: str  # the environment variable
+    flag: str  # the flag of `python -m ballonet run`
     metavar: str
     help: str
     default: Any
@@ -201,7 +201,7 @@ def given(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_known(names: Mapping[str, object], function: str) -> None:
-    """OptionError where a keyword of `function` is no option."""
+    """Raises OptionError where a keyword of `function` is no option."""
     if names:
         asked, *known = ", ".join(map(repr, names)), *(repr(each.name) for each in OPTIONS)
         raise OptionError(f"{function}() has no option {asked}: it takes {', '.join(known[:-1])} and {known[-1]}")

@@ -3,8 +3,8 @@
 Note [How it is measured]
     `generate()` is called for random prompts of each size: it makes one prefill, and then decode steps at the length
     of the prompt and a little above. The first call is to warm up; of the others the median counts. The model is
-    measured as it is: what layers that stream have it wait is taken out (pace.py). Small sizes come first, so that what
-    takes too long, or does not fit in memory, is what is left out; for what was left out the record has no time.
+    measured as it is; waits for streamed layers are subtracted (pace.py). Small sizes come first, so that sizes that
+    take too long, or do not fit in memory, are left out; the record has no time for them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Size = tuple[int, int]  # sequences, tokens of each
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: powers of two up to `batch` sequences and `length` tokens, from `shortest` on, as far as
-    `seconds` last; each `rounds` times, and `tokens` are generated."""
+    """The sizes to measure: powers of two up to `batch` sequences and `length` tokens, from `shortest` on, as far as
+    `seconds` allow; each `rounds` times, generating `tokens`."""
 
     batch: int = 8
     length: int = 2048
@@ -52,7 +52,7 @@ class Grid:
     rounds: int = DEFAULT.records.rounds
 
     def sizes(self, longest: int = 0) -> list[Size]:
-        """(batch, length), the least work first. `longest`: tokens that the model was made for, 0: not known."""
+        """Returns (batch, length), the least work first. `longest`: the model's longest sequence, 0: not known."""
         length = min(self.length, longest - self.tokens) if longest else self.length
         lengths = [each for each in _powers(length) if each >= min(self.shortest, _powers(length)[-1])]
         return sorted(
@@ -62,8 +62,8 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`record`: what there is now, and its file. `reused`: none of it was measured. `left`: what was asked for and is
-    not in it, and why."""
+    """A model's `record` and its file. `reused`: was nothing measured? `left`: requested sizes that are not in it, and
+    why."""
 
     record: Record
     path: Path
@@ -74,10 +74,10 @@ class Profile:
 def load_or_measure(
     model: nn.Module, pace: Pace, device: Device, grid: Grid | None = None, *, force: bool = False
 ) -> Profile:
-    """The record of a managed model: from its file, or measured and kept there, which takes up to a minute and shows a
-    progress bar. A file that cannot be used is measured anew, with a warning that says why.
+    """Returns the record of a managed model: from its file, or measured and written there, which takes up to a minute
+    and shows a progress bar. Where the file cannot be used it measures anew, with a warning that says why.
 
-    `grid`: measures what of it is missing in the file, too; `force`: everything. The folder is that of
+    `grid`: sizes to measure where the file lacks them; `force`: measures all. The folder is that of
     `BALLONET_CACHE_DIR`. ManageError where the model, or the link, cannot be measured.
     """
     key = key_of(model, device)
@@ -101,18 +101,18 @@ def load_or_measure(
 
 
 def measured_link(device: Device) -> tuple[float | None, float]:
-    """Bytes per second of the link, None where it cannot be measured; and seconds that operators lose to each second of
-    copies. On the stand-in these take a core, which operators miss that use all of them."""
+    """Returns (bytes per second of the link, None where it cannot be measured; seconds that operators lose per second
+    of copies). On the stand-in copies take a core, which operators that use all cores lack."""
     bandwidth = link.measure(device)
     if bandwidth is None or device.kind != "standin" or torch.get_num_threads() < (os.cpu_count() or 1):
         return bandwidth, 0.0
-    # As layers of a small model: a millisecond each, and together more than caches hold.
+    # Like layers of a small model: a millisecond each, and together larger than CPU caches.
     rows, layers = torch.ones(128, 512), itertools.cycle(torch.ones(16, 512, 1024))
     return bandwidth, link.lost(device, bandwidth, lambda: torch.mm(rows, next(layers)))
 
 
 def kept(model: nn.Module, device: Device) -> Record | None:
-    """The record of a model in its file; None where there is none for it. A warning where the file is damaged."""
+    """Returns the record of a model in its file; None where there is none for it. Warns where the file is damaged."""
     key = key_of(model, device)
     path = record.path_of(cache_dir(devices.holding(device).settings), key)
     try:
@@ -129,8 +129,9 @@ def kept(model: nn.Module, device: Device) -> Record | None:
 def measured(
     model: nn.Module, pace: Pace, known: Record, grid: Grid, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Record, dict[Size, str]]:
-    """`known` with the times of what of the grid it does not have, and what was left out, and why. See Note [How it is
-    measured]. ManageError where the model generates no text from tokens, or nothing of the grid could be measured."""
+    """Returns `known` with times of the grid's missing sizes, and the sizes that were left out, with the reasons. See
+    Note [How it is measured]. ManageError where the model generates no text from tokens, or no size could be
+    measured."""
     if not isinstance(model, compat.GenerationMixin) or getattr(model, "main_input_name", "") != "input_ids":
         raise ManageError(f"{type(model).__name__} cannot be profiled: it generates no text from tokens")
     left: dict[Size, str] = {}
@@ -184,8 +185,8 @@ def _points(size: Size) -> dict[Phase, Point]:
 
 
 def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase, list[float]]) -> dict[Point, float]:
-    """Seconds of a prefill, and of a decode step, of this size; what `generate()` took `beside` them is added there.
-    torch.OutOfMemoryError."""
+    """Returns the seconds of a prefill, and of a decode step, of this size; adds the rest of `generate()`'s time to
+    `beside`. torch.OutOfMemoryError."""
     prompt = _prompt(model, size)
     settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
     seen: list[Measured] = []
@@ -214,8 +215,8 @@ def _phase(measured: Measured) -> Phase | None:
 
 
 def _prompt(model: Any, size: Size) -> dict[str, torch.Tensor]:
-    """Returns a prompt of random tokens, those that mean something special left out as far as they are the last ones;
-    the caller's random numbers are not used up."""
+    """Returns a prompt of random tokens, without special tokens if those are the last ones; does not change the state
+    of the caller's random numbers."""
     generator = torch.Generator().manual_seed(0)
     words = max(2, getattr(text_config(model), "vocab_size", 2) // 2)
     ids = torch.randint(words, size, generator=generator).to(model.device)

@@ -1,4 +1,4 @@
-"""`Session`: a conversation that is kept until it is closed, for those who want to hold one by hand."""
+"""`Session`: a conversation whose prefix is kept until it is closed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .prefix.store import PrefixStore, numbers
 
 
 class Session:
-    """One conversation with a model that is managed with `prefix_cache`. What was said is not evicted while it is open
-    (it may lie on the host), so that each turn computes only what is new. For one thread at a time.
+    """One conversation with a model that is managed with `prefix_cache`. Its tokens are not evicted while it is open
+    (they may lie on the host), so that each turn computes only the new ones. For one thread at a time.
 
         with ballonet.Session(model, tokenizer) as session:
             print(session.send("Why is the sky blue?"))
@@ -43,16 +43,16 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that was said so far."""
+        """All tokens of the conversation so far."""
         return tuple(self._tokens)
 
     def generate(self, new_ids: Any, **options: Any) -> torch.Tensor:
-        """Says `new_ids` (ints, or an int tensor of one sequence) and returns the tokens of the answer, int64[1, new].
-        `options`: of `model.generate()`, whose errors are raised and leave the conversation as it was."""
+        """Appends `new_ids` (ints, or an int tensor of one sequence) and returns the tokens of the answer, int64[1,
+        new]. `options`: of `model.generate()`, whose errors are raised and leave the conversation as it was."""
         return self._say(self._tokens + numbers(new_ids), options)
 
     def send(self, text: str, **options: Any) -> str:
-        """Says a text, by the chat template of the tokenizer where it has one, and returns the answer's."""
+        """Sends a text, by the tokenizer's chat template if it has one, and returns the text of the answer."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ManageError("this Session was made without a tokenizer: give it one, or use generate()")
@@ -67,7 +67,7 @@ class Session:
         return said
 
     def fork(self) -> Session:
-        """Another conversation that begins with all that was said in this one."""
+        """Returns another conversation that begins with all tokens of this one."""
         self._check_open()
         other = Session(self._model, self._tokenizer)
         other._tokens, other._messages = self._tokens, list(self._messages)
@@ -75,7 +75,7 @@ class Session:
         return other
 
     def close(self) -> None:
-        """What was said may be evicted from now on. Again: does nothing."""
+        """Lets the conversation's tokens be evicted from now on. Idempotent."""
         self._open = False
         self._pin(array("q"))
 

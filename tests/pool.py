@@ -120,7 +120,7 @@ def in_use() -> str:
 
 
 # classes whose objects have ranges, or refer to such
-_HAVING = ("Elastic", "Backing", "Slot", "KVRange", "KVExtent", "CachedSequence", "_Request", "Lookup")
+_HAVING = ("ModelResidency", "Backing", "Slot", "KVRange", "KVExtent", "CachedSequence", "_Request", "Lookup")
 
 
 def _in_pool(tensor: torch.Tensor, by: list[tuple[int, int]]) -> bool:

@@ -71,7 +71,7 @@ class LayersOfAModel:
     @property
     def number(self) -> int:
         known = governors.of(devices.require())._known.clients
-        return known.of_model(self.managed._elastic).number
+        return known.of_model(self.managed._residency).number
 
     def check(self) -> None:
         with torch.no_grad():

@@ -234,7 +234,7 @@ FACTS = {
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
-    "hooks/weights/room.py": {"_LOGITS"},
+    "hooks/weights/capacity.py": {"_LOGITS"},
     "hooks/weights/storages.py": {"_WIDEST"},
 }
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
@@ -406,7 +406,7 @@ PROCESS = {
     "hooks/device/shared.py": {"_joining": "joining opens the socket of the process"},
     "hooks/forward/local_layers.py": {"_known": "by model: what splices it and what streams it know only the model"},
     "hooks/forward/lease.py": {
-        "here": "of one thread: the leases that it has open",
+        "on_this_thread": "of one thread: the leases that it has open",
         "_numbers": "no two leases have the same",
     },
     "hooks/kv/generation.py": {
@@ -553,16 +553,29 @@ def test_what_is_remembered_is_seen(code: str, names: set[str]) -> None:
 DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Again|So|Also)\b")
 
 
-def dangling(tree: ast.AST) -> list[str]:
+# beginnings that send the reader elsewhere, or say of how many and not of what
+ELSEWHERE = re.compile(r"(See|As|All of|Both of|Within it)\b")
+STILL_ELSEWHERE = ("hooks/replicas/", "hooks/whatif/", "hooks/sectors/client.py", "allocator/", "offload/")
+
+
+def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:
     """Docstrings that do not begin with what the thing is or does, but with a word for something that was not said."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [each for each in found if each and DANGLING.match(each)]
+    return [each for each in found if each and words.match(each)]
 
 
 def test_docstrings_begin_with_what_it_is_about(trees: dict[Path, ast.Module]) -> None:
     assert {path: found for path, tree in trees.items() if (found := dangling(tree))} == {}
     assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
+
+
+def test_docstrings_do_not_send_the_reader_elsewhere(trees: dict[Path, ast.Module]) -> None:
+    inside = {path.relative_to(ROOT).as_posix(): path for room, path in SOURCES if room != "facade"}
+    checked = {name: path for name, path in inside.items() if not name.startswith(STILL_ELSEWHERE)}
+    assert {name: found for name, path in checked.items() if (found := dangling(trees[path], ELSEWHERE))} == {}
+    for text in ("See Note [Turns].", "As `append`.", "All of these.", "Both of them."):
+        assert dangling(ast.parse(f'def pages():\n    """{text}"""'), ELSEWHERE) == [text]
 
 
 def test_every_client_runs_the_contract() -> None:
@@ -573,7 +586,7 @@ def test_every_client_runs_the_contract() -> None:
         if re.search(r"governor\.(add|add_client)\(", path.read_text())
     } - {"offload/governor/client.py"}  # whose Note says how
     # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
-    assert adding == {"hooks/streaming/elastic.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
+    assert adding == {"hooks/streaming/model_residency.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -19,7 +19,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.streaming import arrangement, elastic, streamed
+from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import moving
 from ballonet.offload.governor import client_table, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
@@ -44,7 +44,7 @@ FAREWELLS = (
     client_table,
     kv_client,
     kv_tier,
-    elastic,
+    model_residency,
 )
 
 
@@ -267,23 +267,23 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
     """As they come when a traceback is kept: it keeps frames, and what is in them."""
     model = build("llama", num_hidden_layers=3)
     it = ballonet.manage(model, interval=1)
-    seat = governors.of(devices.require())._known.clients.of_model(it._elastic)
+    seat = governors.of(devices.require())._known.clients.of_model(it._residency)
     kept: list[BaseException] = []
 
     def change() -> None:
         try:
             with it.editable():
                 pass
-            it._elastic.change(lambda: it._follow(model, 1))
+            it._residency.change(lambda: it._follow(model, 1))
         except KeyboardInterrupt as error:
             kept.append(error)
 
     at = 0
-    while interrupted(change, at := at + 1, interrupts, turns, elastic, arrangement, streamed, governor):
+    while interrupted(change, at := at + 1, interrupts, turns, model_residency, arrangement, streamed, governor):
         assert not seat.held, at
         assert not it._turns.sections, at
         assert it._turns._first() is None, at
-        assert other.does(lambda: if_free(it._elastic.captured.lock, lambda: None)), at
+        assert other.does(lambda: if_free(it._residency.captured.lock, lambda: None)), at
     assert at > 40
     assert len(kept) > 40
     it.release()

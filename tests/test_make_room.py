@@ -77,7 +77,7 @@ def test_a_budget_far_below_is_met_in_one_step(answered: bool) -> None:
     with ballonet.manage(model) as managed:
         if answered:
             logits(model)
-        pages, layer = managed.report().pages, managed._elastic.plan.pages[0]
+        pages, layer = managed.report().pages, managed._residency.plan.pages[0]
         ballonet.set_budget((pages - 10 * layer + 36) * PAGE)
         assert pages - managed.report().pages > 4 * layer, "four of sixteen hide"
         assert torch.allclose(logits(model), expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What the generation loops of a model know of it, for as long as it is managed."""
+"""The facts of a managed model that its generation loops use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...offload.governor.situation import Lendable
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
 from ..measure.histogram import Latencies
-from .living import Living
+from .loop_caches import LoopCaches
 
 Require = Callable[[float | None, float | None, bool], None]
-# (pages) -> what the layers would give, and what of them is copied in a step, now and with so many pages less
+# (pages) -> (pages that the layers would give, pages copied in a step now, pages copied in a step with so many less)
 Lends = Callable[[int], Lendable]
 
 
@@ -24,21 +24,21 @@ class Schedule(Protocol):
 
     @property
     def wanted(self) -> float:
-        """Until when they need the model, on the governor's clock: infinity while there are any."""
+        """The time until which requests need the model, on the governor's clock: infinity while there are any."""
 
     @property
     def runs(self) -> bool:
-        """Has any of them begun, and not ended?"""
+        """Has any request begun, and not ended?"""
 
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """A model whose continuous batching is elastic, on `device`; `name`: for readers. `costs`: what its steps take;
-    `fast`: are batches chosen by that? `require`: is told what the requests of the next batch ask of a step that
-    decodes, and of one with prompts, in seconds, and whether others wait for it, before it is computed. `lends`: what
-    its own layers could give, and at which price. `living`: the cache that outlives the loops; None: each has its own.
-    `slo`: of requests that ask nothing themselves. `positions`: that it has learned, beyond which no step can look;
-    None: any. `schedules`: of its loops, as long as they live; `latencies`: of their requests."""
+    """A model whose continuous batching is elastic, on `device`; `name`: for logs. `costs`: times of its steps. `fast`:
+    are batches chosen by them? `require(tpot, ttft, others)` is called before each batch with the seconds that its
+    requests allow for a decode step and for one with prompts, and whether other requests wait for its end. `lends`:
+    pages that its own layers could give, and their price. `loop_caches`: the cache that outlives the loops; None: each
+    loop has its own. `slo`: of requests without one of their own. `positions`: the longest sequence that it supports;
+    None: any. `schedules`: of its live loops; `latencies`: of their requests."""
 
     name: str
     device: Device
@@ -46,7 +46,7 @@ class Batched:
     fast: bool
     require: Require
     lends: Lends
-    living: Living | None = None
+    loop_caches: LoopCaches | None = None
     slo: RequestSLO = NOTHING
     positions: int | None = None
     schedules: list[weakref.ref[Schedule]] = field(default_factory=list)
@@ -64,5 +64,5 @@ class Batched:
 
     @property
     def wanted(self) -> float | None:
-        """Until when requests of any loop need it; None where there is no loop."""
+        """The time until which requests of any loop need the model; None where there is no loop."""
         return max((it.wanted for each in tuple(self.schedules) if (it := each()) is not None), default=None)

@@ -1,8 +1,8 @@
-"""The paged cache of continuous batching on the pool: one tensor as large as it may ever get, with pages under the
+"""The paged cache of continuous batching on the pool: one tensor of the largest possible size, with pages under the
 sectors that requests have.
 
-Kernels, tables of blocks, CUDA graphs and the counts of shared prefixes stay transformers' own: the cache is theirs but
-for what lies behind its tensor.
+Kernels, tables of blocks, CUDA graphs and the counts of shared prefixes stay transformers' own: only the memory of the
+tensor is ballonet's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .sizes import Sizes, largest_batch, masks_of, readable
 
 
 class ElasticPagedCache(PagedAttentionCache):
-    """As a PagedAttentionCache that could use all pages of `on`, and has those of the requests that are there."""
+    """A PagedAttentionCache that could use all pages of `on`, and has those of the present requests."""
 
     pool: SectorPool
     kept: ListedBlocks | None = None  # where beginnings of prompts are shared
@@ -47,18 +47,18 @@ class ElasticPagedCache(PagedAttentionCache):
         tuning: Serving = DEFAULT.serving,
         **kwargs: Any,
     ) -> None:
-        """As PagedAttentionCache, which works out the geometry. torch.OutOfMemoryError, DriverError."""
+        """PagedAttentionCache works out the geometry. torch.OutOfMemoryError, DriverError."""
         given = copy.copy(continuous_batching_config)
-        given.num_blocks, given.max_batch_tokens = 1, 16  # of stock's own tensor, which is dropped
+        given.num_blocks, given.max_batch_tokens = 1, 16  # sizes of stock's own tensor, which is dropped
         super().__init__(config, given, *args, **kwargs)
         self.model = model
         self.on = on = model.device
         self.group = on.group()
-        self.point: Point | None = None  # of the batch that is computed next
-        self.user: Callable[[], object] = lambda: None  # who schedules by it, or None
+        self.point: Point | None = None  # the next batch's
+        self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
-        self.new_blocks: dict[int, list[NewBlock]] = {}  # of the batch, by allocator: see host_writes.py
+        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see host_writes.py
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,
@@ -84,7 +84,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.max_tokens_read = readable(budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
 
     def _hold(self, sectors: int, block: int) -> None:
-        """The cache has so many sectors from now on; `block`: bytes of the KV of a block in all layers."""
+        """Makes the cache's range of so many sectors. `block`: bytes of the KV of a block in all layers."""
         self.num_sectors = sectors
         with torch.inference_mode(False):
             self.cache_tensor = from_dlpack(self.pages.window())
@@ -109,7 +109,7 @@ class ElasticPagedCache(PagedAttentionCache):
         return self._sectors_needed(state, tokens) * self.bytes_per_sector
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """As stock's, and gives what is new pages: all, or none."""
+        """Allocates blocks as stock does, with pages under new ones: all, or none."""
         with self.pages.client.lock:
             return self._can_store(state, request_len, dry_run)
 
@@ -124,8 +124,8 @@ class ElasticPagedCache(PagedAttentionCache):
         return bool(super().can_store_request_tokens(state, request_len))
 
     def evict_kept(self, nbytes: int) -> bool:
-        """Forgets blocks that are only kept for prompts, those first that are worth least, until sectors of so many
-        bytes are free, or all are forgotten. Was there any? DriverError."""
+        """Drops blocks that are only kept for prompts, the least valuable first, until sectors of so many bytes are
+        free, or none is left. Returns whether there was any. DriverError."""
         gone = False
         while nbytes > 0 and self.kept is not None:
             before = self.pool.num_free_sectors
@@ -137,50 +137,51 @@ class ElasticPagedCache(PagedAttentionCache):
         return gone
 
     def renew(self) -> None:
-        """Forgets what was computed before the model changed. Looks once for each batch."""
-        living = self.model.living
-        if self.kept is not None and living is not None and living.store is not None and not self._renewed:
-            self.kept.renew(living.store.identity())
+        """Drops blocks that were computed before the model changed. Checks once for each batch."""
+        loop_caches = self.model.loop_caches
+        if self.kept is not None and loop_caches is not None and loop_caches.store is not None and not self._renewed:
+            self.kept.renew(loop_caches.store.identity())
             self._renewed = True
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """As stock's."""
+        """Finds shared blocks, after `renew`."""
         self.renew()
         with self.pages.client.lock:
             found = int(super().search_prefix_match(request_id, prompt_ids))
-        if found and self.kept is not None and self.model.living is None:  # else noted when it was looked at
+        if found and self.kept is not None and self.model.loop_caches is None:  # else noted when it was looked at
             self.kept.used([*self.kept.hashes(prompt_ids[:found])])
         return found
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """As stock's, also for a request that has just ended, whose blocks are found by the next one then."""
+        """Marks full blocks, also those of a request that has just ended, so that the next one finds them."""
         if self.kept is not None and complete_blocks:
             (count,) = complete_blocks.values()
-            with suppress(DriverError):  # they are found by nobody then
+            with suppress(DriverError):  # no request finds them then
                 self.kept.mark(state.request_id, state.initial_tokens + state.generated_tokens, count)
 
     def ended(self, state: Any) -> None:
-        """A request ends that has its blocks yet: what is full of them goes to files, if there are any."""
-        kept, living = self.kept, self.model.living
-        if kept is not None and living is not None and kept.identity is not None:
+        """Has the full blocks of a request that ends written to files, if there are any. Called before they are
+        freed."""
+        kept, loop_caches = self.kept, self.model.loop_caches
+        if kept is not None and loop_caches is not None and kept.identity is not None:
             tokens = kept.full(state.request_id) * kept.tokens
-            living.ended((state.initial_tokens + state.generated_tokens)[:tokens], kept.identity)
+            loop_caches.ended((state.initial_tokens + state.generated_tokens)[:tokens], kept.identity)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """As stock's; with the last request of a cache that outlives its loop what it keeps is cut to its limit."""
+        """Frees the request's blocks. After the last request, cuts the blocks that are kept to their limit."""
         if no_cache and self.kept is not None:
             self.kept.discard(request_id)
         with self.pages.client.lock:
             super().free_blocks(request_id)
             if self.kept is not None:
                 self.kept.stale.discard(request_id)
-        if self.model.living is not None and not self.request_pages.requests():
+        if self.model.loop_caches is not None and not self.request_pages.requests():
             self.pool.try_to_free_sectors()
-            self.model.living.rests(self)
+            self.model.loop_caches.rests(self)
             self.pages.client.rests()
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """As stock's."""
+        """Frees the blocks of all requests."""
         with self.pages.client.lock:
             super().free_all_requests()
             if self.kept is not None:
@@ -189,11 +190,11 @@ class ElasticPagedCache(PagedAttentionCache):
             self.kept.forget()
 
     def evict_cached_blocks(self) -> bool:
-        """As stock's."""
+        """Drops blocks that are only kept for prompts."""
         return self.evict_kept(self.pages.nbytes)
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
-        """As stock's; children that find no memory are not forked."""
+        """Forks a request; children for which there is no memory are not forked."""
         made: list[str] = []
         with self.pages.client.lock:
             with suppress(torch.OutOfMemoryError, DriverError):
@@ -204,15 +205,15 @@ class ElasticPagedCache(PagedAttentionCache):
         return made
 
     def reset(self) -> None:
-        """As stock's, which a loop calls after its warmup, but that it keeps what it has computed."""
+        """Resets the cache after a loop's warmup; unlike stock's, keeps computed blocks."""
         with self.pages.client.lock:
             self.free_all_requests()
             self.pool.try_to_free_sectors()
 
     def begins(self, requests: Iterable[str]) -> None:
-        """A step with these requests is about to begin."""
+        """Prepares the pages of these requests for a step that is about to begin."""
         self._renewed = False
-        with suppress(DriverError):  # what could not be restored is read where it is
+        with suppress(DriverError):  # pages that could not be restored are read on the host
             self.pages.client.begins({piece for each in requests for piece in self.request_pages.pieces(each)})
 
     def extend_read_and_write_indices(
@@ -223,7 +224,7 @@ class ElasticPagedCache(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """As stock's; full blocks of prompts on the host are copied there: see host_writes.py."""
+        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (host_writes.py)."""
         rows = [len(each) for each in write_index]
         if not any(rows):
             self.new_blocks = {}  # a batch begins
@@ -252,8 +253,8 @@ class ElasticPagedCache(PagedAttentionCache):
         kwargs: dict[str, Any] | None = None,
         **indices: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's, under a lease, which a forward keeps. `kwargs`: of the forward; transformers 5.18 gives `indices`
-        alone, and returns [tokens, heads, dim] where later ones return [1, heads, tokens, dim]."""
+        """Updates the cache under a lease, the forward's if there is one. `kwargs`: of the forward; transformers 5.18
+        gives `indices` alone, and returns [tokens, heads, dim] where later ones return [1, heads, tokens, dim]."""
         found: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
             client = self._uses()
@@ -272,14 +273,14 @@ class ElasticPagedCache(PagedAttentionCache):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_cache_for_block_table(self, layer_idx: int) -> Any:
-        """As stock's, under a lease, which a forward keeps: transformers 5.18 asks it, and not `update`, where kernels
-        write by tables of blocks."""
+        """Returns the tensors of a layer under a lease, the forward's if there is one. transformers 5.18 calls this in
+        place of `update` where kernels write by tables of blocks."""
         with GroupLease(self.group):
             self._uses()
             return super().get_cache_for_block_table(layer_idx)
 
     def _uses(self) -> SectorClient:
-        """Kernels of the current stream use the cache from now on; under a lease. Its client."""
+        """Notes, under a lease, that kernels of the current stream use the cache. Returns its client."""
         client = self.pages.client
         client.uses()
         if (lease := current()) is not None:
@@ -287,7 +288,7 @@ class ElasticPagedCache(PagedAttentionCache):
         return client
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
-        """As stock's, under a lease, and block by block where there is no memory for copies on the way."""
+        """Copies blocks under a lease, one by one where there is no memory for intermediate copies."""
         with GroupLease(self.group):
             self.pages.client.uses()
             try:

@@ -1,4 +1,4 @@
-"""What memory there is for the requests of a generation loop: now, beside the reserve, and at most."""
+"""The memory for the requests of a generation loop: now, beside the reserve, and at most."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class RequestMemory:
         most: Callable[[], Memory],
         tuning: Serving = DEFAULT.serving,
     ) -> None:
-        """`measured`: what there is for KV and activations at this moment; `most`: once no request runs any more."""
+        """`measured`: returns the memory for KV and activations now; `most`: once no request runs any more."""
         self._cache = cache
         self._measured = measured
         self._most = most
-        self._caution = 0  # bytes that stay free beside the reserve
+        self._extra_reserve = 0  # bytes that stay free beside the reserve
         self.without_reserve = False  # may one request have all that is free?
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
         host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
-        self._aside = 0 if tuning.inflation else _stock_aside(cache, measured())  # bytes that only activations may have
+        self._aside = 0 if tuning.inflation else _stock_aside(cache, measured())  # bytes for activations only
 
     def now(self) -> Memory:
-        """What the requests of a batch may have."""
+        """The memory that the requests of a batch may use."""
         now = self._measured()
         used = self._cache.pages.client.displaced * self._cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        return replace(now, reserve=now.reserve + self._caution + self._aside, host=host)
+        return replace(now, reserve=now.reserve + self._extra_reserve + self._aside, host=host)
 
     def free(self) -> Memory:
-        """All that one request may have while no other one runs."""
+        """The memory that one request may use while no other one runs."""
         return replace(self._measured(), reserve=0)
 
     @property
@@ -52,7 +52,7 @@ class RequestMemory:
         return self._measured().activations
 
     def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | SequenceTooLong | None:
-        """Says why a request of so many tokens, and so many new ones, can never run; None where it can. On any
+        """Returns why a request of so many tokens, and so many new ones, can never run; None where it can. On any
         thread."""
         positions = self._cache.model.positions
         if positions is not None and prompt + max(0, new - 1) > positions:  # the last token is not computed with
@@ -60,7 +60,7 @@ class RequestMemory:
         return self.refused(request, prompt, new, self._most())
 
     def refused(self, request: str, prompt: int, new: int, most: Memory) -> RequestTooLarge | None:
-        """Says why `most` is too little for a request; None where it is enough."""
+        """Returns why `most` is too little for a request; None where it is enough."""
         cache = self._cache
         staging = cache.sizes.of(min(prompt, cache.max_batch_tokens), prompt + new)
         needed, most_read = cache.bytes_of(prompt + new) + staging, cache.max_tokens_read
@@ -72,8 +72,8 @@ class RequestMemory:
         return None
 
     def make_room(self, found: Admission) -> None:
-        """Has pages that rest leave before KV takes those that lie idle in the heap, as activations use the same ones
-        in each step, and would map them anew in each: more than twice of what they take may go."""
+        """Frees pages of idle KV before new KV takes idle pages of the heap. Activations use the latter in each step
+        and would have to map them again, so the heap keeps twice the pages that they take."""
         page, now = self._cache.on.page_size, self._measured()
         spare = self._cache.on.available + max(0, now.activations - 2 * found.activations) // page
         lacking = found.kv // page - spare
@@ -84,19 +84,19 @@ class RequestMemory:
             if lacking > 0:
                 self._cache.evict_kept(lacking * page)
 
-    def lacked(self) -> None:
-        """A step found no memory in the middle, although it was admitted: from now on more stays free."""
-        self._caution += max(self._caution, self._measured().reserve)
+    def raise_reserve(self) -> None:
+        """Keeps more memory free from now on, as an admitted step ran out of memory."""
+        self._extra_reserve += max(self._extra_reserve, self._measured().reserve)
 
-    def dares(self) -> bool:
-        """Nothing runs as too much stays free: no more than the reserve does from now on, and all of the host may be
-        used. False where it is so."""
-        before, self._caution = self._caution, 0
+    def relax_reserve(self) -> bool:
+        """Keeps only the plain reserve free from now on, and lets all host memory be used, as no request fits. False
+        where that was so already."""
+        before, self._extra_reserve = self._extra_reserve, 0
         return self.buffer.open() or before > 0
 
 
 def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
-    """What stock sets aside for the activations of the largest batch, which reads all KV that there is room for."""
+    """Bytes that stock sets aside for the activations of the largest batch, which reads all KV that fits."""
     sizes, batch = cache.sizes, cache.sizes.of(cache.max_batch_tokens, 0)
     kv = cache.bytes_per_sector / cache.tokens_per_sector
     return batch + round(max(0, memory.total - batch) * sizes.read / (kv + sizes.read))

@@ -1,11 +1,11 @@
-"""Requests that have to wait while others run: their KV goes to the host and stays where it is in the range, so that
-their tables of blocks hold, and comes back when they are scheduled again (eLLM §4.3.2).
+"""Requests that have to wait while others run: their KV goes to the host, keeps its addresses, so that tables of blocks
+stay valid, and comes back when they are scheduled again (eLLM §4.3.2).
 
 Note [Preempted]
-    A request that is preempted keeps its blocks, unless it takes less to compute it again than to move it. Its pages,
-    but for those that it shares with requests that run, become pages of the host: kernels could read them there, only
-    slower. Among those that wait it is one that decodes, so that the admission lets it in before prompts, and only with
-    room for all of its pages on the device.
+    A preempted request keeps its blocks, unless computing it again is faster than moving it. Its pages, except those
+    that it shares with running requests, become host pages: kernels could read them there, only slower. While it waits
+    it counts as decoding, so that the admission takes it before prompts, and only when all of its pages fit on the
+    device.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .scheduler import ElasticScheduler
 
 
 class PagePreemption(OffloadingManager):
-    """As OffloadingManager, without a pool of its own on the host."""
+    """An OffloadingManager without a pool of its own on the host."""
 
     cache: ElasticPagedCache
     scheduler: ElasticScheduler
-    _waits = 0  # looks since a batch could be made last, with one request alone
+    _waits = 0  # attempts since the last batch, with one request alone
 
     def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
         return 0
 
     def offload_requests(self) -> bool:
-        """Preempts the newest of the requests that lack pages until the others have room, or one request is left; first
-        blocks that nobody uses go. Was there anything to give?"""
+        """Drops unused blocks, then preempts the newest of the requests that lack pages until the others fit or one is
+        left. Returns whether any memory was freed."""
         self.cache.pool.try_to_free_sectors()
         starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
         evicted = not self._fits(starved) and self.cache.evict_kept(self.scheduler.selection.needed(starved))
@@ -43,11 +43,11 @@ class PagePreemption(OffloadingManager):
             gave = True
             self._preempt(state)
         self.scheduler.block_new_requests = self.scheduler.block_new_requests or gave
-        return gave or evicted or self.scheduler.memory.dares()
+        return gave or evicted or self.scheduler.memory.relax_reserve()
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
-        """Brings the KV of preempted requests that are in the batch back to the device, as far as there is room, unless
-        they were admitted with it on the host."""
+        """Restores the KV of preempted requests in the batch, as far as there are device pages, unless they were
+        admitted with it on the host."""
         for each in requests_in_batch:
             if each.state.is_cpu_offloaded:
                 if each.state.request_id not in self.cache.on_host:
@@ -55,15 +55,15 @@ class PagePreemption(OffloadingManager):
                 each.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: Any) -> None:
-        """Frees nothing: its blocks go as those of any other."""
+        """Does nothing: the blocks are freed like any others."""
         state.is_cpu_offloaded = False
 
     def compute_again(self, state: Any) -> None:
-        """Frees what the request has; it waits, and begins again with all of its tokens."""
-        again, slo = state.create_equivalent_initial_request(), self.scheduler.promises.asked(state.request_id)
+        """Frees the request's blocks; it waits, and is computed again with all of its tokens."""
+        again, slo = state.create_equivalent_initial_request(), self.scheduler.slos.asked(state.request_id)
         state._status = RequestStatus.FINISHED
         self.scheduler.finish_request(state.request_id)
-        self.scheduler.promises.note(state.request_id, slo)
+        self.scheduler.slos.note(state.request_id, slo)
         self.scheduler.wait_again(again)
 
     def _fits(self, starved: list[Any]) -> bool:
@@ -72,41 +72,41 @@ class PagePreemption(OffloadingManager):
     def _preempt(self, state: Any) -> None:
         if self._moves(state) and self.cache.request_pages.to_host(state.request_id):
             self._keep_for_later(state)
-        else:  # or there is no room on the host
+        else:  # or the host is full
             self.compute_again(state)
 
     def _moves(self, state: Any) -> bool:
-        """Does it take less to move what the request has to the host and back than to compute it again? What nobody
-        measured is moved."""
+        """Is moving the request's KV to the host and back faster than computing it again? True where times are
+        unknown."""
         page, again = self.cache.pages.client.governor.link.page_seconds, self.scheduler.seconds_again(state)
         return page is None or again is None or 2 * page * self.cache.request_pages.count(state.request_id) <= again
 
     def may_wait(self) -> bool:
-        """May a request that is alone and finds no memory wait once more for that of other models, or processes?"""
+        """May a lone request that finds no memory wait once more for other models or processes to free some?"""
         if may_grow(self.cache.on):
             return True
         self._waits += 1
         return self._waits <= self.scheduler.tuning.lonely
 
     def hopeless(self) -> list[tuple[Any, Exception]]:
-        """Takes those out of the queue that find too little memory, although no request runs, and did so for a while.
+        """Takes requests out of the queue that have found too little memory for a while although no request runs.
         Returns them with the reason."""
         return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.hopeless()
 
     def scheduled(self) -> None:
-        """Notes that a batch could be made, of requests that did not have to wait for what always stays free."""
+        """Notes that a batch was made without using the reserve."""
         if not self.scheduler.memory.without_reserve:
             self._waits = 0
 
     def begin_again(self, requests: list[Any]) -> None:
-        """A step of these found no memory in the middle: all of them are computed again, with more memory left free."""
-        self.scheduler.lacked()
+        """Computes these requests again, with more memory left free, as their step ran out of memory."""
+        self.scheduler.raise_reserve()
         for state in reversed(requests):
             self.compute_again(state)
 
     def _keep_for_later(self, state: Any) -> None:
-        """As transformers does with what it has copied to the host: what a batch in flight computes for it is lost, so
-        it goes on from the last token that is known."""
+        """Puts a preempted request back into the queue, as transformers does with one that it has copied to the host.
+        The result of a batch in flight is lost, so it goes on from the last known token."""
         if state.status == RequestStatus.DECODING:
             if state.position_offset == len(state.initial_tokens) + len(state.generated_tokens):
                 state.position_offset -= 1

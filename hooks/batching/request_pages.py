@@ -1,4 +1,4 @@
-"""Which pages the KV of each request lies on, and its way to the host and back; its addresses stay."""
+"""The pages of each request's KV, and moving them to the host and back at the same addresses."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class RequestPages:
         return self._on.page_size * len(self._pages.client.away(self.pieces(request)))
 
     def on_host_blocks(self, request: str, kind: Any, past: int, new: int) -> list[int]:
-        """Which blocks of the request lie on the host, and are filled by `new` tokens after `past` ones, in their order
-        from 0. `kind`: the allocator whose blocks they are."""
+        """Returns, by their order from 0, the request's blocks that lie on the host and that `new` tokens after `past`
+        ones fill. `kind`: the allocator whose blocks they are."""
         size, table = kind.tokens_per_page, kind.block_table[request]
         pieces = {
             n: set(self._pages.pieces(table[n] // kind.blocks_per_sector))
@@ -52,8 +52,8 @@ class RequestPages:
         return [n for n, found in pieces.items() if found <= away]
 
     def to_host(self, request: str) -> bool:
-        """Moves the KV of a request to the host, but for what it shares with others. False where the host has no room,
-        or the driver refuses: nothing is moved then."""
+        """Moves the KV of a request to the host, except pages that it shares. False, and nothing is moved, where the
+        host is full or the driver refuses."""
         others = {piece for name in self.requests() - {request} for piece in self.pieces(name)}
         try:
             self._pages.client.evict(self.pieces(request) - others)
@@ -62,7 +62,7 @@ class RequestPages:
         return True
 
     def to_device(self, request: str) -> None:
-        """Restores the KV of a request, as far as there are pages; what stays is read where it is."""
+        """Restores the KV of a request, as far as there are pages; the rest is read on the host."""
         client = self._pages.client
         away = client.away(self.pieces(request))
         lacking = len(away) - self._on.available  # read once: other threads take and free pages, and change budgets

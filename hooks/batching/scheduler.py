@@ -1,4 +1,4 @@
-"""The life of the requests and steps of a generation loop: a scheduler of transformers. See also selection.py."""
+"""The scheduler of a generation loop, for transformers: admits, orders and ends requests (with selection.py)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
-from .noting import Noting
-from .promises import Promises
+from .request_recorder import RequestRecorder
+from .request_slos import RequestSLOs
 from .selection import Selection
 
 
 class ElasticScheduler(Scheduler):
-    """A scheduler with which a request takes part only where there is room for all that it needs in this step: on the
-    device, or for the KV of its prompt on the host. The order is that of the other class that it is made of."""
+    """A scheduler that admits a request to a step only if all memory that it needs there is free: on the device, or
+    for the KV of its prompt on the host. The order is that of the other base class."""
 
     cache: ElasticPagedCache
 
@@ -41,45 +41,44 @@ class ElasticScheduler(Scheduler):
         others: Callable[[], bool],
         tuning: Serving = DEFAULT.serving,
     ) -> None:
-        """As Scheduler, but that the reserve of the admission stands for the margin. `others`: do requests of other
-        models run?"""
+        """The admission's reserve replaces `safety_margin`. `others`: do requests of other models run?"""
         self.memory = memory
         self._others_run = others
         self.tuning = tuning
-        self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
-        self.selection = Selection(cache, memory, self.promises, others, tuning)
-        self.reasons = dict[str, Exception | None]()  # by request whose end somebody waits for: why it failed
-        self.cancelled: Callable[[str], object] = lambda request: None  # is called once a cancelled request is gone
-        self._none_fits = False  # is all that is free too little for each request that waits?
+        self.slos = RequestSLOs(cache, lambda: cache.pages.client.governor.clock())
+        self.selection = Selection(cache, memory, self.slos, others, tuning)
+        self.reasons = dict[str, Exception | None]()  # by request whose end the server waits for: why it failed
+        self.cancelled: Callable[[str], object] = lambda request: None  # called once a cancelled request is removed
+        self._none_fits = False  # is all free memory too little for each waiting request?
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
         self._needed = 0  # bytes of activations that it needs
         self._idle = IdleHeap(tuning.idle)
-        self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
+        self._limits = math.inf, math.inf  # (seconds of the step, deadline): passing either misses an SLO
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._waited = cache.pages.client.governor.clock()  # when others waited last for the end of a batch
-        self._noting = Noting(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
+        self._recorder = RequestRecorder(cache.model.name, cache.model.latencies, devices.holding(cache.model.device))
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
 
     def reset(self) -> None:
-        """No request has been passed over."""
+        """Forgets which requests were passed over."""
         super().reset()
         self.selection.reset()
 
     def add_waiting_request(self, state: Any) -> None:
-        """As Scheduler's. For the one request RequestTooLarge or SequenceTooLong where it can never run, SLOError where
-        it cannot have what it asks, and ManageError where it has no tokens, which would end the loop."""
+        """Queues a request. Raises RequestTooLarge or SequenceTooLong where it can never run, SLOError where its SLO
+        cannot be kept, and ManageError where it has no tokens, which would end the loop."""
         if not state.initial_tokens:
             raise ManageError(f"request {state.request_id} has no tokens")
         if (slo := self.cache.model.slo) != NOTHING:
-            self.promises.note(state.request_id, replace(slo, arrived=self.clock()), unless=True)
-        self._noting.came(state)
+            self.slos.note(state.request_id, replace(slo, arrived=self.clock()), unless=True)
+        self._recorder.came(state)
         sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
-        if (why := self.memory.refusal(*sizes) or self.promises.impossible(*sizes)) is not None:
-            self.promises.note(state.request_id, NOTHING)
-            self._noting.ended(state, "refused")
+        if (why := self.memory.refusal(*sizes) or self.slos.impossible(*sizes)) is not None:
+            self.slos.note(state.request_id, NOTHING)
+            self._recorder.ended(state, "refused")
             raise why
         super().add_waiting_request(state)
 
@@ -90,13 +89,13 @@ class ElasticScheduler(Scheduler):
 
     @property
     def alone(self) -> bool:
-        """Do requests wait although none runs, of this model or of others, whose end could give them memory?"""
+        """Do requests wait while none runs, of this model or of others, whose end could free memory?"""
         return bool(self.waiting_requests) and not self.runs and not self._others_run()
 
     def hopeless(self) -> list[tuple[Any, Exception]]:
-        """Takes those out of the queue that all that is free now is too little for. To be called where requests are
-        `alone`: what there is has turned out to be less than `memory.refusal` could know. From now on one of the others
-        at a time may have all of it, without a reserve; where that was too little for each, the oldest one goes."""
+        """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
+        memory is less than `RequestMemory.refusal` could know. From then on one request at a time may use all of it,
+        without a reserve; where that was too little for each, the oldest one is taken out."""
         now, gone, blocks = self.memory.free(), list[tuple[Any, Exception]](), self.cache.pages
         most = replace(now, elsewhere=now.elsewhere + blocks.nbytes - blocks.fixed)
         for name, state in list(self.waiting_requests.items()):
@@ -112,7 +111,7 @@ class ElasticScheduler(Scheduler):
     def _drop(self, state: Any) -> Any:
         del self.waiting_requests[state.request_id]
         self.waiting_requests_order.remove(state.request_id)
-        self._noting.ended(state, "refused")
+        self._recorder.ended(state, "refused")
         return state
 
     def _process_candidates(
@@ -135,19 +134,19 @@ class ElasticScheduler(Scheduler):
         away = self.cache.pages.client.read_displaced
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
-            self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
+            self._recorder.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
         if self.waiting_requests or self._others_run():
             self._waited = self.clock()
         others = self.clock() - self._waited <= self.tuning.behind
-        self.promises.require([each.state for each in scheduled], others)
-        self._limits = self.promises.limits(
+        self.slos.require([each.state for each in scheduled], others)
+        self._limits = self.slos.limits(
             [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
         )
         self.starved_requests += [each for each in selected.left_out if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(selected.left_out), fast, new, read
 
     def begins(self, found: bool) -> None:
-        """A batch is about to be computed; where there is none the loop waits."""
+        """Prepares the computation of a batch; without one the loop waits."""
         now = self.clock()
         if self._step is not None:
             copied = self.cache.model.lends(0).copied
@@ -155,7 +154,7 @@ class ElasticScheduler(Scheduler):
             self.memory.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
         self._step = (self._next, now) if found else None
         if not found:
-            self._noting.rests()
+            self._recorder.rests()
         elif self._idle.passed(self._needed) and self._idle.gives(self.memory.idle, self._streams):
             self._trim()
         if self.has_pending_requests():
@@ -171,71 +170,71 @@ class ElasticScheduler(Scheduler):
         return self.cache.model.lends(0).copied > 0
 
     def _trim(self) -> None:
-        """Gives the pages back that lie idle in the heap: when the last request has ended, or as idle_heap.py says. The
-        heap keeps what the largest batch took, and the governor counts with free pages alone: under a lighter load
-        layers that stream would never come home."""
-        with suppress(DriverError):  # they stay in the heap then
+        """Gives back idle pages of the heap, when the last request has ended or idle_heap.py says so. The heap keeps
+        what the largest batch took, and the governor counts free pages only: under a lighter load streamed layers
+        would never be restored."""
+        with suppress(DriverError):  # the pages stay in the heap then
             self.cache.on.trim()
 
     @property
     def wanted(self) -> float:
-        """Until when requests need the model, by `clock`: infinity while there are any."""
+        """The time until which requests need the model, by `clock`: infinity while there are any."""
         if self.has_pending_requests():
             return math.inf
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 
     def late(self) -> list[tuple[Any, Exception]]:
-        """Takes those out of the queue that have waited too long for what they ask."""
+        """Takes requests out of the queue whose SLO cannot be kept any more."""
         gone = list[tuple[Any, Exception]]()
-        for name in [name for name in self.waiting_requests if name in self.promises]:
+        for name in [name for name in self.waiting_requests if name in self.slos]:
             state = self.waiting_requests[name]
             if not state.generated_tokens and not state.is_cpu_offloaded and not state._true_initial_tokens:
-                error = self.promises.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)
+                error = self.slos.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)
                 if error is not None:
                     gone.append((self._drop(state), error))
         return gone
 
     def finish_request(self, request_id: str) -> None:
-        """As Scheduler's."""
+        """Ends a request, and records that."""
         if (state := self.active_requests.get(request_id)) is not None:
             self.cache.ended(state)
-            self._noting.ended(state)
+            self._recorder.ended(state)
         super().finish_request(request_id)
-        self.promises.note(request_id, NOTHING)
+        self.slos.note(request_id, NOTHING)
 
     def clear_cancelled_requests(self) -> list[Any]:
-        """As Scheduler's."""
+        """Removes cancelled requests, and records that."""
         names = list(self._requests_to_cancel)
         found: list[Any] = super().clear_cancelled_requests()
         for state in found:
-            self._noting.ended(state, "cancelled")
-            self.promises.note(state.request_id, NOTHING)
+            self._recorder.ended(state, "cancelled")
+            self.slos.note(state.request_id, NOTHING)
         for name in names:
             self.cancelled(name)
         return found
 
     def clock(self) -> float:
-        """Seconds, as the governor has them."""
+        """Returns the governor's time in seconds."""
         return self.cache.pages.client.governor.clock()
 
     def wait_again(self, state: Any) -> None:
-        """A request that has run before waits for its turn."""
-        self._noting.again(state)
+        """Queues a request that has run before."""
+        self._recorder.again(state)
         super().add_waiting_request(state)
 
-    def lacked(self) -> None:
-        """A step found no memory in the middle, although it was admitted: from now on more stays free."""
-        self.memory.lacked()
-        self._step = None  # what it took says nothing
+    def raise_reserve(self) -> None:
+        """Keeps more memory free from now on, as an admitted step ran out of memory."""
+        self.memory.raise_reserve()
+        self._step = None  # its duration says nothing
 
     def seconds_again(self, state: Any) -> float | None:
-        """What it takes to compute all tokens of a request again; None where nobody knows."""
+        """Returns the time to compute all tokens of a request again; None where it is not known."""
         parts = self.cache.model.costs.parts
         return None if parts is None else parts.prefill(state.current_len(), self.cache.max_batch_tokens)
 
 
 def no_room(request: str) -> torch.OutOfMemoryError:
-    """Says that a request finds no memory although no other one runs."""
+    """Makes the error of a request that finds no memory although no other one runs."""
     return torch.OutOfMemoryError(
         f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it. "
         "Give a larger budget (ballonet.set_budget) or host budget, or drop what is not needed"

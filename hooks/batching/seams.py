@@ -1,11 +1,10 @@
-"""Where transformers' continuous batching takes ballonet's parts in the place of its own.
+"""Puts ballonet's parts in the place of those of transformers' continuous batching.
 
 Note [What is replaced]
-    The generation loop of a managed model makes its cache, its scheduler and what preempts requests by names of one
-    module of transformers. These names lead to makers that give a managed model ballonet's parts, and any other model
-    stock's. What they rely on is compared with what is there, by the names of parameters, when they are put in; where
-    it differs, and in transformers before 5.18, continuous batching stays stock, and a warning says why. With the last
-    managed model everything is put back.
+    A generation loop makes its cache, its scheduler and its offloading manager by names of one module of transformers.
+    These names are replaced by functions that give a managed model ballonet's parts, and any other model stock's. The
+    parameters that they rely on are checked first; where they differ, and in transformers before 5.18, continuous
+    batching stays stock, and a warning says why. With the last managed model everything is put back.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ _thread: Final = _Thread()
 
 
 def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
-    """Makes continuous batching of `model` elastic until what is returned is called, or the model is gone. `batched`:
-    what its loops know of it."""
+    """Makes continuous batching of `model` elastic until the returned function is called, or the model is collected.
+    `batched`: the facts of the model that its loops use."""
     if not hasattr(model, "generate_batch"):
         return lambda: None
     if (reason := why_stock()) is not None:
@@ -95,7 +94,7 @@ def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
 
 @functools.cache
 def why_stock() -> str | None:
-    """Why continuous batching cannot be elastic with this transformers; None where it can."""
+    """Returns why continuous batching cannot be elastic with this transformers; None where it can."""
     if release() < OLDEST:
         return "it needs transformers {}.{} or newer".format(*OLDEST)
     from importlib import import_module
@@ -118,7 +117,7 @@ def _replace() -> Iterator[Undo]:
     from transformers.generation.continuous_batching import continuous_api, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-    from ..sectors.room import memory_of, most_of
+    from ..sectors.memory import memory_of, most_of
     from . import steps
     from .cache import ElasticPagedCache
     from .memory import RequestMemory
@@ -141,8 +140,12 @@ def _replace() -> Iterator[Undo]:
             return PagedAttentionCache(*args, **kwargs)
         tuning = governors.of(_thread.attached.device).tuning.serving
         make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, tuning=tuning, **kwargs)
-        living = _thread.attached.living
-        return make() if living is None else living.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
+        loop_caches = _thread.attached.loop_caches
+        return (
+            make()
+            if loop_caches is None
+            else loop_caches.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
+        )
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 
@@ -180,7 +183,7 @@ def others_run(model: Batched) -> bool:
 
 
 def _put(owner: Any, name: str, mine: object) -> Undo:
-    """`owner`: a module, a class or a dictionary."""
+    """Replaces a name of `owner`, a module, a class or a dictionary."""
     names = owner if isinstance(owner, dict) else vars(owner)
     stock = names[name]
 
@@ -193,22 +196,22 @@ def _put(owner: Any, name: str, mine: object) -> Undo:
     put(mine)
 
     def put_back() -> None:
-        if names.get(name) is mine:  # else somebody has replaced it since
+        if names.get(name) is mine:  # else it was replaced again since
             put(stock)
 
     return put_back
 
 
-_attached: Final = Seam[Batched](_replace)  # by id of a model that lives
+_attached: Final = Seam[Batched](_replace)  # by the id of a live model
 
 
 def _detach(key: int) -> None:
     known = _attached.get(key)
-    if known is not None and known.living is not None:
-        known.living.close()
+    if known is not None and known.loop_caches is not None:
+        known.loop_caches.close()
     _attached.remove(key)
 
 
 def batched(model: nn.Module) -> Batched | None:
-    """What the generation loops of a model know of it; None where they are stock's."""
+    """Returns the facts that a model's generation loops use; None where they are stock's."""
     return _attached.get(id(model))

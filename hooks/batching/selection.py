@@ -16,15 +16,15 @@ from ..device.shared import lacks, may_grow
 from ..sectors.beginnings import Beginnings
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
-from .promises import Promises
+from .request_slos import RequestSLOs
 
-Candidate = tuple[Any, int]  # what transformers knows of a request, and the new tokens that it would have in the batch
+Candidate = tuple[Any, int]  # (transformers' state of a request, the new tokens that it would have in the batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """`admission`: of the candidates that were looked at; `steps`: those that take part, where a step counts only if
-    those before it are empty; `left_out`: the others."""
+    """A selected batch. `admission`: of the candidates that were looked at. `steps`: the chosen candidates by step,
+    where a step counts only if those before it are empty. `left_out`: the others."""
 
     admission: Admission
     steps: list[list[Candidate]]
@@ -38,31 +38,31 @@ class Selection:
         self,
         cache: ElasticPagedCache,
         memory: RequestMemory,
-        promises: Promises,
+        slos: RequestSLOs,
         others: Callable[[], bool],
         tuning: Serving = DEFAULT.serving,
     ) -> None:
         """`others`: do requests of other models run?"""
         self._cache = cache
         self._memory = memory
-        self._promises = promises
+        self._slos = slos
         self._others_run = others
         self._tuning = tuning
         self._passed: dict[str, int] = {}  # by request: how often it was passed over
         self._in_row = 0  # steps of prompts alone since requests that decode had one
-        living, blocks = cache.model.living, cache.kept
-        shared = None if living is None else living.store
+        loop_caches, blocks = cache.model.loop_caches, cache.kept
+        shared = None if loop_caches is None else loop_caches.store
         self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
 
     def reset(self) -> None:
-        """No request has been passed over."""
+        """Forgets which requests were passed over."""
         self._passed = {}
 
     def select(
         self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
     ) -> Selected:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
-        tokens. Blocks and pages that nobody uses give their memory where some lack it."""
+        tokens. Frees unused blocks and pages where some lack memory."""
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
@@ -83,7 +83,8 @@ class Selection:
     def _looked(
         self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
     ) -> list[Candidate]:
-        """Returns those that could be in the batch, with the new tokens of each: none whose beginning is being read."""
+        """Returns the candidates for the batch with the new tokens of each, without those whose beginning is still
+        being read from files."""
         looked: list[Candidate] = []
         if self._beginnings is not None:
             self._beginnings.only(waiting)
@@ -96,7 +97,7 @@ class Selection:
         return looked
 
     def _begun(self, state: Any, before: list[Candidate]) -> bool:
-        """Is what is stored of its prompt where it is found, if the request has none of its own yet? `before`: those
+        """Is the stored beginning of the request's prompt in blocks, or has it begun already? `before`: the candidates
         that go before it, with their new tokens."""
         if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return True
@@ -107,17 +108,18 @@ class Selection:
         return self._beginnings.look(state.request_id, state.remaining_prefill_tokens, room)
 
     def _worth(self, candidates: Sequence[Any], active: Mapping[str, Any]) -> list[Any]:
-        """Returns the candidates without those that wait and would make steps slower than is worth it, or is asked."""
+        """Returns the candidates without waiting ones that would slow down steps more than is worthwhile, or than SLOs
+        allow."""
         costs, room = self._cache.model.costs, len(candidates)
         if candidates and self._cache.model.fast:
             length = sum(state.current_len() + self._tokens(state) for state in candidates) / len(candidates)
             if costs.slower(len(candidates), length):
                 room = max(0, (costs.largest(length) or 0) - len(active)) or not active
-        beside = [(_at_end(state), self._promises.asked(state.request_id)) for state in active.values()]
+        beside = [(_at_end(state), self._slos.asked(state.request_id)) for state in active.values()]
         worth = []
         for state in candidates:
             if state.request_id not in active:
-                tokens, slo = _at_end(state), self._promises.asked(state.request_id)
+                tokens, slo = _at_end(state), self._slos.asked(state.request_id)
                 if not room or not may_begin(costs.parts, beside, tokens, slo):
                     continue
                 room -= 1
@@ -126,8 +128,8 @@ class Selection:
         return worth
 
     def _admitted(self, looked: list[Candidate], active: Mapping[str, Any]) -> Admission:
-        """Algorithm 1; with the memory that the model's own layers would give, and with KV of new requests on the host,
-        only where that makes more tokens per second than fewer requests do without."""
+        """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
+        where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*each) for each in looked], self._memory.now()
         found = admit(demands, now, self._tuning)
         self._memory.without_reserve = self._memory.without_reserve and not found.where
@@ -147,18 +149,18 @@ class Selection:
         return found
 
     def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
-        """Returns those one of which may have all that is free, without a reserve: the one that runs, where nobody else
-        could give memory, or those that have waited for long (scheduler.py, `hopeless`)."""
+        """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
+        no other could free memory, or those that have waited for long (`ElasticScheduler.hopeless`)."""
         if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
             return [each for each in demands if each.request in active]
         return demands if self._memory.without_reserve and not active else []
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
-        """Bytes of these that the model's own layers have to give. `own`: that they could."""
+        """Bytes that the model's own layers have to give for these. `own`: bytes that they could give."""
         return chosen.kv + chosen.activations + now.reserve - (now.total - own) if own else 0
 
     def _decoding(self, looked: list[Candidate], chosen: Admission, lacking: int) -> Step:
-        """The step in which those that are admitted decode, after this one. `lacking`: bytes that own layers give."""
+        """The later step in which the admitted requests decode. `lacking`: bytes that the model's own layers give."""
         states = [(state, tokens) for state, tokens in looked if state.request_id in chosen.where]
         away = sum(
             self.demand(state, tokens).kv if chosen.where[state.request_id] == "host" else 0 for state, tokens in states
@@ -169,14 +171,15 @@ class Selection:
         return replace(step, copied=lent.then if lacking > 0 else lent.copied, away=away)
 
     def _steps(self, admitted: list[Candidate]) -> list[list[Candidate]]:
-        """One step of all that are admitted; or, where prompts are faster in one of their own, two, of which the second
-        counts where the first is none: prompts first, which make the batch larger, but only so many times."""
+        """Returns one step of all admitted requests; or two, the second of which counts if the first is empty, where
+        prompts are faster in a step of their own: prompts first, which make the batch larger, but only so many times in
+        a row."""
         decoding = [each for each in admitted if each[0].status == RequestStatus.DECODING]
         prompts = [each for each in admitted if each[0].status != RequestStatus.DECODING]
         parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
         if not decoding or not prompts or not self._cache.model.fast or not self._cache.model.costs.apart(*parts):
             return [admitted]
-        hurry = any(self._promises.asked(state.request_id).tpot is not None for state, _ in decoding)
+        hurry = any(self._slos.asked(state.request_id).tpot is not None for state, _ in decoding)
         self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
         return [prompts, decoding] if self._in_row else [decoding, prompts]
 
@@ -186,9 +189,9 @@ class Selection:
         return sum(each.kv + each.activations for each in demands)
 
     def demand(self, state: Any, tokens: int) -> Demand:
-        """What a request needs for so many more tokens."""
+        """Returns the memory that a request needs for so many more tokens."""
         sizes, kept = self._cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
-        exchanged = self._tuning.inflation  # else activations have what lies aside
+        exchanged = self._tuning.inflation  # else activations have memory of their own
         away = self._cache.request_pages.on_host_bytes(state.request_id) if kept else 0
         return Demand(
             state.request_id,
@@ -206,7 +209,7 @@ class Selection:
         return len(state.remaining_prefill_tokens) - self._found(state)
 
     def _found(self, state: Any) -> int:
-        """Tokens of a request that has none yet, which blocks of others hold."""
+        """Tokens of a new request that other requests' blocks hold."""
         if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return 0
         return self._beginnings.found(state.request_id)

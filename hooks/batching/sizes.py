@@ -1,4 +1,4 @@
-"""What a batch of continuous batching takes beside the weights and the KV, and how large it may get at a budget."""
+"""The memory of a batch beside weights and KV, and the largest batch under a budget."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionMemo
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes, as transformers works them out: `token`: of a new token's activations and inputs; `read`: of a token that
-    is read, in copies of its keys and values and in indices; `kv`: of a token's own KV in one layer."""
+    """Bytes per token, as transformers works them out. `token`: a new token's activations and inputs. `read`: copies of
+    the keys and values of a token that is read, and its indices. `kv`: a token's own KV in one layer."""
 
     token: int
     read: int
@@ -19,7 +19,7 @@ class Sizes:
 
     @classmethod
     def of_handler(cls, handler: PagedAttentionMemoryHandler, layers: int) -> Sizes:
-        """What the memory handler of a cache with so many layers says."""
+        """Makes the sizes of a cache with so many layers, from its memory handler."""
         return cls(
             handler.bytes_per_batch_token,
             handler.bytes_per_cache_token,
@@ -51,7 +51,7 @@ def largest_batch(budget: int, part: int, sizes: Sizes, masks: int, itemsize: in
 
 def readable(budget: int, part: int, batch: int, masks: int, itemsize: int, most: int) -> int:
     """Tokens that may be read in one step so that masks [batch, batch + tokens] take no more than 1/`part` of the
-    budget: as a rule all that there can be, `most`, as without masks."""
+    budget; without masks, `most`."""
     if not masks:
         return most
     return max(1, min(most, budget // (part * masks * itemsize * batch) - batch))

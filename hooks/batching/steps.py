@@ -1,20 +1,20 @@
 """Steps of continuous batching that find no memory: the requests go on later, or one of them fails, and the loop lives.
 
-In stock an error in a step fails every request and ends the loop. Here a step that found no memory for activations is
-undone by computing its requests again (preemption.py). Where nothing can be scheduled the newest request gives up what
-it has and is computed again later; one that has waited alone for long enough fails, and so do those that wait for more
-than there is.
+In stock an error in a step fails every request and ends the loop. With ballonet a step that found no memory for
+activations is undone by computing its requests again (preemption.py). Where no request can be scheduled the newest one
+gives up its blocks and is computed again later; one that has waited alone for long enough fails, and so do those that
+need more memory than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
-    in their places. A request that begins again in such a step would get a token of its former self. So before requests
-    begin again, the tokens of the batch in flight are waited for and taken in; then none is in flight.
+    in their places. A request that is computed again in such a step would get a token of its earlier computation. So
+    first the tokens of the batch in flight are waited for and taken in; then none is in flight.
 
 Note [Inputs of a step]
     Stock writes the inputs of a step on the current stream and computes on another, which does not wait for the first.
     Where the device is behind, the first kernels read indices of the step before: other tokens (transformers 5.18,
-    `prepare_batch_tensors`). With asynchronous batching only zeros of the beginning are written there, which may come
-    after the first inputs. So the stream that computes, or copies the inputs, waits.
+    `prepare_batch_tensors`). With asynchronous batching only the initial zeros are written there, which may come after
+    the first inputs. So the stream that computes, or copies the inputs, waits.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .scheduler import no_room
 
 
 def computing(stock: Callable[..., None]) -> Callable[..., None]:
-    """Stock's `_generation_step`, after which an OutOfMemoryError fails nothing but a request that ran alone. It waits
-    for its inputs; see Note [Inputs of a step]."""
+    """Wraps `_generation_step`: an OutOfMemoryError fails only a request that ran alone, and the step waits for its
+    inputs, see Note [Inputs of a step]."""
 
     @functools.wraps(stock)
     def step(self: Any, model: Any) -> None:
@@ -53,7 +53,7 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
             requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
             failed = [each.state for each in requests]
             forks = self.scheduler._requests_to_fork
-            forks[:] = [state for state in forks if all(state is not each for each in failed)]  # they begin again first
+            forks[:] = [state for state in forks if all(state is not each for each in failed)]  # computed again first
             _take_in(self)
             still = [state for state in failed if active.get(state.request_id) is state]
             if not alone:
@@ -65,7 +65,7 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """Stock's `prepare_next_batch`; where none could go on the newest request waits, and fails in the end."""
+    """Wraps `prepare_next_batch`: where no request can go on, the newest one waits, and fails in the end."""
 
     @functools.wraps(stock)
     def prepare(self: Any) -> bool:
@@ -73,7 +73,7 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
             active, preemption = self.scheduler.active_requests, self.offloading_manager
             if isinstance(preemption, PagePreemption):
                 if not active:
-                    self.scheduler.block_new_requests = False  # stock waits for one to end, and all may be gone
+                    self.scheduler.block_new_requests = False  # stock waits for a request to end, and none may be left
                 for state, why in [*preemption.scheduler.late(), *preemption.hopeless()]:
                     _fail(self, state, why)
             try:
@@ -90,7 +90,7 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
                 if state is not None:
                     preemption.compute_again(state)
                 if not active:
-                    return False  # the loop looks again soon: other models may give memory
+                    return False  # the loop tries again soon: other models may free memory
             else:
                 if isinstance(preemption, PagePreemption):
                     preemption.scheduler.begins(found)
@@ -102,7 +102,7 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def telling(stock: Callable[..., None]) -> Callable[..., None]:
-    """Stock's `_handle_request_error`, which keeps the text of an error only: whoever waits for the request gets it."""
+    """Wraps `_handle_request_error`, which keeps only the text of an error: the server gets the error itself."""
 
     @functools.wraps(stock)
     def handle(self: Any, error: Exception, state: Any) -> None:
@@ -115,8 +115,8 @@ def telling(stock: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _launched_one_by_one(processor: Any) -> Iterator[None]:
-    """No graph is replayed within it, or captured, where the batch has blocks that are copied to the host: a graph has
-    no copies of them."""
+    """A `with` block in which no graph is replayed or captured if the batch has blocks that are copied to the host: a
+    graph would not copy them."""
     runner, cache = processor.model_runner, processor.cache
     graphs = runner.use_cuda_graph_varlen
     if isinstance(cache, ElasticPagedCache) and cache.new_blocks:
@@ -128,11 +128,11 @@ def _launched_one_by_one(processor: Any) -> Iterator[None]:
 
 
 def _take_in(processor: Any) -> bool:
-    """Waits for the batch in flight and notes its tokens. Was there one? See Note [In flight]."""
+    """Waits for the batch in flight and notes its tokens. Returns whether there was one. See Note [In flight]."""
     if not processor.use_async_batching:
         return False
     batch = processor.inputs_and_outputs
-    batch.h2d_stream.synchronize()  # which may still read what the host prepares next
+    batch.h2d_stream.synchronize()  # copies may still read the buffers that the host writes next
     batch.compute_stream.synchronize()
     batch.current_pair = 1 - batch.current_pair
     try:
@@ -143,7 +143,7 @@ def _take_in(processor: Any) -> bool:
 
 
 def _forgotten(batch: Any) -> list[Any]:
-    """Returns the requests of a batch, which has none from now on."""
+    """Takes the requests out of a batch, and returns them."""
     requests, batch.requests_in_batch = batch.requests_in_batch, []
     batch.req_id_to_new_token_position = {}
     return list(requests)

@@ -1,9 +1,9 @@
 """The governor of each device that models are managed on.
 
 Note [The link of a model that runs]
-    Where pages run out for the first time nobody has measured the link yet, and who may give what depends on it. That
-    is made up for before an iteration, once more is free than the next tokens need, and outside of captures, whose work
-    must not wait for copies; until then decisions say that they assume.
+    When pages run out for the first time the link may not be measured yet, and decisions depend on it. It is measured
+    before a later iteration, once more is free than the next tokens need, and outside of captures, whose work must not
+    wait for copies; until then decisions say that they assume a bandwidth.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .references import THIS, Interpreter
 
 
 class Composition(NamedTuple):
-    """What a governor, and the models it governs, are made with. `clock`: seconds, by which all is decided that
-    depends on time; `waits`: the same, by which one thread waits no longer for another."""
+    """The parts of which a governor, and what it governs, are made. `clock`: seconds, for decisions that depend on
+    time; `waits`: seconds, for timeouts of one thread that waits for another."""
 
     tuning: Tuning = DEFAULT
     clock: Callable[[], float] = time.monotonic
@@ -37,13 +37,13 @@ class Composition(NamedTuple):
     waits: Callable[[], float] = time.monotonic
 
 
-_unless_said = Composition()  # of a runtime that was not composed itself, and of what has no runtime
+_unless_said = Composition()  # for runtimes without a composition of their own, and for what has no runtime
 _measuring = threading.Lock()
 
 
 def compose_with(composition: Composition, device: Device | None = None) -> Composition:
-    """The governor of the device, for None of every one that is not composed itself, is made with this from now on, and
-    the one that is there is forgotten: no model is managed. Returns what it was made with before."""
+    """Makes later governors of the device, for None of every device without a composition of its own, of these parts,
+    and forgets the present one; no model is managed. Returns the composition before."""
     global _unless_said
     before = composed_with(device)
     if device is None:
@@ -57,12 +57,12 @@ def compose_with(composition: Composition, device: Device | None = None) -> Comp
 
 
 def composed_with(device: Device | None = None) -> Composition:
-    """Returns what the governor of the device is made with; for None what one is that is not composed itself."""
+    """Returns the composition of the device; for None that of devices without one of their own."""
     return (None if device is None else devices.holding(device).parts.get(Composition)) or _unless_said
 
 
 def of(device: Device) -> Governor:
-    """Returns the governor of the device, made where there is none yet."""
+    """Returns the governor of the device; makes it where there is none yet."""
     found = devices.holding(device)
     return found.parts.of(Governor, partial(_made, found))
 
@@ -91,24 +91,24 @@ def known(found: Runtime) -> Governor | None:
 
 
 def _away(found: Runtime) -> dict[str, int]:
-    """For those who watch: pages of KV of all caches of the device that lie on the host or a peer."""
+    """Returns, for metrics, the pages of all KV caches of the device that lie on the host or a peer."""
     governor = known(found)
     return {"displaced": 0 if governor is None else governor.displaced}
 
 
 def yield_pages(device: Device, governor: Governor) -> None:
-    """For a thread between two layers: gives what others request of it. DriverError."""
+    """Gives the pages that other threads request of this one, between two layers. DriverError."""
     if device.yield_pages():
         governor.pages.given()
 
 
 def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
-    """The governor knows how fast the link is, if that can be found out now with `leave` device pages free. Does
-    nothing while another thread finds out."""
+    """Measures the bandwidth of the link for the governor, if that can be done now with `leave` device pages free. Does
+    nothing while another thread measures it."""
 
     def measure() -> None:
         if governor.link.bandwidth is None:
-            with relaxed(device), suppress(DriverError):  # of a driver that says it has host pages and gives none
+            with relaxed(device), suppress(DriverError):  # a driver may say it has host pages and give none
                 if (found := link.measure(device, leave=leave, tuning=governor.tuning.link)) is not None:
                     governor.link.bandwidth = found
         if governor.link.peer_bandwidth is None and device.peer is not None:
@@ -120,7 +120,7 @@ def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
 
 
 def _received(device: Device) -> Callable[[], int | None] | None:
-    """Bytes per second that come over the link of a GPU."""
+    """Returns the function that reads the bytes per second received over a GPU's link."""
     if device.kind != "cuda":
         return None
     from .key import uuid_of

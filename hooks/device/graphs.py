@@ -3,15 +3,15 @@
 Note [Captured]
     A replay reads the addresses that were read at the capture, at any time, and no hook runs then. So a layer that was
     captured stays resident for as long as the graph may be replayed: until it is reset, or collected. The model says so
-    before anything is captured (`Elastic.keep`). A layer that is not resident cannot be captured.
+    before anything is captured (`CapturedModel.keep`). A layer that is not resident cannot be captured.
 
 Note [What was read]
-    by a graph nobody tells. What may have been read counts as captured:
+    torch does not tell what a graph reads. So all that it may read counts as captured:
     - where a forward of the model is open on the thread when a capture begins, or begins within one, all layers that
       are resident: a compiled layer reads its weights with no hook;
     - where a module of a layer is called by itself, that layer;
-    - what another graph has captured whose memory this one shares, as it may be the backward of that one, or which is
-      replayed within the capture.
+    - all that another graph has captured whose memory this one shares, as it may be the backward of that one, or which
+      is replayed within the capture.
     A weight that is read outside of any module is not noticed, unless its layer streams.
 
 Note [Replays]
@@ -20,8 +20,8 @@ Note [Replays]
     to something else, so it is refused.
 
 Note [Captures by others]
-    torch's own class is wrapped (allocator/captures.py). Of a capture that a program begins by itself nobody can tell
-    when its graph is gone: what it captures stays resident until the model is released.
+    torch's own class is wrapped (allocator/captures.py). When a program begins a capture by other means, the end of its
+    graph's life is unknown: layers that it captures stay resident until the model is released.
 """
 
 from __future__ import annotations
@@ -63,35 +63,36 @@ class CapturedModel(Protocol):
         """Device pages of layers that stay resident, as graphs have captured them."""
 
     @property
-    def here(self) -> bool:
+    def runs_on_this_thread(self) -> bool:
         """Is a forward of it open on this thread?"""
 
     def prepare_capture(self) -> None:
-        """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
+        """Makes layers resident, as far as that can be done now, before a capture begins."""
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[CaptureRecord]) -> None:
-        """Records that these layers, with None all resident ones, are about to be captured: `Record.add`. ManageError
-        where one of them is not resident."""
+        """Adds these layers, with None all resident ones, to `records` (`CaptureRecord.add`) as they are about to be
+        captured. ManageError where one of them is not resident."""
 
-    def kept(self) -> bool:
-        """Graphs keep other layers than they did. False where it has no time for that now."""
+    def update_kept(self) -> bool:
+        """Keeps resident what graphs have captured by now. False where another thread has the lock."""
 
     def listen(self) -> list[RemovableHandle]:
-        """Has the calls of its modules say what they capture (`noticed`), until the handles are removed."""
+        """Hooks its modules so that their calls record what a capture includes (`noticed`), until the handles are
+        removed."""
 
     def yield_pages(self) -> None:
         """Gives what other threads request of this one. DriverError."""
 
 
 class CaptureRecord:
-    """What one graph has captured."""
+    """The models, layers and groups that one graph has captured."""
 
     def __init__(self, before: CaptureRecord | None = None) -> None:
-        """`before`: of what the graph holds already."""
+        """`before`: the record of an earlier capture into the same graph."""
         self.before = before
         self.thread = threading.get_ident()
         self.capturing = False
-        self.pool: object = None  # whose memory the graph has
+        self.pool: object = None  # the memory pool of the graph
         self._models: dict[
             int, tuple[weakref.ref[CapturedModel], str, set[int]]
         ] = {}  # by id: itself, its name, its layers
@@ -102,13 +103,13 @@ class CaptureRecord:
         self.noticed: set[tuple[int, tuple[int, ...] | None]] = set()  # in this capture: models by id, and layers
 
     def begin(self, models: Iterable[CapturedModel]) -> None:
-        """What of these is called from now on is captured."""
+        """Captures the calls of these models' modules from now on."""
         self.capturing = True
         for each in models:
             self._handles += each.listen()
 
     def end(self) -> None:
-        """The capture has ended. On any thread; again: does nothing."""
+        """Ends the capture. On any thread, idempotent."""
         self.capturing = False
         self.noticed.clear()
         while self._handles:
@@ -116,7 +117,7 @@ class CaptureRecord:
         self._lease.close()
 
     def add(self, model: CapturedModel, layers: Iterable[int]) -> None:
-        """`layers`: the ids of their modules."""
+        """Adds layers of `model`, by the ids of their modules."""
         known = self._models.get(id(model))
         if known is None or known[0]() is not model:
             known = self._models[id(model)] = weakref.ref(model), model.name, set()
@@ -124,7 +125,7 @@ class CaptureRecord:
         self.lease(model.device, model.group)
 
     def lease(self, device: Device, group: Group) -> None:
-        """The group is leased while the graph is captured, and around each replay."""
+        """Leases the group while the graph is captured, and around each replay."""
         device.note_stream(stream_of(device)())
         if not any(each is group for _, each in self._groups):
             self._groups.append((device, group))
@@ -132,11 +133,11 @@ class CaptureRecord:
             self._lease.enter(group)
 
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The graph reads these, which nobody else needs to keep."""
+        """Holds tensors that the graph reads."""
         self._shown += tensors
 
     def include(self, other: CaptureRecord) -> None:
-        """All that the other one has captured, too."""
+        """Adds all that the other one has captured."""
         for reference, _, layers in list(other._models.values()):
             model = reference()
             if model is not None and model.followed:
@@ -146,13 +147,14 @@ class CaptureRecord:
         self._shown += other._shown
 
     def layers(self, model: CapturedModel) -> frozenset[int]:
-        """The ids of the modules of layers that it has captured of the model."""
+        """The ids of the modules of the model's layers that it has captured."""
         known = self._models.get(id(model))
         return frozenset() if known is None or known[0]() is not model else frozenset(known[2])
 
     @property
     def models(self) -> list[CapturedModel]:
-        """The models of which it has captured something. ManageError where one of them is managed no more."""
+        """The models of which it has captured layers or caches. ManageError where one of them is not managed any
+        more."""
         found = []
         for reference, name, _ in list(self._models.values()):
             model = reference()
@@ -165,7 +167,7 @@ class CaptureRecord:
         return found
 
     def leased(self) -> Guarded[None]:
-        """Around a replay. See Note [Replays]. ManageError, DriverError."""
+        """Leases all groups around a replay, see Note [Replays]. ManageError, DriverError."""
         lease = Lease()
         return guarded(partial(self._enter, lease), lambda failed: lease.close())
 
@@ -174,26 +176,26 @@ class CaptureRecord:
             model.yield_pages()
         for _, group in self._groups:
             lease.enter(group)
-        for each in devices.every():  # of memory that is no model's, too
+        for each in devices.every():  # also for memory of no model
             each.device.note_stream(stream_of(each.device)())
 
     def close(self) -> None:
-        """The graph is gone. Whose layers it kept hears of that later: this may be a finalizer."""
+        """Ends the record with its graph. Its models are told later: this may be a finalizer."""
         self.end()
         GRAPHS.loosened.extend(reference for reference, _, _ in self._models.values())
         self._shown.clear()
 
 
 class _Graphs(captures.CaptureListener):
-    """All graphs that were captured by torch's own class, which is one for all devices, and by others."""
+    """The records of all graphs, captured by torch's own class, which is one for all devices, or by other means."""
 
     def __init__(self) -> None:
         self.records: dict[int, CaptureRecord] = {}  # by id of the graph
         self.others: dict[
             int, CaptureRecord
         ] = {}  # by id of the model: of captures that torch's class does not know of
-        self.models: dict[int, weakref.ref[CapturedModel]] = {}  # those that are managed, by id
-        self.loosened: deque[weakref.ref[CapturedModel]] = deque()  # of which a graph is gone; see `tell_of_dropped`
+        self.models: dict[int, weakref.ref[CapturedModel]] = {}  # managed models, by id
+        self.loosened: deque[weakref.ref[CapturedModel]] = deque()  # models with a freed graph; see `tell_of_dropped`
 
     def begins(self, graph: Any, pool: object) -> None:
         tell_of_dropped()
@@ -211,7 +213,7 @@ class _Graphs(captures.CaptureListener):
         if before is not None:
             _include(record, before)
         for model in models:
-            if model.here:
+            if model.runs_on_this_thread:
                 model.keep(None, [record])
 
     def ended(self, graph: Any, *, captured: bool) -> None:
@@ -223,7 +225,7 @@ class _Graphs(captures.CaptureListener):
             record.pool, record.before = graph.pool(), None
         elif record.before is None:
             self.reset(graph)
-        else:  # it holds what it held, which torch does not replace
+        else:  # a failed capture leaves torch's graph as it was
             self.records[id(graph)] = record.before
             record.close()
             tell_of_dropped()
@@ -232,7 +234,7 @@ class _Graphs(captures.CaptureListener):
         record = self.records.get(id(graph))
         if record is None:
             return nullcontext()
-        for outer in _here():
+        for outer in _captures_of_this_thread():
             _include(outer, record)
         return record.leased()
 
@@ -245,40 +247,40 @@ GRAPHS: Final = _Graphs()
 
 
 def capturing(cuda: bool) -> bool:
-    """Is what this thread does being captured? `cuda`: does it compute on a GPU?"""
+    """Does this thread capture its work? `cuda`: does it compute on a GPU?"""
     return cuda and torch.cuda.is_current_stream_capturing()
 
 
 def attend(model: CapturedModel) -> None:
-    """From now on what is captured of the model is noticed. Again: does nothing."""
+    """Records captures of the model from now on. Idempotent."""
     GRAPHS.models[id(model)] = weakref.ref(model)
     if hasattr(torch.cuda, "CUDAGraph"):
         captures.listen(GRAPHS)
 
 
 def forget(model: CapturedModel) -> None:
-    """Ends the management of the model: graphs that have captured some of it are not replayed from now on."""
+    """Ends the management of the model: graphs that have captured it refuse to replay from now on."""
     GRAPHS.models.pop(id(model), None)
     GRAPHS.others.pop(id(model), None)
     _leave()
 
 
 def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None:
-    """On a thread whose stream is captured, before anything is: these layers are about to be read, with None all that
-    are resident, with () what belongs to no layer. ManageError where one of them is not resident."""
-    records = _here() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
+    """Records, on a thread whose stream is captured, that layers are about to be read: with None all resident ones,
+    with () weights of no layer. ManageError where one of them is not resident."""
+    records = _captures_of_this_thread() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
     if new := [each for each in records if (id(model), layers) not in each.noticed]:
         model.keep(layers, new)
     for each in new:
-        if each.capturing:  # within a capture nothing comes or goes
+        if each.capturing:  # the layers cannot change within a capture
             each.noticed.add((id(model), layers))
 
 
 def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None:
-    """On a thread whose stream is captured: these are about to be read, whose pages are leased by that group, and are
-    dropped afterwards. They live as long as the graph."""
+    """Keeps tensors alive as long as the graph that this thread's stream is captured into, which is about to read them;
+    `group` leases their pages."""
     shown = list(tensors)
-    for record in _here():
+    for record in _captures_of_this_thread():
         record.lease(device, group)
         record.show(shown)
 
@@ -290,7 +292,7 @@ def layers_of(model: CapturedModel) -> frozenset[int]:
 
 
 def why_short() -> str:
-    """For a message that says that pages are missing: what graphs keep of them; empty where that is nothing."""
+    """Returns, for an out-of-memory message, which pages graphs keep; empty where they keep none."""
     kept = [(model, pages) for model in _managed() if (pages := model.kept_pages)]
     if not kept:
         return ""
@@ -299,25 +301,25 @@ def why_short() -> str:
 
 
 def leases(group: Group) -> int:
-    """How many captures hold one on the group now."""
+    """Counts the captures that lease the group now."""
     return sum(
         each.capturing and any(group is mine for _, mine in each._groups) for each in list(GRAPHS.records.values())
     )
 
 
 def tell_of_dropped() -> None:
-    """Models hear of graphs that are gone. Called before the next forward of any of them."""
+    """Tells models of graphs that are freed. Called before the next forward of any of them."""
     for _ in range(len(GRAPHS.loosened)):
         reference = GRAPHS.loosened.popleft()
         model = reference()
-        if model is not None and not model.kept():
+        if model is not None and not model.update_kept():
             GRAPHS.loosened.append(reference)
     if not GRAPHS.models:
         _leave()
 
 
-def _here() -> list[CaptureRecord]:
-    """The captures of this thread that have begun."""
+def _captures_of_this_thread() -> list[CaptureRecord]:
+    """Returns the captures that run on this thread."""
     return [each for each in list(GRAPHS.records.values()) if each.capturing and each.thread == threading.get_ident()]
 
 

@@ -1,4 +1,4 @@
-"""What a performance record is for: a change of any of this makes it one for something else."""
+"""The key of a performance record: the model, the machine and the versions that it was measured with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def key_of(model: nn.Module, device: Device) -> dict[str, str]:
 
 
 def key_for(model: nn.Module, kind: Literal["cuda", "standin"], ordinal: int, settings: Config) -> dict[str, str]:
-    """As `key_of`, of a device that need not be open, and a model that need not have values. `settings`: of the
+    """Makes the key for a device that need not be open, and a model that need not have values. `settings`: of the
     stand-in's link."""
     config = getattr(model, "config", None)
     weights = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -86,5 +86,5 @@ def _processor() -> str:
 def _version(name: str) -> str:
     try:
         return version(name)
-    except PackageNotFoundError:  # it is used from its sources
+    except PackageNotFoundError:  # used from its sources
         return "not installed"

@@ -1,9 +1,9 @@
 """Moments in the work of a stream, and the time between them, which the host never waits for.
 
 Note [Marks]
-    On a GPU a mark is an event with a time; it is read once it has passed and used again. To ask whether an event has
-    passed breaks a capture that any other thread has begun in the usual mode, unless the thread that asks is in the
-    relaxed mode, as the core's own threads are.
+    On a GPU a mark is an event with a time; it is read once it has passed and used again. Querying an event breaks a
+    capture that any other thread has begun in the usual mode, unless the querying thread is in the relaxed mode, as the
+    core's own threads are.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class Marks(Protocol):
     ahead: bool
 
     def capturing(self) -> bool:
-        """Is that work being captured?"""
+        """Is the stream being captured?"""
 
     def mark(self) -> Any:
         """The moment at which all that was submitted so far is done."""
 
     def passed(self, marks: Iterable[Any]) -> bool:
-        """All of them?"""
+        """Have all of these marks passed?"""
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Between two that have passed."""
+        """Returns the seconds between two marks that have passed."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Gives back what the marks hold."""
+        """Gives back the events of the marks."""
 
     def read(self, marks: Sequence[Any]) -> list[float] | None:
-        """Returns the seconds from the first of these to each of them, and gives back what they hold; None, and
-        nothing has happened, unless all have passed."""
+        """Returns the seconds from the first of these to each of them, and releases them; None, and nothing has
+        happened, unless all have passed."""
 
 
 class HostMarks:
-    """Where an operator is complete when it returns."""
+    """Marks of a device on which an operator is complete when it returns."""
 
     ahead = False
-    capturing = staticmethod(bool)  # which is False
+    capturing = staticmethod(bool)  # returns False
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         """`clock`: ns."""
@@ -64,22 +64,22 @@ class HostMarks:
         return (last - first) / 1e9
 
     def release(self, marks: Iterable[int]) -> None:
-        """There is nothing to give back."""
+        """Does nothing: these marks hold no events."""
 
     def read(self, marks: Sequence[int]) -> list[float] | None:
         times = []
-        for each in marks:  # in one call: this is asked for each token
+        for each in marks:  # in one call, as it runs for each token
             times.append((each - marks[0]) / 1e9)
         return times
 
 
 class CudaMarks:
-    """Events. See Note [Marks]."""
+    """Marks that are CUDA events: see Note [Marks]."""
 
     ahead = True
 
     def __init__(self, ordinal: int, library: str) -> None:
-        """`library`: the driver's."""
+        """`library`: the name of the driver's."""
         self._ordinal = ordinal
         self._free: list[torch.cuda.Event] = []
         self._exchange = _exchange(library)
@@ -120,8 +120,8 @@ def marks_of(device: Device, clock: Callable[[], int] = time.perf_counter_ns) ->
 
 
 def relaxed(device: Device) -> AbstractContextManager[None]:
-    """Within it nothing that this thread does breaks a capture that another one has begun: what torch does for it may
-    wait for its stream, which in the usual mode does. See Note [Marks]."""
+    """A `with` block in which this thread breaks no capture that another one has begun, as calls of torch that wait for
+    a stream do in the usual mode. See Note [Marks]."""
     return nullcontext() if device.kind == "standin" else _relaxed(_exchange(_library(device)))
 
 
@@ -137,7 +137,7 @@ def _exchange(library: str) -> Callable[[object], object]:
 @contextmanager
 def _relaxed(exchange: Callable[[object], object]) -> Iterator[None]:
     mode = ctypes.c_int(_RELAXED)
-    failed = exchange(ctypes.byref(mode))  # which now holds the one before
+    failed = exchange(ctypes.byref(mode))  # `mode` now holds the one before
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The stores of prefixes, which give up what they keep before tokens or weights are told that memory is out.
+"""The stores of prefixes of each device, which free pages before an allocation for tokens or weights fails.
 
 What allocates in the middle of an operator asks no store: it gets the pages of prefixes that the core may take.
 """
@@ -21,7 +21,7 @@ class Giver(Protocol):
         """The priority of its model: those with the lowest give first."""
 
     def give_up(self, pages: int) -> int:
-        """Up to so many pages of its device go back, or some more, as far as nobody uses them; how many do."""
+        """Gives back about so many pages of its device that are not in use; returns how many."""
 
 
 class _Givers:

@@ -1,4 +1,4 @@
-"""Who else refers to a tensor: what Python's and torch's counts of references tell, and where they tell nothing.
+"""Whether other code refers to a tensor, by Python's and torch's reference counts, and where those can be trusted.
 
 Note [Counts of references]
     torch counts references to tensors and to their memory itself, atomically, on every interpreter. Python's count of
@@ -23,8 +23,8 @@ from ...allocator.errors import ManageError
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What this depends on. `version`: of CPython; `free_threaded`: was it built without a GIL?
-    `gil`: has it one now?"""
+    """The properties of the interpreter on which counts depend. `version`: of CPython. `free_threaded`: was it built
+    without a GIL? `gil`: has it one now?"""
 
     version: tuple[int, int]
     free_threaded: bool
@@ -36,7 +36,8 @@ class Interpreter:
         object.__setattr__(self, "counts_references", exact)
 
     def check(self) -> None:
-        """ManageError where the stacks of other threads cannot be read: without the GIL they change meanwhile."""
+        """Raises ManageError where the stacks of other threads cannot be read: without the GIL they change
+        meanwhile."""
         if not self.gil:
             raise ManageError(
                 "this Python runs without its GIL, and then nobody can tell whether another thread is in the middle of "
@@ -52,12 +53,13 @@ THIS: Final = Interpreter(
 
 
 def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS) -> bool:
-    """May anyone but the dictionaries of modules, and this list, refer to one of these tensors or to its memory? Each
-    stands in the list as often as in a dictionary; the caller has no other reference. None of them is a wrapper."""
+    """May there be references to one of these tensors, or to its memory, beside the modules' dictionaries and this
+    list? Each tensor is in the list as often as in a dictionary; the caller has no other reference. None of them is a
+    wrapper."""
     if not interpreter.counts_references:
         return True
     times: dict[int, int] = {}
-    for key in map(id, held):  # in one call: this is asked of each layer that streams, in each forward
+    for key in map(id, held):  # in one call, as it runs for each streamed layer of each forward
         times[key] = times.get(key, 0) + 1
     references = list(map(sys.getrefcount, held))
     for each, found in zip(held, references, strict=True):
@@ -76,15 +78,15 @@ def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS
 
 
 def memory_references(memory: torch.UntypedStorage, interpreter: Interpreter = THIS) -> int:
-    """A number that is higher while more tensors lie in this memory. Where Python counts exactly, while more refer to
-    this object, too: torch counts all of them as one."""
+    """Returns a number that grows with the tensors over this memory and, where Python counts exactly, with references
+    to this object, which torch counts as one."""
     found = int(torch._C._storage_Use_Count(memory._cdata))
     return found + sys.getrefcount(memory) if interpreter.counts_references else found
 
 
 def _alone() -> tuple[int, int, int]:
-    """References to a tensor, and to its memory by torch and by Python, that only a dictionary and a list have, as they
-    are counted above."""
+    """Returns the counts, as taken above, of a tensor that only a dictionary and a list refer to: references to it, and
+    to its memory by torch and by Python."""
     kept = {"weight": nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}
     held: list[Any] = list(kept.values())
     (found,) = list(map(sys.getrefcount, held))
@@ -96,5 +98,5 @@ _ALONE: Final = _alone()
 
 
 def label(model: object) -> str:
-    """What a reader calls the model: the end of the name that it was loaded by, else its class."""
+    """Returns a name of the model for messages: the end of the name that it was loaded by, else its class."""
     return Path(str(getattr(getattr(model, "config", None), "name_or_path", ""))).name or type(model).__name__

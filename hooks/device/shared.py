@@ -1,4 +1,4 @@
-"""Budgets that processes of one user share: how one takes part, and what others here ask of its part."""
+"""Budgets that processes of one user share: joining one, and what other modules ask of this process's part."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _joining = threading.Lock()
 
 
 def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:
-    """The process takes part in the shared budget of that device: `wanted` bytes in all, or True for what others share.
-    Where it does already, its floor and priority are those of the model that has most of it. SharedBudgetError,
-    LedgerDamaged, OSError."""
+    """Joins the shared budget of that device: `wanted` bytes in all, or True for the total that others have set. In a
+    process that has joined already, only raises its priority to that of its models. SharedBudgetError, LedgerDamaged,
+    OSError."""
     total = None if wanted is True else int(wanted)
     with _joining:
         if isinstance(found.shared, Share):
@@ -47,13 +47,13 @@ def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: 
 
 
 def reach(device: Device) -> int:
-    """Bytes that the budget of the device could become without anybody changing it."""
+    """Returns the bytes to which the budget of the device could grow by itself."""
     share = _of(device)
     return device.budget if share is None else share.reach
 
 
 def reserve(device: Device, pages: int) -> None:
-    """Where the budget is shared, takes so many pages more, as far as they can be had."""
+    """Takes up to so many pages more where the budget is shared."""
     share = _of(device)
     if share is not None and pages > 0:
         with suppress(BallonetError, OSError):
@@ -61,13 +61,13 @@ def reserve(device: Device, pages: int) -> None:
 
 
 def may_grow(device: Device) -> bool:
-    """Is it to be asked yet for what `lacks` was told, or do other processes use that?"""
+    """May the bytes reported by `lacks` still be had? False where other processes use them."""
     share = _of(device)
     return share is not None and share.may_grow
 
 
 def lacks(device: Device, nbytes: int) -> None:
-    """Who hands out memory of the device in steps could use so many bytes more. See Share.lacks."""
+    """Reports that a scheduler on the device could use so many bytes more; see `Share.lacks`."""
     share = _of(device)
     if share is not None:
         share.lacks(nbytes)

@@ -1,18 +1,18 @@
-"""A process that shares the budget of its device with others of the same user: it asks for more where it is short, and
-gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
+"""The part of a process in a budget that it shares with others of the same user: it asks for more where it is short,
+and gives what others are due (allocator/shared_ledger.py, offload/policy/shares.py).
 
 Note [How a part moves]
-    An allocation that finds no page asks (shortage.h), and the thread `ballonet-shared` answers. It takes what is
-    free in the ledger. If that is too little it asks the others what they use, and those who are to give, by the
-    socket that `ballonet budget` uses: each lowers its own budget as `set_budget()` does, by what is idle and then by
-    its ladder, then its part, and answers; what has become free can be taken then. Whoever does not answer in time is
-    passed over, and not asked again for a while. Beside that the thread looks now and then whether few pages are left
-    to a process that works, and takes more of what is free; or, where something of it lies on the host for want of
-    pages, or requests wait for some (`lacks`), all that it is due.
+    An allocation that finds no page reports a shortage (shortage.h), and the thread `ballonet-shared` answers. It takes
+    free bytes of the ledger. If those are too few it asks the other processes what they use, and some of them to give,
+    by the socket that `ballonet budget` uses. Each of these lowers its own budget as `set_budget()` does, first by idle
+    pages and then by its ladder, then its part, and answers; the bytes are free in the ledger then. A process that does
+    not answer in time is skipped, and not asked again for a while. The thread also checks now and then: if few pages
+    are left to a process that works it takes more free bytes; if some of its pages are on the host for want of device
+    pages, or requests wait for pages (`lacks`), it takes all that it is due.
 
-Note [Who gives while it works]
-    A lower budget counts at once, and a forward gives pages at its next layer only. An allocation that would fail
-    before that has the budget as it was: who gives gives nothing then, and is asked again.
+Note [Giving while a forward runs]
+    A lower budget counts at once, but a forward gives pages only at its next layer. An allocation that would fail
+    before that gets the old budget back: the process gives nothing then, and is asked again.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from .sharers import ask_to_give, facts_of, member_of
 
 
 class _Giving:
-    """Is the budget being lowered, and shall it be? See Note [Who gives while it works]."""
+    """Whether the budget is being lowered, and whether that was given up. See Note [Giving while a forward runs]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = self._given_up = False
 
     def begin(self) -> None:
-        """The budget is about to be lowered."""
+        """Marks the beginning of lowering the budget."""
         with self._lock:
             self._now, self._given_up = True, False
 
     def end(self) -> bool:
-        """The budget is lowered, or could not be. Was that given up meanwhile?"""
+        """Marks the end of lowering the budget. Returns whether it was given up meanwhile."""
         with self._lock:
             self._now = False
             return self._given_up
 
     def give_up(self, undo: Callable[[], None]) -> bool:
-        """Calls `undo` if it is being lowered. Is it?"""
+        """Calls `undo` if the budget is being lowered, and returns whether it is."""
         with self._lock:
             if self._now:
                 self._given_up = True
@@ -73,7 +73,7 @@ class Share:
     def __init__(
         self, found: Runtime, ledger: SharedLedger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: seconds, by which all is decided that depends on time."""
+        """`clock`: seconds, for decisions that depend on time."""
         self.part = 0  # bytes
         self.floor = SMALLEST_BUDGET * found.device.page_size  # bytes
         self.priority = 0
@@ -84,15 +84,15 @@ class Share:
         self._moving = threading.Lock()  # held while the part and the budget change
         self._giving = _Giving()
         self._raised = -math.inf  # when the part was raised last
-        self._refused = -math.inf  # until then there is nothing to be had
+        self._refused = -math.inf  # the time until which it does not ask again
         self._pause = tuning.again / 2  # seconds that the last refusal held
-        self._lacking = 0, -math.inf  # bytes that it could use beside what it has, and until when that counts
-        self._open = False  # are others to be asked yet for what is lacking, or do they use what there is?
+        self._lacking = 0, -math.inf  # (bytes that it could use more, until when that counts)
+        self._open = False  # may others still be asked for lacking bytes? False while they use all of theirs
         self._silent: dict[int, float] = {}  # others that did not answer, and until when they are not asked
         self._total = self._others_floors = 0
         self._free = 0  # pages that the ledger had when it was read last
-        self._stamp: tuple[int, int] | None = None  # of the ledger then
-        self._reread = -math.inf  # until then that will do
+        self._stamp: tuple[int, int] | None = None  # the ledger's when it was read last
+        self._reread = -math.inf  # the time until which it is not read again
         self._closed = False
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="ballonet-shared", daemon=True)
@@ -100,8 +100,8 @@ class Share:
     # -- beginning and end
 
     def join(self, total: int | None, floor: int, priority: int) -> None:
-        """Takes part from now on. SharedBudgetError, and nothing has changed, where what this process has already is
-        not to be had."""
+        """Joins the shared budget. SharedBudgetError, and nothing has changed, where it has no place for the bytes that
+        this process uses already."""
         device, page = self._runtime.device, self._runtime.device.page_size
         self.floor = max(self.floor, -(-floor // page) * page)
         self.priority = priority
@@ -126,19 +126,19 @@ class Share:
         self._thread.start()
 
     def end(self) -> None:
-        """Asks for nothing more. Waits for the thread: see control.py, Note [The end of a process]."""
+        """Stops asking, and waits for the thread: see control.py, Note [The end of a process]."""
         self._closed = True
         if self._thread.ident is not None:
             self._thread.join(CONTROL_GRACE)
 
     def close(self) -> None:
-        """The device is gone, and its part with it."""
+        """Gives back the part, as the device is closed."""
         self.end()
         with suppress(BallonetError, OSError):
             self.ledger.leave(os.getpid())
 
     def forget(self) -> None:
-        """In the child of a fork, which has no part."""
+        """Drops the part in the child of a fork, which has none."""
         self._closed = True
 
     # -- what others see and ask
@@ -160,8 +160,8 @@ class Share:
         }
 
     def give(self, nbytes: int, patience: float) -> None:
-        """Has no more than so many bytes, or as few as it can within `patience` seconds. BudgetInUse where that is no
-        less than before."""
+        """Lowers the part to so many bytes, or as near as it can within `patience` seconds. BudgetInUse where that is
+        no less than before."""
         page = self._runtime.device.page_size
         with self._moving:
             wanted = max(self.floor, nbytes // page * page)
@@ -175,8 +175,8 @@ class Share:
                 self._lower(error.smallest, patience)
 
     def set_budget(self, nbytes: int, patience: float) -> None:
-        """As `ballonet.set_budget()`: gives, or takes what is free. SharedBudgetError where that is too little,
-        BudgetInUse."""
+        """Sets the budget for `ballonet.set_budget()`: gives bytes, or takes free ones. SharedBudgetError where too few
+        are free, BudgetInUse."""
         with self._moving:
             if nbytes < self.floor:
                 raise SharedBudgetError(f"this process keeps {format_size(self.floor)}: ask for that or more")
@@ -195,16 +195,16 @@ class Share:
 
     @property
     def reach(self) -> int:
-        """Bytes that the budget could become, if nobody else needed more than its floor."""
+        """Returns the bytes to which the budget could grow if no other process needed more than its floor."""
         return max(self.part, self._total - self._others_floors)
 
     def reserve(self, nbytes: int) -> None:
-        """Takes so many bytes more, as far as they can be had; waits for others."""
+        """Takes up to so many bytes more; waits for other processes."""
         self._grow(nbytes, others=True, urgent=True)
 
     def lacks(self, nbytes: int) -> None:
-        """Who hands out memory in steps could use so many bytes more. To be said in each step, as it counts for a
-        while. Waits for nobody."""
+        """Notes that a scheduler could use so many bytes more. Call it in each step, as it counts for a while only.
+        Never waits."""
         before, self._lacking = self._lacks, (nbytes, self._clock() + self._tuning.lacking)
         if nbytes > before:
             self._open = True
@@ -212,7 +212,7 @@ class Share:
 
     @property
     def may_grow(self) -> bool:
-        """Are others to be asked yet for what is lacking, or do they use what there is?"""
+        """May lacking bytes still be had? False while other processes use all of theirs."""
         return self._open and self._lacks > 0
 
     @property
@@ -228,7 +228,7 @@ class Share:
             while not self._closed:
                 self._hear(device)
         finally:
-            device.hear_shortages(0, 0)  # nobody waits for an answer that does not come
+            device.hear_shortages(0, 0)  # no allocation waits for an answer from now on
 
     def _hear(self, device: Device) -> None:
         (missing, last), before = device.shortage(round(self._tuning.look * 1e9)), self.part
@@ -250,8 +250,8 @@ class Share:
                 device.answer_shortage(kept or self.part > before)
 
     def _keep_ahead(self) -> None:
-        """Takes more while it works: of what is free where little is left, and all that it is due where it lacks
-        something, or something of it lies on the host."""
+        """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks
+        some or has pages on the host."""
         device = self._runtime.device
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()
@@ -272,12 +272,12 @@ class Share:
             self._grow(slack, others=False)
 
     def _grow(self, nbytes: int, *, others: bool, urgent: bool = False) -> int | None:
-        """Raises the part by so many bytes, and a step more if that is free. `others`: are they asked? `urgent`: as
-        nothing else helps, what they do not use counts as idle at once. Returns the bytes that this process is due;
-        None where nobody was asked."""
+        """Raises the part by so many bytes, and a step more if that is free. `others`: ask other processes. `urgent`:
+        count bytes that they do not use as idle at once, as nothing else helps. Returns the bytes that this process is
+        due; None where no other was asked."""
         if self._clock() < self._refused and not urgent:
             others = False
-        if not self._moving.acquire(blocking=urgent):  # it is about to give
+        if not self._moving.acquire(blocking=urgent):  # a give is in progress
             return None
         try:
             before = self.part
@@ -289,14 +289,14 @@ class Share:
             return None
         deadline = self._clock() + self._tuning.patience
         while True:
-            # Without the lock: whoever is asked may ask this process meanwhile.
+            # Without the lock: an asked process may ask this one meanwhile.
             due, gave = self._ask_others(before + nbytes, urgent)
             if self._moving.acquire(blocking=urgent):
                 try:
                     self._put(self._found(max(self.part, min(due, before + nbytes)), most, others=False))
                 finally:
                     self._moving.release()
-            # What somebody gave a third one may have taken.
+            # A third process may have taken the bytes that were given.
             if not urgent or not gave or self.part > before or self._closed or self._clock() >= deadline:
                 break
         if self.part < before + nbytes:
@@ -305,7 +305,7 @@ class Share:
         return due
 
     def _found(self, needed: int, most: int, *, others: bool) -> int:
-        """The part after it was raised, to no more than `most`, and where `others` are asked for it to `needed`."""
+        """Returns the part to which it was raised: at most `most`, and with `others` asked at least `needed`."""
         me, page = os.getpid(), self._runtime.device.page_size
         got = self.ledger.raise_to(me, most, page)
         if others and got < needed:
@@ -314,8 +314,8 @@ class Share:
         return got
 
     def _ask_others(self, wanted: int, urgent: bool) -> tuple[int, bool]:
-        """Has others give so that this process may have `wanted` bytes, as far as it is due; returns that, and whether
-        anybody gave."""
+        """Asks other processes to give, so that this one may have `wanted` bytes, as far as it is due. Returns (the
+        bytes it is due, whether any process gave)."""
         now = self.ledger.read()
         self._see(now)
         me, deadline = os.getpid(), self._clock() + self._tuning.patience
@@ -346,7 +346,7 @@ class Share:
         return member_of(part.nbytes, part.floor, found)
 
     def _see(self, now: SharedParts) -> None:
-        """Takes in another total, and what others keep."""
+        """Notes a new total, and what other processes keep."""
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
         self._free = now.free // page
@@ -378,7 +378,7 @@ class Share:
         self.part = part
 
     def _use(self) -> tuple[int, int]:
-        """Bytes that it would miss, and that it has use for."""
+        """Returns (bytes that this process uses, bytes that it could use)."""
         snapshot, page = self._runtime.device.snapshot(), self._runtime.device.page_size
         governor = governors.known(self._runtime)
         standing = None if governor is None else governor.standing()

@@ -14,10 +14,10 @@ from .sharers import ask_to_give, facts_of, member_of
 
 
 def change_total(device: str | None, total: int | None, timeout: float) -> list[dict[str, Any]]:
-    """Says who has what of each shared budget of this user, after that of `device` (None for the only one there is) has
-    become `total` bytes, unless None. A lower one is reached by steps: nobody gets more, and each process gives what
-    the new total leaves it. SharedBudgetError with what is there after `timeout` seconds, or where nobody gives any
-    more, and the total as it was."""
+    """Sets the shared budget of `device` (None for the only one) to `total` bytes, unless None, and returns the parts
+    of each shared budget of this user. A lower total is reached by steps: no part grows, and each process gives what
+    exceeds its new part. SharedBudgetError, with the total unchanged, where it is not reached after `timeout` seconds,
+    or no process gives any more."""
     found = [each for each in ledgers() if device in (None, each.device)]
     if total is not None:
         if len(found) != 1:

@@ -1,4 +1,4 @@
-"""What the processes that share a budget say of themselves and ask of each other, by the control socket."""
+"""What the processes that share a budget report and ask of each other, by the control socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...offload.policy.shares import Sharer
 
 
 def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
-    """A process by what it says of itself; None where it says nothing: then it gives nothing."""
+    """Makes a `Sharer` of the facts that a process reports; with None it gives nothing."""
     if facts is None:
         return Sharer(part, part, part, floor)
     rested = math.inf if facts["rested"] is None else facts["rested"]
@@ -23,7 +23,7 @@ def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
 
 
 def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None:
-    """What another process says of its part; None where it does not answer in time."""
+    """Returns the facts of another process's part; None where it does not answer in time."""
     with suppress(BallonetError):
         found: Mapping[str, Any] | None = control.look(pid, patience=patience, device=number).get("shared")
         return found
@@ -31,8 +31,8 @@ def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None
 
 
 def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> bool:
-    """Has another process have no more than so many bytes; False where it cannot, or does not answer, and keeps what it
-    has."""
+    """Has another process lower its part to so many bytes; False where it cannot, or does not answer, and keeps its
+    part."""
     try:
         control.ask_to_give(pid, nbytes, timeout, patience=patience, device=now.parts[pid].number)
     except BallonetError:

@@ -1,1 +1,1 @@
-"""Around every forward of a managed model, whether its layers stream or not: hooks, leases, turns, and the gate."""
+"""Hooks, leases, turns and the gate around every forward of a managed model, whether its layers stream or not."""

@@ -1,16 +1,16 @@
-"""What happens around the forwards of a managed model: its lease, and the boundaries of its decoder layers.
+"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks (layer_hooks.py).
 
 Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
     But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
-    call of the module it belongs to; a call that is no longer on the stack was interrupted, and its lease is closed
-    when the thread comes by again, or ends. A call within one that is on the stack is nested: nothing is done for it.
+    call of the module it belongs to. A call that is no longer on the stack was interrupted: its lease is closed when
+    the same thread next runs the model, or ends. A call within one that is on the stack is nested, and needs nothing.
 
 Note [Chaos and backward]
     A forward has ended, and so has its lease, when backward reads weights that its graph holds, perhaps on a thread of
-    autograd's own. So once threads have run the model with gradients the
-    others move its weights only while no graph holds any. Who looks whether that is so, and moves them, has a lock, for
-    which forwards wait that have their lease already: nobody gets from there to a backward in the meantime.
+    autograd's own. So once a thread has run the model with gradients, chaos on other threads moves weights only while
+    no graph holds any. It checks that and moves them under a lock, which forwards with a lease take as well: no thread
+    gets from its forward to a backward meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ...offload.governor.chaos import Chaos
 from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
 from .gate import Gate
-from .hook_base import CALL, Hook, opaquely, remove_all
+from .hook_base import CALL, Hook, remove_all
+from .layer_hooks import EnterLayer, LeaveLayer
 from .lease import ForwardLease, current
 from .local_layers import LocalLayers
 from .turns import Turn, Turns
@@ -56,13 +57,14 @@ class Forwards:
         layers: Layers,
         levers: Sequence[Lever],
         in_graphs: Callable[[], bool],
-        here: LocalLayers,
+        local_layers: LocalLayers,
         exhausted: Callable[[torch.OutOfMemoryError], None],
     ) -> None:
-        """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
-        each outermost one, under it, and `after()` at its end, `yield_pages()` between two layers when others request
-        pages; `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
-        autograd hold weights? `here`: which decoder layers run here. `exhausted` is told where one found no memory."""
+        """`lease` makes the lease of a forward. `before(args, kwargs)` is called at the beginning of each outermost
+        forward, under its lease, `after()` at its end, `yield_pages()` between two layers when other threads request
+        pages. `layers` is called for each decoder layer that runs. `levers`: that chaos may pull. `in_graphs`: do
+        graphs of autograd hold weights? `local_layers`: which layers this process runs. `exhausted` is called with an
+        out-of-memory error of a forward."""
         self.chaos = chaos
         self.count = 0  # decoder layers that are hooked
         self.weights = weights
@@ -72,25 +74,25 @@ class Forwards:
         self.yield_pages = yield_pages
         self._levers = levers
         self._in_graphs = in_graphs
-        self.here = here
+        self.local_layers = local_layers
         self.exhausted = exhausted
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
-        self._learning: set[int] = set()  # threads that have run it with gradients
+        self._learning: set[int] = set()  # threads that have run the model with gradients
         self._turns = turns
         self.layers = layers
         self.outermost = _Outermost()
         self._gate: Gate | None = None
-        self._entry = threading.Lock()  # of the gate, while a lease is opened
+        self._entry = threading.Lock()  # held while a lease is opened and the gate is read
         self._unhooked = False
         self._handles: list[RemovableHandle] = []
         self._layers: list[weakref.ref[nn.Module]] = []
         self._boundaries: list[RemovableHandle] = []
-        self._hooks: dict[int, tuple[_EnterLayer, _LeaveLayer]] = {}
-        self._leaving: dict[int, RemovableHandle] = {}  # hooks of layers that stream: others have nothing to say then
+        self._hooks: dict[int, tuple[EnterLayer, LeaveLayer]] = {}
+        self._leaving: dict[int, RemovableHandle] = {}  # only layers that stream need one
 
     def hook(self, gate: Gate, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
-        """`entries`: the modules that a forward may begin with; `parts`: others that may be called by themselves, which
-        is no iteration of the model. The lease spans the hooks that they have already. `gate`: is closed, so that no
+        """Hooks `entries`, the modules that a forward may begin with, and `parts`, which may be called by themselves
+        without being an iteration of the model. The lease spans their earlier hooks. `gate` is closed, so that no
         forward begins before the model is ready.
 
         Scripted modules can have no hooks; their forwards hold no lease.
@@ -103,25 +105,25 @@ class Forwards:
             self._handles.append(entry.register_forward_hook(leave, always_call=True))
 
     def hook_layers(self, layers: Sequence[nn.Module]) -> None:
-        """`layers`: the decoder layers, in order; those that were hooked before are no more."""
+        """Hooks `layers`, the decoder layers in order, in place of those that were hooked before."""
         self._remove_boundaries()
         self._hooks.clear()
         self.count = len(layers)
         for index, layer in enumerate(layers):
             if not isinstance(layer, torch.jit.ScriptModule):
-                enter, _ = self._hooks[index] = _EnterLayer(self, index), _LeaveLayer(self, index)
+                enter, _ = self._hooks[index] = EnterLayer(self, index), LeaveLayer(self, index)
                 self._boundaries.append(layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._layers = [weakref.ref(layer) for layer in layers]
 
-    def streams(self, layer: int, here: bool) -> None:
-        """Notes whether a layer streams: then it is left, too, and the compiler's graph breaks at both."""
+    def streams(self, layer: int, on_host: bool) -> None:
+        """Notes whether a layer streams: then it has a hook after it, too, and the compiler's graph breaks at both."""
         if (found := self._hooks.get(layer)) is None:
             return
         enter, leave = found
-        enter.opaque = here
-        if not here and layer in self._leaving:
+        enter.opaque = on_host
+        if not on_host and layer in self._leaving:
             self._leaving.pop(layer).remove()
-        elif here and layer not in self._leaving and (module := self._layers[layer]()) is not None:
+        elif on_host and layer not in self._leaving and (module := self._layers[layer]()) is not None:
             self._leaving[layer] = module.register_forward_hook(leave)
 
     def unhook(self) -> None:
@@ -140,19 +142,18 @@ class Forwards:
         return self.weights.group.leases > self._turns.leases
 
     def check_none_runs(self, gate: Gate) -> None:
-        """ModelInUse where a forward of the model runs on any thread. None begins until the gate is opened, which is
-        closed now."""
+        """Raises ModelInUse where a forward of the model runs on any thread. `gate` is closed, so none begins."""
         with self._entry:
-            self._gate = gate  # for those that have passed it, and have no lease yet
+            self._gate = gate  # for forwards that have passed it, and have no lease yet
         if self.running() or gate.users(_ENTER):
             raise ModelInUse(f"a forward of {gate.name} is running: release() it afterwards")
 
     def forget(self) -> None:
-        """The model is gone, so no forward of it runs: what this thread still holds for one was interrupted."""
+        """Gives back what this thread holds for a forward that was interrupted; the model is gone, so none runs."""
         self.forget_interrupted(None)
 
     def _enter(self, call: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before an outermost forward. `call`: the id of its frame."""
+        """Begins an outermost forward. `call`: the id of its frame."""
         outermost, layers = self.outermost, self.layers
         outermost.call = call  # before it holds anything
         if layers.bound:  # before the lease: layers may have to be moved for it
@@ -177,8 +178,8 @@ class Forwards:
         self.weights.use(None)
 
     def _open_behind_gate(self, lease: ForwardLease) -> bool:
-        """Opens the lease of a forward, never while a gate holds it up: whoever has closed one and finds no lease may
-        rely on it. False where it was held up, and one may have been closed again."""
+        """Opens the lease of a forward, but not while the gate is closed: a thread that has closed it and finds no
+        lease may rely on that. False where the forward had to wait, as the gate may be closed again."""
         with self._entry:
             gate = self._gate
             if gate is None or not gate.is_closed:
@@ -190,7 +191,7 @@ class Forwards:
         return True
 
     def leave(self) -> None:
-        """The outermost forward of this thread has ended, or was interrupted."""
+        """Ends the outermost forward of this thread, which has returned or was interrupted."""
         turn = self.outermost.turn
         try:
             self._after()
@@ -207,10 +208,10 @@ class Forwards:
         if outermost.turn is not None:
             self._turns.end(outermost.turn)
         outermost.lease = outermost.turn = None
-        outermost.call = 0  # last: what is interrupted before is done again
+        outermost.call = 0  # last: an interrupt before this has all of it done again
 
-    def act(self, chaos: Chaos) -> None:
-        """Between two layers pages move."""
+    def move_pages_randomly(self, chaos: Chaos) -> None:
+        """Moves pages between two layers of a forward, as `chaos` draws them."""
         lease = current()
         if lease is None:
             return
@@ -226,13 +227,13 @@ class Forwards:
             self._learning.add(threading.get_ident())
 
     def forget_interrupted(self, frame: FrameType | None) -> bool:
-        """Is `frame`, or one of its callers, the outermost forward of this thread? If it is not, and there is one, that
-        was interrupted: what it holds is given back."""
+        """Is `frame`, or one of its callers, the outermost forward of this thread? If not, and there is one, it was
+        interrupted: gives back what it holds."""
         call = self.outermost.call
         if not call:
             return False
         while frame is not None:
-            if id(frame) == call and frame.f_code is CALL:  # another frame may be where that of a call was
+            if id(frame) == call and frame.f_code is CALL:  # an id may be another frame's by now
                 return True
             frame = frame.f_back
         self.leave()
@@ -240,18 +241,19 @@ class Forwards:
 
 
 class Layers(Protocol):
-    """What is told of forwards and of decoder layers; `enter` returns what the layer is read from, None for itself."""
+    """Is called at the beginning and end of forwards and of decoder layers. `enter` returns the slot that the layer
+    reads, None for its own addresses."""
 
     @property
     def bound(self) -> Sized:
-        """The layers that are read from slots. `prepare`, `begin` and `end` are called only where there are any."""
+        """The layers that are read from slots. Without any, `prepare`, `begin` and `end` are not called."""
 
     @property
     def inside(self) -> int | None:
-        """The layer that runs, by this or another thread, and reads what `enter` has returned."""
+        """The layer that runs, on this or another thread, and reads the slot that `enter` has returned."""
 
     def capturing(self) -> bool:
-        """Is what this thread does being captured? Then `enter` is called of each layer, else of those that stream."""
+        """Does this thread capture? Then `enter` is called for each layer, else for those that stream."""
 
     def prepare(self, turn: Turn) -> None: ...
     def begin(self, turn: Turn) -> None: ...
@@ -261,8 +263,8 @@ class Layers(Protocol):
 
 
 class _Outermost(threading.local):
-    """The outermost forward of one model that runs on a thread: the id of its frame, 0 where there is none, and what it
-    holds. That is gone with the thread, or the model."""
+    """The outermost forward of one model on this thread: the id of its frame, 0 where there is none, and what it holds.
+    Ends with the thread, or the model."""
 
     call = 0
     turn: Turn | None = None
@@ -270,16 +272,16 @@ class _Outermost(threading.local):
 
 
 class _Enter(Hook):
-    """Before a forward, which as a rule is nested: that is found out here, in one call. `whole`: is it one of the whole
-    model, whose arguments say what it works on?"""
+    """The hook before a forward, which as a rule is nested: that is found out in one call. `whole`: is it a forward of
+    the whole model, whose arguments say what it works on?"""
 
     def __init__(self, forwards: Forwards, *, whole: bool) -> None:
         self._forwards = forwards
         self._whole = whole
 
     def __call__(self, module: object, args: Any, kwargs: Any = _NO_KEYWORDS) -> None:
-        # Without keywords where it was removed after the call had begun.
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
+        # torch gives no keywords to a hook that was removed after the call had begun.
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
             return
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not CALL:  # the call that the hook is of
@@ -288,18 +290,18 @@ class _Enter(Hook):
         if outermost := forwards.outermost.call:
             caller = frame and frame.f_back
             while caller is not None and not (id(caller) == outermost and caller.f_code is CALL):
-                caller = caller.f_back  # as `forget_interrupted`
+                caller = caller.f_back  # inlined `forget_interrupted`
             if caller is not None:
                 return
             forwards.leave()
         try:
             forwards._enter(call, *((args, kwargs) if self._whole else ((), {})))
-        except PoolExhausted as error:  # what changes before a forward needs more pages than there are
+        except PoolExhausted as error:  # a change before the forward needs more pages than there are
             raise torch.OutOfMemoryError(str(error)) from error
 
 
 class _Leave(Hook):
-    """After a forward, however it ended."""
+    """The hook after a forward, however it ended."""
 
     def __init__(self, forwards: Forwards) -> None:
         self._forwards = forwards
@@ -313,56 +315,10 @@ class _Leave(Hook):
                 frame = frame.f_back
             if id(frame) == call:
                 self._forwards.leave()
-                if result is None:  # where it raised, torch calls this while it handles that
+                if result is None:  # the forward raised, and torch calls this hook while it handles the error
                     error = sys.exc_info()[1]
                     if isinstance(error, torch.OutOfMemoryError):
                         self._forwards.exhausted(error)
-
-
-class _EnterLayer(Hook):
-    """Before a decoder layer: what may change under a running forward changes here. It is called for each token: so
-    what it does is here, in one call, and calls what there is to do. `opaque`: the compiler breaks its graph at it, see
-    hook_base.py, Note [Streaming and torch.compile]."""
-
-    opaque = False
-
-    def __init__(self, forwards: Forwards, layer: int) -> None:
-        self._forwards = forwards
-        self._layer = layer
-
-    def __call__(self, *_: Any) -> None:
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
-            if self.opaque:
-                opaquely(self)
-            return
-        forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
-        if (span := forwards.here.span) is not None and layer not in span:  # it only passes its input through
-            return
-        if forwards.chaos is not None:
-            forwards.act(forwards.chaos)
-        # Did another thread find no pages? This one may have some that it can do without.
-        if weights.device.page_request:
-            forwards.yield_pages()
-        # What does not stream reads its own addresses; where that is captured the layers have a say in it.
-        slot = forwards.layers.enter(layer) if self.opaque or forwards.layers.capturing() else None
-        if slot is None:
-            weights.use(layer)
-        else:
-            slot.note_use(weights.stream(), False)
-
-
-class _LeaveLayer(Hook):
-    """After a decoder layer that streams, as `_EnterLayer`."""
-
-    def __init__(self, forwards: Forwards, layer: int) -> None:
-        self._forwards = forwards
-        self._layer = layer
-
-    def __call__(self, *_: Any) -> None:
-        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
-            opaquely(self)
-        elif self._forwards.layers.inside == self._layer:
-            self._forwards.layers.leave(self._layer)
 
 
 _ENTER: Final = Forwards._enter.__code__

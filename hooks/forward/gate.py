@@ -5,14 +5,14 @@ Note [Forwards without a lease]
     hooks has none, nor has a compiled one, nor the call of a single layer. So `manage()` and `release()` first close a
     gate: every module gets a pre-hook, at which calls on other threads wait. Calls that were inside already are found
     on the stacks of all threads. They go on, through calls of inner modules too, and `manage()` waits until they have
-    returned. It waits for a while: a call may itself wait for one that waits at the gate.
+    returned. It waits for a while only: a call may itself wait for one that waits at the gate.
     `generate()` between two forwards is not inside. Its next forward waits at the gate, then runs as any forward of a
     managed model, with the cache that it has.
 
 Note [The gate and the hooks of a model]
     torch copies the list of a module's pre-hooks when a call begins. A call that waits at the gate would therefore miss
     hooks that are registered meanwhile. So the hooks of a managed model take the place of the gate's (`take`), which
-    calls them on behalf of whoever waited.
+    calls them for the calls that waited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.tuning import DEFAULT, Waiting
 from .stacks import stack_of, threads
 
-_CALL: Final = "_call_impl"  # of nn.Module, as code that the compiler made of it is called, too
+_CALL: Final = "_call_impl"  # nn.Module's, and the name of code that the compiler makes of it
 
 
 class Gate:
@@ -45,7 +45,7 @@ class Gate:
     def __init__(
         self, model: nn.Module, waiting: Waiting = DEFAULT.waiting, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: by which it is waited for forwards no longer."""
+        """`clock`: seconds, for timeouts."""
         self._patience = waiting
         self._clock = clock
         self.name = type(model).__name__
@@ -58,7 +58,7 @@ class Gate:
         self._waiting: set[int] = set()  # threads
 
     def closed(self) -> Guarded[Gate]:
-        """Within it the gate is closed."""
+        """Closes the gate within a `with` block."""
         return guarded(self._close, self._open)
 
     @property
@@ -69,12 +69,12 @@ class Gate:
         """Makes `hook(module, args, kwargs)` a forward pre-hook of the module, the first one, and appends what removes
         it to `handles`. The gate is closed; see Note [The gate and the hooks of a model]."""
         door, handle = self._doors[id(module)]
-        handles.append(handle)  # first: whoever is interrupted removes it
+        handles.append(handle)  # first, so that it is removed after an interrupt
         door.then = hook
 
     def wait_until_unused(self) -> None:
-        """Returns when no thread is inside of a forward. ModelInUse where this thread is, or where another one still is
-        after a while (`Waiting.gate`)."""
+        """Waits until no thread is inside of a forward. ModelInUse where this thread is, or another one still is after
+        `Waiting.gate` seconds."""
         if self.inside(sys._getframe()):
             raise ModelInUse(
                 f"manage() was called within a forward of {self.name}, which reads its weights: call it before or "
@@ -92,8 +92,8 @@ class Gate:
             time.sleep(self._patience.gate_look)
 
     def users(self, entering: CodeType | None = None) -> list[int]:
-        """The threads that run a forward now, this one too, and do not wait at the gate. What has called only
-        `entering`, a hook, has not begun."""
+        """The threads that run a forward now, this one too, and do not wait at the gate. A forward that has only called
+        the hook `entering` has not begun."""
         return [
             thread
             for thread in threads()
@@ -109,8 +109,8 @@ class Gate:
         return False
 
     def wait(self) -> bool:
-        """For a pre-hook: returns when the gate is open, at once where the module is called by a forward of the model.
-        Is it open?"""
+        """Waits, in a pre-hook, until the gate is open; not at all where a forward of the model calls the module.
+        Returns whether it is open."""
         thread = threading.get_ident()
         if not self._closed or thread == self._owner or self.inside(_caller(sys._getframe())):
             return not self._closed
@@ -125,14 +125,14 @@ class Gate:
     def _close(self) -> Gate:
         self._closed = True
         for module in self._modules.values():
-            if not isinstance(module, torch.jit.ScriptModule):  # which can have no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # scripted modules can have no hooks
                 door = _Door(self)
                 handle = module.register_forward_pre_hook(door, prepend=True, with_kwargs=True)
                 self._doors[id(module)] = door, handle
         return self
 
     def _open(self, failed: bool) -> None:
-        """May be called twice."""
+        """Opens the gate. Idempotent."""
         self._closed = False
         self._opened.set()
         for module in self._modules.values():
@@ -147,7 +147,7 @@ class Gate:
         self._doors.clear()
 
     def _is_call(self, frame: FrameType) -> bool:
-        """Is it the call, or the `forward`, of a module of the model?"""
+        """Is the frame the call, or the `forward`, of a module of the model?"""
         code = frame.f_code
         if code.co_name not in (_CALL, "forward") or not code.co_argcount:
             return False
@@ -169,11 +169,11 @@ class _Door:
                 self.then(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # does nothing; see forwards.py, Note [Copies of a managed model]
+        return getattr, (nullcontext(), "__exit__")  # does nothing; see hook_base.py, Note [Copies of a managed model]
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """Who has called the module whose hook is running."""
+    """The frame that has called the module whose hook is running."""
     while frame is not None and frame.f_code.co_name != _CALL:
         frame = frame.f_back
     return frame and frame.f_back

@@ -1,10 +1,10 @@
 """Hooks of modules that change nothing in them, and what the compiler sees of these.
 
 Note [Compiled forwards]
-    Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
-    change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
-    chaos. Where only `forward` is compiled (`model.forward = torch.compile(model.forward)`) the hooks of the model are
-    outside of the graph, and its lease is held.
+    Traced by torch.compile the hooks do nothing, so that the whole model can be one graph: addresses do not change, and
+    the hooks do nothing that a trace could miss. So a compiled forward holds no lease and meets no chaos. Where only
+    `forward` is compiled (`model.forward = torch.compile(model.forward)`) the hooks of the model are outside of the
+    graph, and its lease is held.
 
 Note [Copies of a managed model]
     `copy.deepcopy` and `torch.save` copy a module with its hooks. The copy has weights of its own in ordinary memory
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-CALL: Final = nn.Module._call_impl.__code__  # of the call of a module, which its hooks find on the stack
+CALL: Final = nn.Module._call_impl.__code__  # the code of a module's call, which its hooks find on the stack
 _REASON: Final = (
     "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
     "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
@@ -40,8 +40,7 @@ def opaquely(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_all(handles: list[RemovableHandle]) -> None:
-    """Takes hooks out of their modules, and their handles out of the list. To be called again where it was
-    interrupted."""
+    """Takes hooks out of their modules, and their handles out of the list. After an interrupt call it again."""
     while handles:
         handles.pop().remove()
 

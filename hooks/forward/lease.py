@@ -1,14 +1,14 @@
 """Leases: what one forward of one model uses, from its entry to its exit, on the thread that runs it.
 
-What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are
-neither moved nor taken. The module hooks of a managed model open one around every forward; KV layers add the group of
-their cache at their first update in it. A cache that is used outside of any lease holds its group for each call, and
-its thread keeps one on what it appends to (`ThreadLease`).
+Groups that a lease has entered are in use even before their kernels are launched: another thread neither moves nor
+takes their pages. The module hooks of a managed model open a lease around every forward; KV layers enter the group of
+their cache at their first update in it. A cache that is used outside of any lease leases its group for each call, and
+its thread holds a lease on what it appends to (`ThreadLease`).
 
 Note [Left in any case]
-    Ctrl-C comes between any two lines, those of a finalizer too. So what was entered is known to an object of the core
-    (`Lease`), which leaves it when it is gone; and what a thread has open is referred to weakly, so that a lease is
-    gone as soon as the forward is that has it, however that ended.
+    Ctrl-C comes between any two lines, those of a finalizer too. So an object of the core (`Lease`) knows the groups
+    that were entered, and leaves them when it is freed. A thread refers to its open leases weakly, so that a lease is
+    freed with the forward that has it, however that ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Opened(threading.local):
-    """By this thread, the innermost last."""
+    """Leases that this thread has opened, the innermost last."""
 
     def __init__(self) -> None:
         self.leases: list[weakref.ref[ForwardLease]] = []
@@ -37,15 +37,15 @@ def _no_model() -> None:
     """The model of a lease that is no model's."""
 
 
-here = _Opened()
+on_this_thread = _Opened()
 _numbers = count(1)
 
 
 class ForwardLease:
     """The groups that a forward has entered, and the KV ranges that it has written. Leases nest.
 
-    To be opened once somebody holds it who closes it. `close()` may be called on any thread. One that was not closed,
-    because something ended the forward that runs no hooks, ends with whoever holds it.
+    Open it once something refers to it: an open lease that is not closed, as no hook runs after Ctrl-C, ends when
+    nothing refers to it any more. `close()` may be called on any thread.
     """
 
     closed = True
@@ -53,20 +53,20 @@ class ForwardLease:
     def __init__(self, model: Callable[[], Any] = _no_model) -> None:
         """`model`: returns the model whose forward it is, as a weak reference does."""
         self.model = model
-        self.number = next(_numbers)  # another one for each
+        self.number = next(_numbers)  # unique
         self._entered = Lease()
         self._ranges: dict[int, weakref.ref[KV]] = {}
 
     def open(self, group: Group | None = None) -> Self:
         """Makes it the innermost lease of this thread, and leases the group."""
         self.closed = False
-        here.leases.append(weakref.ref(self))
+        on_this_thread.leases.append(weakref.ref(self))
         if group is not None:
             self._entered.enter(group)
         return self
 
     def enter_group(self, group: Group) -> None:
-        """Leases the group until `close()`; once, however often it is asked for."""
+        """Leases the group until `close()`. Idempotent."""
         self._entered.enter(group)
 
     def touched(self, kv: KV) -> None:
@@ -75,11 +75,11 @@ class ForwardLease:
 
     @property
     def ranges(self) -> tuple[KV, ...]:
-        """The KV ranges that this forward has appended to so far, and that are there yet."""
+        """The KV ranges that this forward has appended to so far, and that still exist."""
         return tuple(kv for each in self._ranges.values() if (kv := each()) is not None)
 
     def close(self) -> None:
-        """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
+        """Gives every group back, whether leases inside it are closed or not. Idempotent."""
         self.closed = True
         current()  # forgets those that are closed by now
         self._ranges.clear()
@@ -88,10 +88,10 @@ class ForwardLease:
 
 def current() -> ForwardLease | None:
     """The innermost lease of this thread that is open."""
-    leases = here.leases
+    leases = on_this_thread.leases
     while leases:
         lease = leases[-1]()
-        if lease is not None and not lease.closed:  # by another thread
+        if lease is not None and not lease.closed:  # another thread may have closed it
             return lease
         del lease
         leases.pop()
@@ -100,23 +100,23 @@ def current() -> ForwardLease | None:
 
 def opened() -> Iterator[ForwardLease]:
     """The leases of this thread that are open, the innermost first."""
-    for reference in reversed(here.leases):
+    for reference in reversed(on_this_thread.leases):
         lease = reference()
         if lease is not None and not lease.closed:
             yield lease
 
 
 class ThreadLease:
-    """The lease of the thread that uses a group outside of forwards, between its calls too: it reads what a call has
-    shown after that call, and a page must not leave its address while another thread launches kernels."""
+    """The lease of a thread that uses a group outside of forwards, also between its calls: it may read after a call
+    what the call returned, and no page may be moved meanwhile by another thread."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._held: tuple[int, Lease] | None = None  # by which thread
+        self._held: tuple[int, Lease] | None = None  # (thread, its lease)
 
     def renew(self, forward: ForwardLease | None) -> bool:
-        """The calling thread uses the group from now on. False, and none is kept, within a `forward`, which has its own
-        lease."""
+        """Leases the group to the calling thread. False, and no lease is held, within a `forward`, which has its
+        own."""
         if forward is not None:
             self._held = None
             return False
@@ -129,7 +129,8 @@ class ThreadLease:
 
 
 class GroupLease:
-    """`with GroupLease(group):` leases it until this thread's lease ends, or without one until the block does."""
+    """`with GroupLease(group):` leases it until the thread's innermost lease ends, or without one until the block
+    does."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

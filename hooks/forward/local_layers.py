@@ -1,10 +1,10 @@
-"""Which decoder layers of a model run here: the one question that running a span and streaming share.
+"""Which decoder layers of a model this process runs: the one question that running a span and streaming share.
 
-Note [Layers that do not run here]
-    A forward over a span (hooks/splice) calls every layer up to its end, but those outside of the span only pass their
-    input through. Their hooks are called as ever. So whoever acts on a layer because it is about to run asks here
-    first: the hook before a layer (forwards.py), and the ring of slots, whose turns have no place for such a layer
-    (offload/residency/ring.py). The span changes between forwards only.
+Note [Layers of other processes]
+    A forward over a span (hooks/splice) calls every layer up to its end, but layers outside of the span only pass their
+    input through. Their hooks are called as ever. So code that acts on a layer because it is about to run checks
+    `LocalLayers` first: the hook before a layer (layer_hooks.py), and the ring of slots, whose order leaves out such a
+    layer (offload/residency/ring.py). The span changes between forwards only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ...offload.policy.replicas.groups import Span
 
 
 class LocalLayers:
-    """Which layers of one model run here: those of `span`; None: all."""
+    """Which layers of one model this process runs: those of `span`; None: all."""
 
     def __init__(self) -> None:
         self.span: Span | None = None
         self.spliced_by: Callable[[], Any] = lambda: None  # returns the Splice that sets it, None where there is none
 
     def runs(self, layer: int) -> bool:
-        """Does the decoder layer of this number run here?"""
+        """Does this process run the decoder layer of this number?"""
         span = self.span
         return span is None or layer in span
 
@@ -35,5 +35,5 @@ _known: Final[weakref.WeakKeyDictionary[nn.Module, LocalLayers]] = weakref.WeakK
 
 
 def local_layers_of(model: nn.Module) -> LocalLayers:
-    """The one of this model, the same for whoever asks."""
+    """The `LocalLayers` of this model, always the same object."""
     return _known.setdefault(model, LocalLayers())

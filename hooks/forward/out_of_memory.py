@@ -2,9 +2,9 @@
 
 Note [When it is asked]
     The core words the error where no Python may run (exhausted.cpp), and most programs that catch one never read it. So
-    what would help is worked out when somebody reads the message, from sizes that were noted when it was raised. The
-    message is a str whose text grows then; what looks into it without `str()`, as accelerate does into `args`, sees
-    the core's words.
+    what would help is worked out when the message is read, from sizes that were noted when it was raised. The message
+    is a str whose text grows then; code that looks into it without `str()`, as accelerate does into `args`, sees the
+    core's words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ask = Callable[[], Sequence[str]]
 
 
 class Message(str):
-    """The core's words, and once they are read with `str()` what `ask` returns, too. Pickled as the text."""
+    """The core's words, and after the first `str()` what `ask` returns, too. Pickled as the text."""
 
     _ask: Ask | None
     _text: str
@@ -39,6 +39,6 @@ class Message(str):
 
 
 def explain(error: torch.OutOfMemoryError, ask: Ask) -> None:
-    """The error's message says what would help. Does nothing where it does so already."""
+    """Makes the error's message say what would help. Idempotent."""
     if error.args and isinstance(error.args[0], str) and not isinstance(error.args[0], Message):
         error.args = (Message(error.args[0], ask), *error.args[1:])

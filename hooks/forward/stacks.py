@@ -6,10 +6,10 @@ Note [A stack at one moment]
 
 Note [Nothing is collected meanwhile]
     Python 3.11 may collect garbage wherever it makes an object, and runs finalizers then, and lets other threads run.
-    `sys._current_frames` makes frames, and holds a lock of the interpreter: who asks for it then, with the GIL, waits
-    for a thread that waits for the GIL, and everything stands still ([cpython 106883]). So no collection begins while
-    stacks are looked at. To forbid it, and to allow it again, are steps of the same call: no other thread finds it
-    forbidden, and Ctrl-C does not come in between.
+    `sys._current_frames` makes frames, and holds a lock of the interpreter: a thread that asks for that lock then, with
+    the GIL, waits for a thread that waits for the GIL, a deadlock ([cpython 106883]). So collection is disabled while
+    stacks are looked at. Disabling and enabling it are steps of the same call: no other thread finds it disabled, and
+    Ctrl-C does not come in between.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any
 
 
 def stack_of(thread: int) -> list[FrameType]:
-    """The frames of a thread, the innermost first; none where it has ended. See Note [A stack at one moment]."""
+    """The frames of a thread, the innermost first; empty where it has ended. See Note [A stack at one moment]."""
     innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))
     return _at_once(takewhile(bool, accumulate(chain(innermost, repeat("f_back")), getattr)))
 
 
 def threads() -> list[int]:
-    """All that run Python now."""
+    """The ids of all threads that run Python now."""
     return _at_once(chain.from_iterable(starmap(sys._current_frames, [()])))
 
 
 def _at_once(steps: Iterable[Any]) -> list[Any]:
-    """What the steps give, where each of them is a call of C code. See Note [Nothing is collected meanwhile]."""
+    """Runs the steps, each a call of C code, as one call. See Note [Nothing is collected meanwhile]."""
     allowed: list[bool] = []
-    before = map(allowed.append, starmap(gc.isenabled, [()]))  # gives None, as the two others do
+    before = map(allowed.append, starmap(gc.isenabled, [()]))  # gives None, as the two steps below do
     after = starmap(gc.enable, compress([()], allowed))
     return list(filter(None, chain(before, starmap(gc.disable, [()]), steps, after)))

@@ -1,12 +1,13 @@
-"""Whose turn it is with a model's slots: one forward at a time reads them.
+"""The queue for a model's slots: one forward at a time reads them.
 
 Note [Turns]
-    A forward of a model whose layers stream asks for the slots, and waits for whoever has them, in the order of asking.
-    It need not get them: without slots it reads the layers on the host, right and more slowly. So it waits no longer
-    than its patience, and nobody waits forever: not two threads that run two models inside of each other, nor a forward
-    that waits for a thread which runs the same model. Whoever was given up on is not waited for again.
-    All that is done to the queue is one operation of a list, so that Ctrl-C leaves nothing locked. A forward that was
-    interrupted keeps its turn until its thread comes by again, or ends: the queue refers to turns weakly.
+    A forward of a model whose layers stream asks for the slots, and waits for the forward that has them, in the order
+    of asking. It need not get them: without slots it reads the layers on the host, right and more slowly. So it waits
+    for a limited time, and there is no deadlock: not of two threads that run two models inside of each other, nor of a
+    forward that waits for a thread which runs the same model. A turn that was waited for in vain is not waited for
+    again.
+    Each change of the queue is one operation of a list, so that Ctrl-C leaves nothing locked. An interrupted forward
+    keeps its turn until its thread next runs the model, or ends: the queue refers to turns weakly.
 """
 
 from __future__ import annotations
@@ -23,42 +24,43 @@ from ...offload.policy.tuning import DEFAULT, Waiting
 
 
 class Turn:
-    """One forward's: held by whoever runs it."""
+    """A forward's place in the queue for the slots."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.asked = False  # for the slots
-        self.given_up = False  # has someone waited for it in vain?
-        self._bell = threading.Lock()  # open once the turn has ended
-        self._bell.acquire()
+        self.given_up = False  # has another forward waited for it in vain?
+        self._running = threading.Lock()  # released once the turn has ended
+        self._running.acquire()
 
-    def ring(self) -> None:
+    def mark_ended(self) -> None:
+        """Wakes the forwards that wait for the end. Idempotent."""
         try:
-            self._bell.release()
+            self._running.release()
         except RuntimeError:
-            return  # it rings already
+            return  # released already
 
-    def listen(self, seconds: float) -> None:
+    def wait_ended(self, seconds: float) -> None:
         """Returns when the turn has ended, or after so long."""
-        if self._bell.acquire(timeout=seconds):
-            self.ring()
+        if self._running.acquire(timeout=seconds):
+            self.mark_ended()
 
 
 class Turns:
-    """The turns with the slots of one model."""
+    """The queue for the slots of one model."""
 
     def __init__(
         self, group: Group, waiting: Waiting = DEFAULT.waiting, clock: Callable[[], float] = monotonic
     ) -> None:
-        """`group`: of the model's weights; `waiting`: how long a forward waits for the slots, in seconds of `clock`."""
+        """`group`: of the model's weights. `waiting`: how long a forward waits for the slots, in seconds of `clock`."""
         self._waiting = waiting
         self._clock = clock
-        self.sections: dict[object, int] = {}  # that are open, by the thread each was opened on: no slot is read
+        self.sections: dict[object, int] = {}  # open sections -> the thread of each; no slot is read meanwhile
         self._group = group
         self._queue: list[weakref.ref[Turn]] = []
 
     def take(self, turn: Turn) -> bool:
-        """Has this forward the slots? Waits for them, for a while. They are its own until `end`."""
+        """Waits for the slots, for a while. Returns whether this forward has them, until `end`."""
         turn.asked = True
         mine = weakref.ref(turn)
         self._queue.append(mine)
@@ -71,28 +73,28 @@ class Turns:
                 first.given_up = True
                 self.end(turn)
                 return False
-            first.listen(min(left, self._waiting.slots_look))
+            first.wait_ended(min(left, self._waiting.slots_look))
         return True
 
     def has(self, turn: Turn | None) -> bool:
-        """Are the slots this forward's, and is the thread that asks its own?"""
+        """Does this forward have the slots, and does the calling thread run it?"""
         if turn is None or turn.thread != threading.get_ident():
             return False
-        first = self._queue[:1]  # as a rule it is there still
+        first = self._queue[:1]  # usually still alive
         return bool(first and first[0]() is turn) or self._first() is turn
 
     def end(self, turn: Turn) -> None:
-        """The next one, please. Idempotent."""
+        """Gives the slots to the next forward. Idempotent."""
         for each in self._queue[:]:
             if each() is turn:
                 try:
                     self._queue.remove(each)
                 except ValueError:
-                    continue  # someone else has done it meanwhile
-        turn.ring()
+                    continue  # another thread has removed it
+        turn.mark_ended()
 
     def section(self) -> Guarded[None]:
-        """Within it no slot is read, and no other thread moves the layers."""
+        """A `with` block in which no slot is read, and no other thread moves the layers."""
         key, lease = object(), Lease()
 
         def begin() -> None:
@@ -112,7 +114,7 @@ class Turns:
         return sum(thread == me for thread in list(self.sections.values()))
 
     def _first(self) -> Turn | None:
-        """Whose the slots are."""
+        """The turn that has the slots."""
         while first := self._queue[:1]:
             turn = first[0]()
             if turn is not None:

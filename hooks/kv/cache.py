@@ -1,4 +1,4 @@
-"""`KVCache`: the elastic cache for whoever passes `past_key_values=` himself."""
+"""`KVCache`: the elastic cache for programs that pass `past_key_values=` themselves."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class KVCache(DynamicCache):
             self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, self._ranges))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes a copy, or what comes from a pickle, whose layers are stock: see layer.py, Note [Pickled as stock]."""
+        """Makes the layers of a copy or of an unpickled cache elastic: see layer.py, Note [Pickled as stock]."""
         self.__dict__.update(state)
         self.layers = [self._elastic(layer, number) for number, layer in enumerate(self.layers)]
 
     def _elastic(self, layer: Any, number: int) -> Any:
-        """What becomes of a layer that may be in use. `number`: its place in the cache."""
+        """Returns the elastic layer in the place of `layer`, which may hold tokens. `number`: its place in the
+        cache."""
         if isinstance(layer, ElasticLayer):
             return layer
         counterpart = elastic_counterpart(layer, self._ranges, number)

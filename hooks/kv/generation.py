@@ -1,14 +1,14 @@
-"""How a managed model comes by elastic KV layers with no argument: in `generate()`, and when a forward makes a cache.
+"""How a managed model gets elastic KV layers with no argument: in `generate()`, and when a forward makes a cache.
 
 Note [Who builds the cache]
-    Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer; an
-    encoder-decoder model does so twice. While any model is attached the entries whose class has an elastic counterpart
-    (`kinds`) are functions of ours: they make elastic layers where an attached model is building a cache on this very
-    thread, and call what was there before in every other case. That it is building is said by two sides: by the entry
-    and exit of its forward (`ModelLease`), and by `_prepare_cache_for_generation`, which is wrapped on the class
-    that has it, as a rule GenerationMixin, so that the model itself carries nothing that a copy or a pickle of it would
-    take along. The cache's own type stays `DynamicCache`. With the last model all goes back to what it was; where
-    someone else has wrapped ours meanwhile, ours stays below and passes on.
+    `generate()` and forwards call `DynamicCache(config=...)`, which looks up the class of each layer in a table of
+    transformers; an encoder-decoder model does so twice. While any model is attached, the entries whose class has an
+    elastic counterpart (`kinds`) are ballonet's functions: they make elastic layers if an attached model is building a
+    cache on this thread, and call the replaced entry otherwise. A model is building between the entry and exit of its
+    forward (`ModelLease`), and within `_prepare_cache_for_generation`. That method is wrapped on the class that has it,
+    as a rule GenerationMixin, so that the model itself holds nothing that a copy or a pickle of it would take along.
+    The cache's own type stays `DynamicCache`. When the last model is detached everything is undone; where other code
+    has wrapped ballonet's function meanwhile, that stays below and passes calls on.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cac
 
 
 class Building:
-    """A managed model that may be building caches: makes their elastic layers."""
+    """Makes the elastic layers of the caches that a managed model builds."""
 
     def __init__(self, config: Any, alone: bool, device: Device | None, name: str, expected: int = 0) -> None:
-        """`name`: of the model, for readers; `expected`: tokens that a sequence will reach in the first cache, 0 if
+        """`name`: of the model, for logs. `expected`: tokens that a sequence will reach in the first cache, 0 if
         unknown. The others: see `attach`."""
         self._name = name
         self._config = config
@@ -54,22 +54,22 @@ class Building:
         self._left: list[int] = []  # numbers of the layers that the present cache still lacks
 
     def layer(self, stock: type, **kwargs: Any) -> ElasticLayer:
-        """The next layer, in the place of one of the class `stock`; it shares ranges with the others of its cache."""
+        """Makes the next layer, in the place of one of the class `stock`, over the ranges of its cache."""
         if self._ranges is None or not self._left:
             self._left = elastic_numbers(self._config) or [0]
             self._ranges = CacheRanges.of(self._config, len(self._left), self._expected, self._alone, self._device)
             self._ranges.whose = self._name
-            self._expected = 0  # what comes next is as long as what an encoder says
+            self._expected = 0  # a second cache is as long as the encoder's output
         return ELASTIC[stock](self._ranges, number=self._left.pop(0), **kwargs)
 
 
 class CacheListener(Protocol):
-    """Someone who has a call of `generate()` begun on this thread."""
+    """Is told of the first cache of a call of `generate()` on this thread."""
 
     model: Any
 
     def prepared(self, given: dict[str, Any]) -> None:
-        """The cache of `model` was made; `given`: the arguments of PREPARE_CACHE by name."""
+        """Called once the cache of `model` was made. `given`: the arguments of PREPARE_CACHE by name."""
 
 
 class _Thread(threading.local):
@@ -77,8 +77,8 @@ class _Thread(threading.local):
 
 
 class _Attached(NamedTuple):
-    """What is known of a model that builds caches: the configuration of what writes text, whether something acts on
-    single layers, its device and its name."""
+    """A model that builds caches: the configuration of its text part, whether single layers of a cache are moved apart,
+    its device and its name."""
 
     config: Any
     alone: bool
@@ -90,12 +90,12 @@ _thread: Final = _Thread()
 
 
 def attach(model: nn.Module, device: Device | None = None, *, alone: bool = False) -> Callable[[], object]:
-    """Makes the caches that `model`, or a model inside it, builds elastic, until the returned function is called (again
-    does nothing) or the model is gone.
+    """Makes the caches that `model`, or a model inside it, builds elastic, until the returned idempotent function is
+    called or the model is collected.
 
-    What does not decode with a `DynamicCache` is left as it is. `device`: whose pages caches get, None for that of the
-    first runtime. `alone`: something streams, offloads or drops single
-    layers of the cache, which then share no pages. Raises AlreadyManaged, UnsupportedVersion.
+    Models that do not decode with a `DynamicCache` are left as they are. `device`: whose pages caches get, None for the
+    first runtime's. `alone`: single layers of the cache are streamed, offloaded or dropped, so they share no pages.
+    Raises AlreadyManaged, UnsupportedVersion.
     """
     parts = [part for part in model.modules() if not reason_to_leave(type(part), getattr(part, "config", None))]
     if not parts:
@@ -119,12 +119,12 @@ def attach(model: nn.Module, device: Device | None = None, *, alone: bool = Fals
 
 
 class ModelLease(ForwardLease):
-    """The lease of a forward of a managed model, which may build caches, or of what prepares one for it. To be opened
-    on its thread when that begins, and closed when it ends."""
+    """The lease of a forward of a managed model, which may build caches, or of the method that prepares one for it.
+    Open it on the thread of that call when it begins, and close it when it ends."""
 
     @cached_property
     def building(self) -> Building | None:
-        """What makes elastic layers; None where the model is not attached."""
+        """Makes elastic layers; None where the model is not attached."""
         known = _attached.get(id(self.model()))
         return None if known is None else Building(*known)
 
@@ -135,7 +135,8 @@ def _building() -> Building | None:
 
 
 def listening(listener: CacheListener) -> AbstractContextManager[None]:
-    """Within it the listener is told of the first cache that `generate()` of its model prepares on this thread."""
+    """A `with` block in which the listener is told of the first cache that `generate()` of its model prepares on this
+    thread."""
     before = _thread.listener
 
     def begin() -> None:
@@ -154,7 +155,7 @@ def _replace_layers() -> Iterator[Undo]:
             yield _patch_layer_type(table, kind)
 
 
-_attached: Final = Seam[_Attached](_replace_layers)  # by id of a model that lives
+_attached: Final = Seam[_Attached](_replace_layers)  # by the id of a live model
 
 
 def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
@@ -162,7 +163,7 @@ def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
     stock_class = inspect.unwrap(stock)
 
     def layer(**kwargs: Any) -> Any:
-        # Asked first, so that a compiler that traces this sees nothing else.
+        # First, so that a compiler that traces this sees nothing else.
         if torch.compiler.is_compiling() or (building := _building()) is None:
             return stock(**kwargs)
         return building.layer(stock_class, **kwargs)
@@ -188,12 +189,12 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
             mark("generate()", known.device)
         if getattr(given.get("generation_config"), "cache_implementation", None) not in _ELASTIC:
             known = None
-        # The longest that the cache gets to be: the last token generated is never put into it.
+        # The greatest length of the cache: the last token generated is never put into it.
         expected = int(given.get("max_cache_length") or 0)
         listener = _thread.listener
         if listener is None or listener.model is not model:
             listener = None
-        else:  # not for what the stock method may call
+        else:  # calls within the stock method are not reported
             _thread.listener = None
         preparing = ModelLease()
         preparing.building = None if known is None else Building(*known, expected)

@@ -31,7 +31,7 @@ class CacheSizes(NamedTuple):
 
 
 class CacheRanges:
-    """What the layers of one cache share: their ranges, and one lease group. A copy of a cache gets one of its own."""
+    """The ranges and the lease group that the layers of one cache share. A copy of a cache gets its own."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class CacheRanges:
         alone: bool = False,
         device: Device | None = None,
     ) -> None:
-        """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: tokens likely to come;
-        0 if unknown. `alone`: something acts on single layers. `device`: whose pages it gets while it has a runtime;
-        else it gets those of the runtime whose device torch has the tokens on."""
-        self.whose = ""  # the name of the model, for readers
+        """`layers`: how many may share a range. `longest`: tokens to reserve for, `expected`: tokens likely to come; 0
+        if unknown. `alone`: single layers are moved apart. `device`: whose pages the cache gets while that has a
+        runtime; else those of the device that the tokens are on."""
+        self.whose = ""  # the name of the model, for logs
         self._wanted = device
         self._layers = max(1, layers)
         self._longest = longest
@@ -53,7 +53,7 @@ class CacheRanges:
         self._device: Device | None = None
         self._group: Group | None = None
         self._tier: KVTier | None = None
-        self._kept: ThreadLease | None = None
+        self._thread_lease: ThreadLease | None = None
         self._ranges: list[weakref.ref[KVRange]] = []
         self._numbered = 0  # layers that were told their number
 
@@ -66,8 +66,8 @@ class CacheRanges:
         alone: bool = False,
         device: Device | None = None,
     ) -> CacheRanges:
-        """For a cache with so many elastic layers, of the model of this configuration (None: nothing is known of
-        it)."""
+        """Makes the ranges of a cache with so many elastic layers, of a model of this configuration (None:
+        unknown)."""
         if config is None:
             return cls(1, expected, expected, alone, device)
         return cls(layers if one_shape(config) else 1, expected or longest_sequence(config), expected, alone, device)
@@ -82,13 +82,13 @@ class CacheRanges:
         return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
 
     def number(self) -> int:
-        """Returns the number of the next layer that is made, of those of a cache whose layers come in order."""
+        """Numbers the layers of a cache that are made in order."""
         self._numbered += 1
         return self._numbered - 1
 
     def device_at(self, place: torch.device) -> Device | None:
-        """The device whose pages tokens get that torch has at `place`; None where there is none."""
-        ours = next((each for each in devices.every() if each.device is self._wanted), None)  # else it is closed by now
+        """The device whose pages hold tokens that torch has at `place`; None where there is none."""
+        ours = next((each for each in devices.every() if each.device is self._wanted), None)  # None if it was closed
         found = ours or devices.current(place.index)
         return found.device if found is not None and torch_device(found.device) == place else None
 
@@ -100,11 +100,12 @@ class CacheRanges:
 
     @property
     def tier(self) -> KVTier | None:
-        """What the governor knows of this cache; None before it has a range, and where there are no host pages."""
+        """The cache's side of the governor; None before it has a range, and where there are no host pages."""
         return self._tier
 
     def join(self, device: Device, shape: KVShape, tokens: int, number: int) -> tuple[KVRange, int] | None:
-        """A place for a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new one.
+        """Gives a place to a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new
+        one.
         `number`: of the layer in its model.
 
         None where attention kernels could not index so many tokens (`geometry`, Note [int32]). DriverError.
@@ -134,9 +135,10 @@ class CacheRanges:
             return None
         group = self.group(device)
         if self._tier is None and device.host_pages:
-            self._tier, self._kept = KVTier(device, group, governors.of(device), self.whose), ThreadLease(group)
+            self._tier, self._thread_lease = KVTier(device, group, governors.of(device), self.whose), ThreadLease(group)
         more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
-        kv_range = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
+        expected = max(self._expected, tokens)
+        kv_range = KVRange(device, group, geometry, shape, self._tier, self._thread_lease, expected, more)
         self._ranges.append(weakref.ref(kv_range))
         if self._tier is not None:
             self._tier.client.grows_by = max(self._tier.client.grows_by, len(self._ranges), 1 + more)
@@ -157,11 +159,11 @@ def geometry_for(
     alone: bool,
     least: int = DEFAULT.kv_growth.tokens,
 ) -> Geometry | None:
-    """The range that layers of these sizes get when the first of them is to hold `tokens` tokens.
+    """The geometry of the range that layers of these sizes get when the first of them is to hold `tokens` tokens; None
+    where attention kernels could not index so many.
 
-    `budget`: bytes of all pages. `longest_known`: tokens that a sequence may reach, 0 if unknown; `least`: that are
-    reserved for in any case. The others as in `geometry.choose`. None where attention kernels could not index so many
-    tokens.
+    `budget`: bytes of all pages. `longest_known`: tokens that a sequence may reach, 0 if unknown. `least`: tokens that
+    are reserved for in any case. The others as in `geometry.choose`.
     """
     most = longest(*sizes)
     if tokens > most:

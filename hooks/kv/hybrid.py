@@ -14,9 +14,9 @@ from .layer import ElasticLayer
 class ElasticHybridLayer(HybridLayer, ElasticLayer):  # type: ignore[misc, override]
     """The state of a linear-attention layer, which has a fixed size, beside keys and values in a range.
 
-    The state is transformers' own. What the stock class does to both halves it does by name and not by `super()`
-    (`DynamicLayer.reset(self)`), so each of those methods is here again with the elastic half; the others are inherited
-    from the half that has them.
+    The state is transformers' own. The stock class calls both halves by name and not by `super()`
+    (`DynamicLayer.reset(self)`), so each of those methods is written again here with the elastic half; the others are
+    inherited from the half that has them.
     """
 
     stock = HybridLayer

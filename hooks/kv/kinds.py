@@ -2,9 +2,9 @@
 
 Note [One decision]
     For each type of layer ("full_attention") transformers has a class in a table, from which a `DynamicCache` is made.
-    Whether a layer becomes elastic hangs on that class alone, which must be exactly one of those that `ELASTIC` names:
-    what derives from them keeps more than keys and values. `generation` asks when a managed model builds a cache,
-    `KVCache` for its own layers, and `plan` about a model that need not exist.
+    Whether a layer becomes elastic depends on that class alone, which must be exactly one of those in `ELASTIC`:
+    subclasses store more than keys and values. `generation` decides so when a managed model builds a cache, `KVCache`
+    for its own layers, and `plan` for a model that need not exist.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STORES: Final = {  # class of layer -> what it stores
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What becomes of one layer of a cache."""
+    """Whether one layer of a cache becomes elastic."""
 
     kind: str  # the type that transformers gives it, such as "full_attention", or CROSS_ATTENTION; empty if unknown
     stock: str  # the class that transformers makes of it
@@ -54,11 +54,11 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """What becomes of the cache that `generate()` makes for a model."""
+    """Which layers of the cache that `generate()` makes for a model become elastic."""
 
     reason: str  # why its caches are left alone; empty where they are not
     layers: tuple[LayerPlan, ...] = ()
-    cross: tuple[LayerPlan, ...] = ()  # of an encoder-decoder model: those that hold what the encoder said
+    cross: tuple[LayerPlan, ...] = ()  # an encoder-decoder model's layers for the encoder's output
 
     @property
     def elastic(self) -> int:
@@ -67,9 +67,9 @@ class CachePlan:
 
 
 def plan(model_class: type, config: Any) -> CachePlan:
-    """For a model of that class and configuration. Builds no model and needs no device.
+    """The plan for a model of that class and configuration. Builds no model and needs no device.
 
-    UnsupportedVersion; what the class itself raises where the configuration is not one of its own.
+    UnsupportedVersion; errors of the class itself where the configuration is not one of its own.
     """
     reason = reason_to_leave(model_class, config)
     if reason:
@@ -79,7 +79,7 @@ def plan(model_class: type, config: Any) -> CachePlan:
         return CachePlan(f"{model_class.__name__} prepares no DynamicCache for generate()")
     own, *cross = caches
     kinds = [kind for kind, _ in layer_classes(config)]
-    if len(kinds) != len(own.layers):  # it was made for a configuration that the class thought of itself
+    if len(kinds) != len(own.layers):  # it was made for a configuration that the class made itself
         kinds = [""] * len(own.layers)
     layers = [_plan(kind, type(layer), by_table=True) for kind, layer in zip(kinds, own.layers, strict=True)]
     return CachePlan("", tuple(layers), tuple(each for cache in cross for each in _cross_plans(cache, len(layers))))
@@ -98,7 +98,7 @@ def reason_to_leave(model_class: type, config: Any) -> str:
 
 
 def elastic_layers(config: Any) -> int:
-    """How many layers of one `DynamicCache` for `config` are elastic."""
+    """Counts the elastic layers of one `DynamicCache` for `config`."""
     return len(elastic_numbers(config))
 
 
@@ -108,8 +108,8 @@ def elastic_numbers(config: Any) -> list[int]:
 
 
 def elastic_counterpart(layer: Any, ranges: CacheRanges, number: int) -> Any:
-    """An elastic layer over `ranges` in the place of the unused `layer`, where there is such a class; else itself.
-    `number`: of the layer in its model."""
+    """Returns an elastic layer over `ranges` in the place of the unused `layer`; `layer` itself where its class has no
+    counterpart. `number`: of the layer in its model."""
     counterpart = type(layer) if isinstance(layer, ElasticLayer) else ELASTIC.get(type(layer))
     if counterpart is None:
         return layer
@@ -117,8 +117,7 @@ def elastic_counterpart(layer: Any, ranges: CacheRanges, number: int) -> Any:
 
 
 def _cross_plans(cache: DynamicCache, count: int) -> Iterator[LayerPlan]:
-    """Returns the plans of the cache of the encoder's output, which need not be made of the same layers as the
-    other."""
+    """Returns the plans for the cache of the encoder's output, whose layers may be of other classes."""
     for layer in cache.layers:
         yield _plan(CROSS_ATTENTION, type(layer), by_table=True)
     if not cache.layers:

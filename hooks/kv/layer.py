@@ -2,21 +2,21 @@
 
 Note [Elastic or stock]
     An `ElasticLayer` is a `DynamicLayer` in every respect. It keeps its tokens in a range while it can, and otherwise
-    in ordinary tensors of torch, where all that it does is what `DynamicLayer` does: when gradients or tangents flow
-    through the new tokens (written in place they would be lost), when torch traces or compiles, for tensors that are
-    not on the installed device or are no plain tensors, for shapes that do not fit what is there, and from the moment
-    someone assigns `keys` or `values`. At its next update under ordinary circumstances it moves (back) in.
+    in ordinary tensors of torch, as `DynamicLayer` does: when gradients or tangents flow through the new tokens
+    (written in place they would be lost), when torch traces or compiles, for tensors that are not on the installed
+    device or are no plain tensors, for shapes that do not fit the range, and once `keys` or `values` are assigned. At
+    its next update under ordinary circumstances it moves (back) into a range.
 
-    What a compiler traces reads the tokens of a range but never changes the range: whatever the layer does to them
-    there, it does as `DynamicLayer` to tensors of its own. The place in the range is left at the next update outside.
+    A traced function reads the tokens of a range but never changes the range: the layer works on tensors of its own
+    there, as `DynamicLayer`. The place in the range is left at the next update outside of tracing.
 
-    Whatever replaces the tokens as a whole (another batch, a longer reservation, a reordering while someone looks at
-    the old order) first fills a new place and then leaves the old one, so that a failure in between changes nothing.
+    Operations that replace all tokens (another batch, a longer reservation, a reordering while the old order is still
+    referred to) first fill a new place and then leave the old one, so that a failure in between changes nothing.
 
 Note [Pickled as stock]
-    What is saved is what would have been saved without ballonet: a layer of transformers' own with tensors of its own.
-    So it can be loaded where there is no ballonet, and where only classes of transformers are let in. It stays what it
-    is then; a `KVCache` makes its layers elastic again.
+    A pickle holds what it would hold without ballonet: a layer of transformers' own with tensors of its own. So it can
+    be loaded where there is no ballonet, and where only classes of transformers are allowed. A layer stays stock then;
+    a `KVCache` makes its layers elastic again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class ElasticLayer(DynamicLayer):
     Raises torch.OutOfMemoryError where no page is left for new tokens, and DriverError; it is then as long as before.
     """
 
-    stock: ClassVar[type[DynamicLayer]] = DynamicLayer  # what transformers has in its place
+    stock: ClassVar[type[DynamicLayer]] = DynamicLayer  # the class that this one replaces
 
     def __init__(self, ranges: CacheRanges | None = None, *, number: int | None = None, **kwargs: Any) -> None:
         """`ranges`: shared with the other layers of the cache. `number`: of the layer in its model, None where layers
-        are made in order. `kwargs`: what transformers gives to any layer."""
+        are made in order. `kwargs`: transformers' own."""
         self.ranges = CacheRanges() if ranges is None else ranges  # shared with the other layers of its cache
         self.number = self.ranges.number() if number is None else number
         self._range: KVRange | None = None
@@ -92,7 +92,7 @@ class ElasticLayer(DynamicLayer):
         return self._range is not None and self._keys is None and self._values is None
 
     def adopt(self, layer: DynamicLayer) -> None:
-        """Becomes what a stock `layer` is; the next update moves the tokens in."""
+        """Takes over the tokens of a stock `layer`; the next update moves them into a range."""
         state = vars(layer).copy()
         self._keys, self._values = state.pop("keys"), state.pop("values")
         vars(self).update(state)
@@ -126,7 +126,7 @@ class ElasticLayer(DynamicLayer):
         self._leave()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens; what a positive number means is up to transformers."""
+        """Removes the last `-tokens_to_remove` tokens; a positive number means what transformers says."""
         kv_range = self._changeable()
         if kv_range is None:
             super().crop(tokens_to_remove)
@@ -134,7 +134,7 @@ class ElasticLayer(DynamicLayer):
             kv_range.cut(self._place, cropped(self.get_seq_length(), tokens_to_remove))
 
     def cut(self, length: int, then: int) -> None:
-        """Forgets the tokens from `length` on. `then`: so many there will be soon."""
+        """Forgets the tokens from `length` on. `then`: the length that is expected soon."""
         if (kv_range := self._changeable()) is None:
             ElasticLayer.crop(self, length - self.get_seq_length())
         else:
@@ -167,7 +167,7 @@ class ElasticLayer(DynamicLayer):
             self._replace(lambda tensor: tensor[indices, ...])
 
     def offload(self) -> None:
-        """Moves the tokens to ordinary host memory; on a CPU that is where they are."""
+        """Moves the tokens to ordinary host memory; does nothing on a CPU."""
         if self.is_initialized and self.device.type != "cpu":
             with self._held():
                 super().offload()  # type: ignore[no-untyped-call]
@@ -189,7 +189,7 @@ class ElasticLayer(DynamicLayer):
         )
 
     def __reduce__(self) -> tuple[type[DynamicLayer], tuple[()], dict[str, Any]]:
-        """See Note [Pickled as stock]."""
+        """Pickles a stock layer: see Note [Pickled as stock]."""
         ours = ElasticLayer().__dict__.keys() - self.stock().__dict__.keys()
         state = {name: value for name, value in self.__dict__.items() if name not in ours}
         elastic = self.elastic
@@ -198,7 +198,7 @@ class ElasticLayer(DynamicLayer):
                 state[name] = tensor.clone() if elastic and tensor is not None else tensor
         return self.stock, (), state
 
-    # -- for those who keep caches for later (hooks/prefix)
+    # -- for caches that are kept for later prompts (hooks/prefix)
 
     @property
     def kv_range(self) -> KVRange | None:
@@ -206,15 +206,15 @@ class ElasticLayer(DynamicLayer):
         return self._range if self.elastic else None
 
     def part(self, start: int, end: int) -> Pair:
-        """Keys and values of the tokens [start, end), by tensors of their own, on any thread. BallonetError where they
-        are not in a range."""
+        """Keys and values of the tokens [start, end), as new tensors over the range, on any thread. BallonetError where
+        they are not in a range."""
         kv_range = self.kv_range
         if kv_range is None:
             raise ManageError("these tokens lie in no range")
         return kv_range.part(self._place, start, end)
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Tokens that the range is missing. See range.py, Note [Released prefix]. The caller holds a lease."""
+        """Writes tokens that the range is missing, see range.py, Note [Released prefix]. The caller holds a lease."""
         cast(KVRange, self._range).write(self._place, start, keys, values)
 
     def _twin(self, state: dict[str, Any]) -> Self:
@@ -226,11 +226,11 @@ class ElasticLayer(DynamicLayer):
         return twin
 
     def _held(self) -> AbstractContextManager[object]:
-        """While kernels that read the tokens are launched no other thread leads their addresses elsewhere."""
+        """A `with` block for launching kernels that read the tokens: no other thread moves their pages meanwhile."""
         return nullcontext() if self._range is None else GroupLease(self._range.group)
 
     def _changeable(self) -> KVRange | None:
-        """The range that the tokens lie in, None where they do not, or must not be changed there now."""
+        """The range that the tokens lie in; None where they lie in none, or must not be changed there now."""
         return self._range if self.elastic and not torch.compiler.is_compiling() else None
 
     def _tokens(self) -> Pair:
@@ -243,7 +243,7 @@ class ElasticLayer(DynamicLayer):
         return pair
 
     def _move_in(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Makes a place for these tokens behind those that are there, which come along. False where that cannot be."""
+        """Moves the layer's tokens to a place with space for these behind them. False where that cannot be."""
         if keys.dim() != 4 or values.dim() != 4 or not keys.shape[2]:
             return False
         shape = KVShape.of(keys, values)
@@ -256,7 +256,7 @@ class ElasticLayer(DynamicLayer):
         return shape.fits(*held) and eager(*held) and self._fill(shape, room, held)
 
     def _fill(self, shape: KVShape, room: int, tokens: Pair | None) -> bool:
-        """Takes a new place with room for so many tokens, puts `tokens` there, and only then leaves the old one."""
+        """Takes a new place for so many tokens (`room`), puts `tokens` there, and only then leaves the old one."""
         device = self.ranges.device_at(shape.device)
         if device is None:
             return False
@@ -279,22 +279,22 @@ class ElasticLayer(DynamicLayer):
         return True
 
     def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """The tokens become what `change` makes of the keys and of the values, if there are any."""
+        """Replaces the keys and the values, if there are any, by the results of `change`."""
         if self.get_seq_length():
             with self._held():
                 keys, values = self._tokens()
                 self._keep((change(keys), change(values)))
 
     def _keep(self, tokens: Pair) -> None:
-        """Holds these tokens from now on: in a new place, or where that cannot be as they are."""
+        """Stores these tokens: in a new place, or as they are where there is none."""
         keys, values = tokens
         if not keys.shape[0] or not self._fill(KVShape.of(keys, values), keys.shape[2], tokens):
             self._leave()
             self._keys, self._values = keys.clone(), values.clone()
 
     def _give_to_graph(self) -> None:
-        """Where a CUDA graph is about to capture the tokens they stay where they are, for as long as the graph or the
-        layer needs them, and the layer is a stock one."""
+        """Makes the layer a stock one where a CUDA graph is about to capture its tokens: they keep their place for as
+        long as the graph or the layer needs them."""
         kv_range = None if torch.compiler.is_compiling() else self._range
         if kv_range is None or not graphs.capturing(kv_range.shape.device.type == "cuda"):
             return

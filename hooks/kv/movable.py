@@ -28,28 +28,28 @@ class MovableKV:
         return self.range.pieces if self._extent is None else self._extent.end
 
     def backing(self, piece: int) -> Backing:
-        """What the piece leads to."""
+        """The kind of memory that the piece is mapped to."""
         return self.range.backing(piece)
 
     def move(self, piece: int, to: Place) -> bool:
-        """To another page, its own one. DriverError."""
+        """Moves the piece to another page of its own. DriverError."""
         return self.range.move(piece, to)
 
     def displace(self, piece: int) -> bool:
-        """Leads it to its backing, which gets its bytes. DriverError."""
+        """Copies the piece to its backing and maps it there. DriverError."""
         tier, extent = self._tier, self._extent
         return tier is not None and extent is not None and extent.evict((piece,), tier.transfer, self._stream()) > 0
 
     def demote(self, piece: int) -> bool:
-        """What it leads to goes from the peer to the host. DriverError."""
+        """Moves the backing from the peer to the host. DriverError."""
         tier, extent = self._tier, self._extent
         return tier is not None and extent is not None and tier.client.saving.demote_one(extent, piece, self._stream())
 
     def bring_back(self, piece: int) -> bool:
-        """Restores it: it gets a page of its own again, and its bytes. DriverError."""
+        """Gives the piece a page of its own again, with its bytes. DriverError."""
         tier, extent = self._tier, self._extent
         return tier is not None and extent is not None and tier.restore_one(extent, piece, self._stream())
 
     def unmap(self, piece: int) -> bool:
-        """Takes a free page from its addresses. DriverError."""
+        """Unmaps a free page from the piece's addresses. DriverError."""
         return self.range.drop_kept(piece)

@@ -1,16 +1,15 @@
-"""The pages of a KV range as one that may lose them to the host while it is in use, and get them back.
+"""The pages of a KV range, which may be taken to the host while the range is in use, and restored.
 
 Note [Full pages]
-    Pages that are full may be taken at any moment, between two lines too; then their addresses lead to the host, and
-    all that is done to them is done there (offload/residency/kv_extent.py). Appending never writes to one. Whatever
-    does, or lets go of its tokens, says so first (`lower`); it is said to be full again after everything else
-    (`filled`).
+    A full page may be taken at any moment, between two lines too; its addresses lead to the host then, and are read and
+    written there (offload/residency/kv_extent.py). Appending never writes to a full page. Code that does, or gives up
+    its tokens, calls `lower` first; the page counts as full again last of all (`filled`).
 
-Note [Kept]
+Note [Last pages of idle caches]
     A page of 8 MiB holds 2,048 tokens of a layer of an 8B model, so a conversation of 200 tokens fills none, and its 32
-    layers would keep 256 MiB of the device for good. While a cache is only kept for prompts nothing is appended to it:
-    then its last pages are as good as full (`final`), and leave for the host with the others. Before it is used again
-    they are not any more; what has left leads to the host, where tokens may be appended as well, until it is restored.
+    layers would keep 256 MiB of the device for good. Nothing is appended to a cache that is only kept for later
+    prompts: its last pages count as full then (`final`), and leave for the host with the others. That ends before it is
+    used again; pages that have left are on the host until they are restored, and tokens may be appended there.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ from ...offload.residency.kv_extent import KVExtent
 from ..device.marks import relaxed
 from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease
+from .find_pages import find_pages, map_device
 from .movable import MovableKV
-from .room import find_room, map_device
 
 Runs = list[tuple[int, int]]  # (first piece, count)
 
 
 class KVPages:
-    """The pages of `range_`, whose tokens lie as `geometry` says. Without a tier its pages stay where they
-    are."""
+    """The pages of `range_`, whose tokens lie as `geometry` says. Without a tier they stay on the device."""
 
     def __init__(
         self,
@@ -45,19 +43,19 @@ class KVPages:
         range_: Range,
         geometry: Geometry,
         tier: KVTier | None,
-        kept: ThreadLease | None,
+        thread_lease: ThreadLease | None,
         alone: Callable[[], bool],
     ) -> None:
-        """`tier` and `kept`: of the cache, where the host can show pages on the
-        device. `alone`: does nobody hold a tensor over the range?"""
+        """`tier`, `thread_lease`: of the cache, None where the device cannot read host pages. `alone`: is there no
+        tensor over the range?"""
         self.range = range_
         self._device = device
         self._group = group
         self._geometry = geometry
         self._tier = tier
-        self._kept = kept
+        self._thread_lease = thread_lease
         self._extent: KVExtent | None = None
-        self.number = 0  # of the range in its tier
+        self.number = 0  # the range's number in its tier
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
             self._extent = KVExtent(device, group, range_, tier.lock, alone)
@@ -71,12 +69,12 @@ class KVPages:
         return 0 if self._device.kind == "standin" else raw_stream(self._device.ordinal)
 
     def begin(self, layer: int, tokens: int, end: int, forward: ForwardLease | None) -> None:
-        """The layer at this place of the range is about to append so many tokens, the last of them before `end`, under
-        a lease, that of the `forward` where there is one. BallonetError, DriverError."""
+        """Prepares for a layer, by its place in the range, that is about to append so many tokens, the last of them
+        before `end`. Called under a lease, that of the `forward` where there is one. BallonetError, DriverError."""
         if self._tier is None or self._extent is None:
             return
-        if self._kept is not None and self._kept.renew(forward) and self._device.page_request:
-            self._device.yield_pages()  # as a forward between its layers
+        if self._thread_lease is not None and self._thread_lease.renew(forward) and self._device.page_request:
+            self._device.yield_pages()  # a forward does so between its layers
         stream = self.stream
         if self._tier.turns.begins((self.number, layer)):
             more = max(0, self._geometry.pieces(end) - self._extent.end)
@@ -87,13 +85,13 @@ class KVPages:
 
     @property
     def unsettled(self) -> bool:
-        """Do its addresses not show, for the moment, what the tokens are? See `show`."""
+        """Is some of the range not readable at its addresses now? See `show`."""
         return self._extent is not None and self._extent.mover.unsettled
 
     def show(self) -> None:
-        """Before anyone but the layer that is about to run reads tokens, or writes what was there before: its addresses
-        show them, for as long as no layer of the cache appends. On any thread. BallonetError where the layer flies
-        while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
+        """Makes the tokens readable at their addresses, until a layer of the cache appends. Call it, on any thread,
+        before tokens are read or overwritten other than by the layer that is about to run. BallonetError where the
+        layer is in a slot while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
         if self._tier is None or self._extent is None or not self._extent.mover.unsettled:
             return
         with GroupLease(self._group):
@@ -104,25 +102,24 @@ class KVPages:
                 self._tier.show(self._extent, self.stream)
 
     def joined(self, number: int) -> None:
-        """One more layer is in the range. `number`: of the layer in its model."""
+        """Notes one more layer in the range. `number`: of the layer in its model."""
         if self._tier is not None and self._extent is not None:
             self._tier.turns.layers += 1
             self._extent.layers += 1
             self._extent.numbers.append(number)
 
     def map(self, first: int, end: int, tokens: int) -> None:
-        """Backs the pieces [first, end), so that there is room for so many tokens. torch.OutOfMemoryError,
-        DriverError."""
+        """Backs the pieces [first, end) with pages, for so many tokens. torch.OutOfMemoryError, DriverError."""
         runs = self._geometry.runs(first, end)
         try:
             map_device(self.range, runs)
         except PoolExhausted as error:
-            find_room(self._device, self._tier, self.range, runs, error, tokens)
+            find_pages(self._device, self._tier, self.range, runs, error, tokens)
         if self._extent is not None:
             self._extent.extended(first, end)
 
     def reachable(self, first: int, end: int) -> bool:
-        """Can the pieces [first, end) be backed? Not where a tensor still shows what was there and was taken."""
+        """Can the pieces [first, end) be backed? Not while a tensor still shows tokens there whose page was taken."""
         return self._extent is None or all(self.range.backing(piece) != "alias" for piece in range(first, end))
 
     def retire(self, first: int, end: int) -> None:
@@ -148,12 +145,12 @@ class KVPages:
     def map_prefix(self, first: int, tokens: int) -> None:
         """Backs the pieces [0, first), which hold so many tokens, again. torch.OutOfMemoryError, DriverError."""
         runs = self._geometry.runs(0, first)
-        for start, count in runs:  # what a call that was interrupted has backed
+        for start, count in runs:  # an interrupted call may have backed some
             self.range.retire(start, count)
         try:
             map_device(self.range, runs)
         except PoolExhausted as error:
-            find_room(self._device, self._tier, self.range, runs, error, tokens)
+            find_pages(self._device, self._tier, self.range, runs, error, tokens)
         if self._extent is not None:
             self._extent.prefix_mapped(first)
 
@@ -164,12 +161,12 @@ class KVPages:
             self._extent.first = 0
 
     def appended(self, *, took: bool, next_takes: bool) -> None:
-        """A token came; see offload/policy/ahead.py."""
+        """Notes that a token was appended; see offload/policy/ahead.py."""
         if self._tier is not None and (took or next_takes):
             self._tier.appended(self.number, took=took, next_takes=next_takes)
 
     def filled(self, lengths: Iterable[int], soon: bool = False) -> None:
-        """The layers have so many tokens, and nothing is written to those. `soon`: more are on their way."""
+        """Offers the pages that the layers' tokens fill, to which nothing is written. `soon`: more tokens follow."""
         if self._tier is None or self._extent is None:
             return
         full = self._full(lengths)
@@ -181,8 +178,8 @@ class KVPages:
             self._tier.grown(more, soon)
 
     def final(self, lengths: Iterable[int]) -> None:
-        """The layers have so many tokens, and get no more before `lower` is called: the page that the last of them lies
-        on may leave as well, after what the stream was given that appended it. See Note [Kept]."""
+        """Offers the last pages too, as the layers get no more tokens before `lower` is called. They may leave once the
+        stream has appended what was submitted. See Note [Last pages of idle caches]."""
         if self._tier is None or self._extent is None:
             return
         full = self._geometry.pieces(max(lengths, default=0))
@@ -191,7 +188,7 @@ class KVPages:
             self._tier.grown(1, soon=False)
 
     def lower(self, lengths: Iterable[int]) -> None:
-        """The layers are about to have no more tokens than that, or to write behind them."""
+        """Withdraws the pages behind these lengths, as the layers are about to cut their tokens or write there."""
         if self._extent is not None and (full := self._full(lengths)) < self._extent.full:
             if self._extent.touches(full):
                 self.show()
@@ -200,7 +197,7 @@ class KVPages:
             self._count(self._extent)
 
     def worth_copying(self, rows: int) -> bool:
-        """Should attention of so many rows of a sequence read a copy, as some pages are away?"""
+        """Should attention of so many rows of a sequence read a copy, as some pages are on the host?"""
         if self._tier is None or self._extent is None or rows <= self._tier.governor.tuning.kv_reads.rows:
             return False
         self._tier.extents.look()
@@ -219,5 +216,5 @@ class KVPages:
 
     @property
     def dirty(self) -> int:
-        """The pages of these whose bytes only the device has."""
+        """Pages among `full` whose bytes only the device has."""
         return 0 if self._extent is None else self._extent.dirty

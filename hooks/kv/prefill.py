@@ -1,12 +1,12 @@
-"""Prefills over keys and values that were taken: what many rows read is copied to the device once, for one layer.
+"""Prefills over keys and values that are on the host: copied to the device once per layer, as many rows read them.
 
 A kernel reads keys and values once per block of its rows, over the link where they lie on the host: with few rows that
 is as fast as copying them, with many it is a multiple (DESIGN §1: in place is for decoding).
 
 Note [One place at a time]
-    A driver tells from the address at which a copy begins whether it comes from the device or from the host, where the
-    CPU may make it. What CUDA does where the bytes behind lie elsewhere is not documented. So no copy of torch's, which
-    is one call of the driver where both sides are contiguous, spans pages of both; kernels may read any.
+    The driver tells from the first address of a copy whether its source is the device or the host, and may have the CPU
+    make it. What CUDA does where later bytes lie elsewhere is not documented. So no copy of torch's, which is one call
+    of the driver where both sides are contiguous, spans pages of both; kernels may read any.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
 
 
 def copied_in(device: Device, range_: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:
-    """The keys and values of one layer, `shown`, which lie in `flat`, the first pieces of `range_`, as copies with the
-    strides that a layer alone in its range has. None where they would take pages from others."""
+    """Copies the keys and values of one layer, `shown`, which lie in `flat`, the first pieces of `range_`, to tensors
+    with the strides of a layer alone in its range. None where the copies would take pages from others."""
     one = replace(geometry, layers=1)
     keys, values = shown
     size = keys.shape[2] * one.token_bytes + _ALIGNMENT

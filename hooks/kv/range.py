@@ -2,13 +2,14 @@
 
 Note [Interrupts]
     Ctrl-C may end any call between any two lines. So lengths change last when tokens come and first when they go: the
-    pieces under them are mapped at any time. What else may be mapped is remembered before it is (`_most`); mapping and
-    retiring it again does no harm. The tensor over it is replaced in one assignment, or made again where it is missing.
+    pieces under them are mapped at any time. Further pieces are noted before they are mapped (`_most`); mapping and
+    retiring them again does no harm. The tensor over the range is replaced in one assignment, or made again where it is
+    missing.
 
 Note [Released prefix]
-    A cache that is kept for later, and begins with tokens that another one holds as well, gives the pages of those back
-    (`release_prefix`): whole pages only, as a token may lie on two. It has nothing to show then but `part`s behind
-    them. Before it is used again these tokens are written anew (`restoring_prefix`).
+    A cache that is kept for later prompts, and begins with tokens that another one holds as well, gives back the pages
+    of those (`release_prefix`): whole pages only, as a token may lie on two. Only a `part` behind them can be shown
+    then. Before the cache is used again these tokens are written anew (`restoring_prefix`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..device.streams import raw_stream
-from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
+from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, on_this_thread
 from .pages import KVPages
 from .prefill import copied_in
 from .shown import ShownTokens
@@ -44,12 +45,12 @@ class KVRange:
         geometry: Geometry,
         shape: KVShape,
         tier: KVTier | None = None,
-        kept: ThreadLease | None = None,
+        thread_lease: ThreadLease | None = None,
         expected: int = 0,
         more: int = 0,
     ) -> None:
-        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`, `kept`: see KVPages;
-        `expected`: tokens that are likely to come; `more`: ranges like this one that are. DriverError."""
+        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`, `thread_lease`: see KVPages.
+        `expected`: tokens, and `more`: further ranges like this one, that are likely to come. DriverError."""
         self.geometry: Final = geometry
         self.shape: Final = shape
         self.group: Final = group
@@ -64,7 +65,7 @@ class KVRange:
         self.shown: Final = ShownTokens(geometry, RangeTensors(self.range, geometry, shape, self._growth.storages))
         alone = weakref.WeakMethod(self.shown.exclusive)  # or it would refer to itself
         self.pages: Final = KVPages(
-            device, group, self.range, geometry, tier, kept, lambda: (ask := alone()) is None or ask()
+            device, group, self.range, geometry, tier, thread_lease, lambda: (ask := alone()) is None or ask()
         )
         self.device: Final = device
         self._movable = self.pages.movable
@@ -72,12 +73,12 @@ class KVRange:
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
         self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
-        self._forward = 0  # the last one that knows that this was appended to
+        self._forward = 0  # the number of the last lease that was told of an append
         self._joined = 0  # places given out; one that was left is not given out again
         self._most = 0  # pieces that may be mapped, from the start of the range
 
     def join(self, number: int) -> int | None:
-        """A place for one more layer, None where all are taken. `number`: of the layer in its model, for readers."""
+        """Gives a place to one more layer, None where all are taken. `number`: of the layer in its model, for logs."""
         if self._joined == self.geometry.layers:
             return None
         self._joined += 1
@@ -85,12 +86,13 @@ class KVRange:
         return self._joined - 1
 
     def leave(self, place: int) -> None:
-        """The layer needs its tokens no more."""
+        """Gives up the layer's place and tokens."""
         self.shown.left.add(place)
         self.cut(place, 0)
 
     def takes(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Can these tokens be appended here, in their shape and without changing what others look at?"""
+        """Can these tokens be appended at this place, in their shape and without overwriting tokens that other views
+        show?"""
         shown = self.shown
         start = shown.latest[place].length
         return (
@@ -101,27 +103,27 @@ class KVRange:
         )
 
     def reaches(self, tokens: int) -> bool:
-        """Can there be room for so many?"""
+        """Can so many tokens be mapped?"""
         mapped = self.shown.mapped or self.shown.open()
         return tokens <= mapped.capacity or self.pages.reachable(mapped.pieces, self.geometry.pieces(tokens))
 
     def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
-        """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
-        everything of the cache is resident (`KVTurns.forward`). None, and nothing has changed, where it is not, or
-        where `takes` would say no. Of each token all layers but the first come here: it is what each layer costs."""
-        tier, tokens = self._tier, self.shown
-        mapped, latest = tokens.mapped, tokens.latest[place]
+        """Fast path of `append`, called for every layer except the first, per token: one token, on a mapped page, in a
+        forward for which all of the cache is resident (`KVTurns.forward`). None, and nothing has changed, where that
+        does not hold or `takes` would return False."""
+        tier, shown = self._tier, self.shown
+        mapped, latest = shown.mapped, shown.latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
             return None
-        leases, start = here.leases, latest.length
-        lease = leases[-1]() if leases else None  # as `current`, as a rule
+        leases, start = on_this_thread.leases, latest.length
+        lease = leases[-1]() if leases else None  # inlined `current`, for the usual case
         end = start + 1
         if (
             lease is None
             or lease.closed
             or end >= mapped.capacity
             or end >= self.pages.fills
-            or start < tokens.until[place]
+            or start < shown.until[place]
             or (views := mapped.views[place]) is None
             or keys.shape != self._one_key
             or values.shape != self._one_value
@@ -144,51 +146,51 @@ class KVRange:
         if self._forward != lease.number:
             self._forward = lease.number
             lease.touched(self._movable)
-        if views.write_both is not None:  # as `ShownTokens.write`, by one kernel
+        if views.write_both is not None:  # inlined `ShownTokens.write`, by one kernel
             _cat((keys, values), out=views.write_both.narrow(2, start, 1))
         else:
             views.write_keys.narrow(2, start, 1).copy_(keys)
             views.write_values.narrow(2, start, 1).copy_(values)
-        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
-        latest.length, tokens.until[place], (latest.keys, latest.values) = end, end, shown
-        return shown
+        pair = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
+        latest.length, shown.until[place], (latest.keys, latest.values) = end, end, pair
+        return pair
 
     def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Copies the tokens behind the layer's last one and returns all of its keys and values, to be read now: where
-        many rows will read pages that are on the host it returns copies.
+        """Copies the tokens behind the layer's last one and returns all of its keys and values, to be read now; as
+        copies where many rows will read pages that are on the host.
 
-        `takes` has said yes. Raises torch.OutOfMemoryError or DriverError, and has changed nothing, where no page is
-        left to map.
+        Called after `takes` has returned True. Raises torch.OutOfMemoryError or DriverError, and has changed nothing,
+        where no page is left to map.
         """
-        its, tokens = self.shown, keys.shape[2]
-        start = its.latest[place].length
-        end = start + tokens
+        shown, count = self.shown, keys.shape[2]
+        start = shown.latest[place].length
+        end = start + count
         lease, alone = current(), Lease()
         if lease is not None:
             lease.enter_group(self.group)  # until that ends
         else:
             alone.enter(self.group)
         try:
-            self.pages.begin(place, tokens, end, lease)
-            mapped = its.mapped or its.open()
+            self.pages.begin(place, count, end, lease)
+            mapped = shown.mapped or shown.open()
             took = end > mapped.capacity
             if took:
                 pieces = self.geometry.pieces(end)
                 self._most = max(self._most, pieces)
                 self.pages.map(mapped.pieces, pieces, end)
-                mapped = its.open(pieces)
-            views = mapped.views[place] or its.views(mapped, place)
-            self._note(start, tokens, lease)
-            shown = its.write(place, views, keys, values, end)
+                mapped = shown.open(pieces)
+            views = mapped.views[place] or shown.views(mapped, place)
+            self._note(start, count, lease)
+            pair = shown.write(place, views, keys, values, end)
         finally:
             alone.close()
         if end >= self.pages.fills:
-            self.pages.filled(its.lengths(), soon=tokens > 1)
-        if tokens == 1 and (took or end == mapped.capacity):
+            self.pages.filled(shown.lengths(), soon=count > 1)
+        if count == 1 and (took or end == mapped.capacity):
             self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
-        if tokens > 1 and self.pages.worth_copying(tokens):
-            return copied_in(self.device, self.range, self.geometry, mapped.flat, shown) or shown
-        return shown
+        if count > 1 and self.pages.worth_copying(count):
+            return copied_in(self.device, self.range, self.geometry, mapped.flat, pair) or pair
+        return pair
 
     def pair(self, place: int) -> Pair:
         """The layer's keys, [batch, heads, length, k_dim], and values. Raises as `KVPages.show`."""
@@ -197,7 +199,7 @@ class KVRange:
         return self.shown.pair(place)
 
     def cut(self, place: int, length: int, then: int = 0) -> None:
-        """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back, as in `fit`."""
+        """Forgets the layer's tokens from `length` on, and gives back pages that no layer needs, as `fit` does."""
         latest = self.shown.latest[place]
         self.pages.lower((*self.shown.lengths(place), length))
         latest.length, latest.keys, latest.values = length, None, None
@@ -205,8 +207,8 @@ class KVRange:
             self._show(place)
 
     def fit(self, then: int = 0) -> bool:
-        """Gives the pages back that no token lies on, as an extension that failed leaves some; were there any? Those
-        stay on which tokens will lie when there are `then`, which are on their way."""
+        """Gives back the pages that no token lies on, such as a failed extension leaves, except those that `then`
+        tokens, which are expected soon, will need. Returns whether there were any."""
         shown, pieces = self.shown, self.shown.needed()
         soon = min(self._most, self.geometry.pieces(min(then, self.geometry.tokens)))
         if all(self.range.backing(piece) == "device" for piece in range(pieces, soon)):
@@ -215,7 +217,7 @@ class KVRange:
             return False
         if shown.mapped is not None and shown.mapped.pieces > pieces:
             shown.mapped = None
-        shown.exclusive()  # as its own views are dropped
+        shown.exclusive()  # drops its own views
         self.pages.retire(pieces, self._most)
         self._most, shown.lost = pieces, min(shown.lost, pieces)
         for each in range(self._joined):
@@ -223,16 +225,16 @@ class KVRange:
         return True
 
     def keep(self, kept: bool) -> None:
-        """Nothing is appended from now on, or it may be again. On the thread that uses the cache, before another one
-        may or after. DriverError."""
+        """Lets the last pages leave too, if `kept`, as nothing is appended until a call with False. On the thread that
+        uses the cache, or before another one may. DriverError."""
         if kept:
             self.pages.final(self.shown.lengths())
         else:
             self.pages.lower(self.shown.lengths())
 
     def part(self, place: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.
-        BallonetError where some of them have no page (any more), or fly while another thread uses the cache."""
+        """The layer's keys and values of the tokens [start, end), as views of a new tensor, on any thread.
+        BallonetError where some of them have no page, or are in a slot while another thread uses the cache."""
         self.pages.show()
         self.device.note_stream(self.pages.stream)
         return self.shown.part(place, start, end)
@@ -258,12 +260,12 @@ class KVRange:
 
     @property
     def prefix_restorable(self) -> bool:
-        """Does nobody look at what it gave up any more?"""
+        """Is no tensor left over the pages that were given up?"""
         return self.pages.reachable(0, self.shown.lost)
 
     @contextmanager
     def restoring_prefix(self) -> Iterator[int]:
-        """Backs the released prefix again; within it the caller writes the tokens, as many as it says, to its pages
+        """Backs the released prefix again and yields its number of tokens, which the caller writes in the block
         (`write`). torch.OutOfMemoryError, DriverError; the prefix is then released as before."""
         first = self.shown.lost
         with GroupLease(self.group):
@@ -280,7 +282,7 @@ class KVRange:
             self._show(each)
 
     def write(self, place: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies tokens to where they were missing, or are not yet shown to anyone. Under a lease."""
+        """Copies tokens to where they were missing, or are not yet shown. Under a lease."""
         end = start + keys.shape[2]
         to_keys, to_values = self.part(place, start, end)
         self._note(start, end - start, current())
@@ -288,14 +290,13 @@ class KVRange:
         to_values.copy_(values)
 
     def reorder(self, place: int, rows: torch.Tensor) -> None:
-        """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of
-        `ShownTokens.exclusive`."""
+        """Replaces sequence i by sequence rows[i] (int64[batch]), after `ShownTokens.exclusive` has returned True."""
         mapped, length = self.shown.mapped or self.shown.open(), self.shown.latest[place].length
         views = mapped.views[place] or self.shown.views(mapped, place)
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
         chunk = max(1, min(length, self._growth.scratch // (token * shape.dtype.itemsize)))
-        # Allocated before anything is written: past this line there is nothing that can run out.
+        # Allocated before anything is written: nothing after this line needs memory.
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
         with GroupLease(self.group):
             self.pages.lower((0,))
@@ -315,7 +316,7 @@ class KVRange:
             latest.keys, latest.values = self.pair(place)
 
     def _note(self, start: int, tokens: int, lease: ForwardLease | None) -> None:
-        """Tells the core who is about to write where, and the lease of the forward that does."""
+        """Tells the core, and the lease of the forward, which tokens are about to be written."""
         if self.device.kind == "standin":
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, tokens * step, 0, True)

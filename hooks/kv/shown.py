@@ -1,20 +1,20 @@
-"""What a range of KV shows: how many tokens each layer has, tensors over them, and what others may look at.
+"""What a range of KV shows: the length of each layer, tensors over its tokens, and whether other views exist.
 
-Note [Who else looks]
-    Stock layers make new tensors whenever they change, so whoever took `layer.keys` before keeps what he saw. Here
-    tensors are views of one place, and what was shown must not change under them either. Appending is harmless: it
-    writes behind everything shown. But reordering, or cutting the tail and appending again, would show. So every
-    storage that is made over the range is remembered by a weak reference, and before something shown is overwritten
-    the range drops its own views and asks whether any storage is still alive (`exclusive`). As a rule none is, and
-    the work is done in place; otherwise the layer that wants to change moves to a new range and leaves the old one to
-    whoever looks at it. Pages given back under a view leave with it: the core keeps what a tensor covers.
+Note [Other views]
+    Stock layers make new tensors whenever they change, so code that took `layer.keys` before keeps the old tokens. An
+    elastic layer's tensors are views of one place, and their tokens must not change either. Appending is harmless: it
+    writes behind everything shown. Reordering, or cutting the tail and appending again, is not. So every storage that
+    is made over the range is remembered by a weak reference, and before tokens that were shown are overwritten the
+    range drops its own views and checks whether any storage is still alive (`exclusive`). As a rule none is, and the
+    work is done in place; otherwise the layer moves to a new range and leaves the old one to the other views. Pages
+    that are given back under a view are freed with it: the core keeps the pages of a live tensor.
 
 Note [Readable at any time]
     A compiler that traces `keys` or `values` can read a tensor, and make a view of one, but cannot make a tensor of
-    mapped memory. And whatever it reads on the way it guards, so that another cache could mean another graph. So what
-    a layer has is kept as two tensors (`Latest`), as a stock layer keeps it, and made anew at once where the range had
-    to drop them; as it drops those of all layers to find out who else looks, some may be missing until their layer's
-    next update, and are then made of the tensor over all that is mapped, which is always there.
+    mapped memory. Everything that it reads becomes a guard, so that another cache could mean another graph. So a layer
+    holds two tensors (`Latest`), as a stock layer does, which are made again at once where the range had to drop them.
+    As `exclusive` drops those of all layers, some may be missing until their layer's next update; they are then views
+    of the tensor over all that is mapped, which always exists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tensors import Pair, RangeTensors, Views
 
 
 class Latest:
-    """What a layer has now, and all that the compiler sees of a range. See Note [Readable at any time]."""
+    """A layer's tokens now, which are all that a compiler sees of a range. See Note [Readable at any time]."""
 
     def __init__(self) -> None:
         self.length = 0  # tokens
@@ -39,20 +39,20 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class MappedTokens:
-    """The pieces that are mapped, as elements, and views of them."""
+    """The mapped pieces of a range as one tensor, and views of it."""
 
     pieces: int
-    flat: torch.Tensor  # over one storage, which is all that is mapped: one that spans more could not be saved
+    flat: torch.Tensor  # over one storage of exactly the mapped pieces: a larger one could not be saved
     capacity: int  # tokens that lie wholly on it
     views: list[Views | None]  # by place
 
 
 class ShownTokens:
-    """What the layers of a range have, by their place, and what is shown of it. Maps nothing, and waits for nothing."""
+    """The tokens of a range's layers, by their place, and the views of them. Maps nothing, and waits for nothing."""
 
     def __init__(self, geometry: Geometry, tensors: RangeTensors) -> None:
         self.latest: Final = [Latest() for _ in range(geometry.layers)]
-        self.until = [0] * geometry.layers  # tokens that someone may have a view of
+        self.until = [0] * geometry.layers  # tokens that a view may exist of
         self.left: Final = set[int]()  # places whose layers need their tokens no more
         self.lost = 0  # pieces that have no page, from the start of the range: there is nothing to show
         self.mapped: MappedTokens | None = None
@@ -65,7 +65,7 @@ class ShownTokens:
         return self._geometry.pieces(max(latest.length for latest in self.latest))
 
     def lengths(self, but: int = -1) -> list[int]:
-        """Tokens of all layers that may still write, without the place `but`."""
+        """Lengths of all layers that may still write, except the place `but`."""
         return [each.length for place, each in enumerate(self.latest) if place != but and place not in self.left]
 
     def open(self, pieces: int | None = None) -> MappedTokens:
@@ -78,7 +78,7 @@ class ShownTokens:
         return found
 
     def views(self, mapped: MappedTokens, place: int) -> Views:
-        """Makes the views of the layer's tokens, which `mapped` keeps."""
+        """Makes the views of the layer's tokens, and keeps them in `mapped`."""
         with torch.inference_mode(False):
             found = self._tensors.views(mapped.flat, place, mapped.capacity)
         mapped.views[place] = found
@@ -89,14 +89,14 @@ class ShownTokens:
         return self._tensors.pair((self.mapped or self.open()).flat, place, self.latest[place].length)
 
     def part(self, place: int, start: int, end: int) -> Pair:
-        """The layer's keys and values of the tokens [start, end), by a tensor of their own."""
+        """The layer's keys and values of the tokens [start, end), as views of a new tensor."""
         geometry = self._geometry
         first, last = start * geometry.token_bytes // geometry.page, geometry.pieces(end)
         token = start * geometry.token_stride - first * geometry.page // geometry.itemsize
         return self._tensors.pair(self._tensors.over(first, last), place, end - start, token)
 
     def write(self, place: int, views: Views, keys: torch.Tensor, values: torch.Tensor, end: int) -> Pair:
-        """Copies the tokens behind the layer's last one, so that it has `end`, and returns what it has then."""
+        """Copies the tokens behind the layer's last one, so that it has `end`, and returns all of them."""
         latest = self.latest[place]
         start = latest.length
         views.write_keys.narrow(2, start, end - start).copy_(keys)
@@ -106,9 +106,9 @@ class ShownTokens:
         return shown
 
     def exclusive(self) -> bool:
-        """Does nobody else hold a view, so that what was shown may change? Drops the range's own views to find out.
+        """Is there no other view, so that tokens that were shown may change? Drops the range's own views to find out.
 
-        See Note [Who else looks].
+        See Note [Other views].
         """
         pieces = None if self.mapped is None else self.mapped.pieces
         self.drop()

@@ -1,4 +1,4 @@
-"""Tensors over a range of KV: what shape they have, where a layer's keys and values lie in it, and who holds one.
+"""Tensors over a range of KV: their shape, where a layer's keys and values lie in it, and whether any is still alive.
 
 Note [Two aliases]
     Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares
@@ -22,7 +22,7 @@ _UINT8: Final = (1, 8)  # DLPack's code and bits
 
 
 class KVShape(NamedTuple):
-    """What layers must have in common to share a range: the group key of the design, and the batch."""
+    """The shape, dtype and device that layers must have in common to share a range."""
 
     device: torch.device
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class KVShape(NamedTuple):
 
 
 class Views(NamedTuple):
-    """A layer's keys and values over all mapped tokens: to be shown, and to be written. See Note [Two aliases]."""
+    """A layer's keys and values over all mapped tokens, to show and to write. See Note [Two aliases]."""
 
     keys: torch.Tensor  # [batch, heads, tokens, k_dim]
     values: torch.Tensor
@@ -60,10 +60,10 @@ class Views(NamedTuple):
 
 class RangeTensors:
     """Makes tensors of shape `shape` over `range_`, whose tokens lie as `geometry` says, and remembers the storage of
-    each by a weak reference. See shown.py, Note [Who else looks]."""
+    each by a weak reference. See shown.py, Note [Other views]."""
 
     def __init__(self, range_: Range, geometry: Geometry, shape: KVShape, storages: int) -> None:
-        """`storages`: the storages after which those that are gone are forgotten."""
+        """`storages`: how many to remember before dead ones are forgotten."""
         self._range = range_
         self._geometry = geometry
         self._shape = shape
@@ -73,7 +73,7 @@ class RangeTensors:
         self._most = storages
 
     def over(self, first: int, end: int) -> torch.Tensor:
-        """The pieces [first, end), which are mapped, as elements, by a storage of their own."""
+        """A tensor of the mapped pieces [first, end), over a new storage."""
         page = self._geometry.page
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference mode
             if first >= end:
@@ -112,6 +112,6 @@ class RangeTensors:
         )
 
     def none_is_held(self) -> bool:
-        """Is every storage gone that was made here?"""
+        """Is every storage freed that this object has made?"""
         self._storages = [storage for storage in self._storages if not storage.expired()]
         return not self._storages

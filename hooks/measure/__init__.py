@@ -1,1 +1,1 @@
-"""What iterations take, measured on the streams and kept; what streaming costs and gives, reported."""
+"""Times of iterations, measured on the streams and kept, and the report of what streaming costs and gives."""

@@ -1,4 +1,4 @@
-"""Durations counted by how long they were, as a histogram of Prometheus has them."""
+"""Histograms of durations, as Prometheus has them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_lock", "_total")
 
     def __init__(self, bounds: Sequence[float] = DEFAULT.watching.buckets) -> None:
-        """`bounds`: seconds, ascending: the last that each bucket has; one more bucket has all that is longer."""
+        """`bounds`: the upper ends of the buckets, ascending, in seconds; one more bucket has all longer durations."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
         self._lock = threading.Lock()
 
     def add(self, seconds: float) -> None:
-        """Counts one duration. Takes less than a microsecond: it is called for each forward."""
+        """Counts one duration, in less than a microsecond, as it runs for each forward."""
         with self._lock:
             self._counts[bisect_left(self._bounds, seconds)] += 1
             self._total += seconds
@@ -45,7 +45,7 @@ class Latencies:
 
 
 class RequestTimes:
-    """Measures the requests of one generation loop for `latencies`. What is known of requests ends with the loop."""
+    """Measures the requests of one generation loop for `latencies`."""
 
     def __init__(self, latencies: Latencies) -> None:
         self._latencies = latencies
@@ -53,18 +53,18 @@ class RequestTimes:
         self._decoding: dict[str, float] = {}  # when requests had their first token
 
     def came(self, name: str, when: float) -> None:
-        """A request waits that is new. `when`, here and below: seconds of one clock."""
+        """Notes that a new request waits. `when`, here and below: seconds of one clock."""
         self._waiting[name] = when
         self._decoding.pop(name, None)
 
     def got(self, name: str, when: float, tokens: int) -> None:
-        """The request has so many tokens now; one that nobody knows is not counted."""
+        """Notes that the request has so many tokens now; does nothing for an unknown request."""
         if tokens and (came := self._waiting.pop(name, None)) is not None:
             self._latencies.ttft.add(max(0.0, when - came))
             self._decoding[name] = when
 
     def ended(self, name: str, when: float, tokens: int, finished: bool) -> None:
-        """The request is over. Only the tokens of one that `finished` count: others say nothing about the model."""
+        """Notes the end of the request. Only requests that `finished` count for the latency per token."""
         if finished:
             self.got(name, when, tokens)
         self._waiting.pop(name, None)

@@ -1,15 +1,15 @@
 """How long forwards take, and how much of that they wait for copies. The host never waits to find out.
 
 Note [Launches]
-    What is wanted is the time that the forward would take with every layer resident. Without its stalls it would be
-    over sooner, but on a GPU no sooner than the host has launched it all: while a stream waits for a copy the host
-    launches on, and catches up. So it is what was left of the time without the stalls, or the time that the host took,
-    whichever is longer; and no more than it did take. A model whose forward itself waits for the device (a `nonzero`,
-    an `item`) keeps the host for as long as its stalls, and is taken for slower than it is, never for faster.
+    The time to find is that of the forward with every layer resident. Without its stalls it would be over sooner, but
+    on a GPU no sooner than the host has launched all of it: while a stream waits for a copy the host launches on, and
+    catches up. So the result is the measured time less the stalls, or the time that the host took, whichever is longer,
+    and at most the measured time. A model whose forward itself waits for the device (a `nonzero`, an `item`) keeps the
+    host for as long as its stalls, and is taken for slower than it is, never for faster.
 
 Note [What is not timed]
-    Forwards inside a CUDA graph's capture, whose work is done later and elsewhere; those that end by an exception, or
-    were interrupted, which did not do all their work.
+    Forwards inside a CUDA graph's capture are not timed, as their work is done later, nor those that end by an
+    exception or an interrupt, as they did not do all their work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..device.marks import Marks
 
 
 class Measured(NamedTuple):
-    """Seconds of one forward. `seconds`: with every layer resident; see Note [Launches]. `stall`: waited for copies;
-    `total`: it took. `between`: from the beginning of the decode step before it to its own, where it follows that one
-    directly: what a token takes, sampling and Python included; else None. `point`: None where it is not known.
-    `driver`: that its thread spent in calls of the driver which change page tables."""
+    """Seconds of one forward. `seconds`: with every layer resident; see Note [Launches]. `stall`: spent waiting for
+    copies. `total`: measured. `between`: from the beginning of the decode step before it to its own, if it follows that
+    directly: the time per token, with sampling and Python; else None. `point`: None where it is not known. `driver`:
+    spent in calls of the driver which change page tables."""
 
     point: Point | None
     seconds: float
@@ -53,9 +53,9 @@ class Pace:
         driver: Callable[[], int] = int,
         pending: int = DEFAULT.records.pending,
     ) -> None:
-        """`clock`: the host's, in ns; `driver`: ns that the calling thread has spent in the driver so far; `pending`:
-        forwards that wait to be read, the oldest of which are forgotten."""
-        self.capturing: Final = marks.capturing  # is what this thread does being captured?
+        """`clock`: the host's, in ns. `driver`: returns the ns that the calling thread has spent in the driver so far.
+        `pending`: how many forwards may wait to be read; older ones are forgotten."""
+        self.capturing: Final = marks.capturing  # does this thread capture its work?
         self._marks = marks
         self._clock = clock
         self._same = marks.mark is clock  # is a mark a look at the clock?
@@ -65,10 +65,10 @@ class Pace:
         self._wait = _Wait(marks, self._thread)
         self._ended: deque[_Forward] = deque()
         self._listeners: list[list[Measured]] = []
-        self._lock = threading.Lock()  # of those that have ended
+        self._lock = threading.Lock()  # guards the ended forwards
 
     def begin(self, point: Point | None) -> None:
-        """A forward begins on this thread. One that has not ended was interrupted."""
+        """Begins a forward on this thread; an earlier one that has not ended was interrupted."""
         thread = self._thread
         if thread.forward is not None:
             self._marks.release(thread.forward.marks)
@@ -89,16 +89,16 @@ class Pace:
         thread.forward = forward
 
     def waiting(self) -> _Wait:
-        """`with pace.waiting():` around what has this thread's stream wait for a copy."""
+        """Measures a wait: `with pace.waiting():` goes around code that has this thread's stream wait for a copy."""
         return self._wait
 
     def end(self) -> None:
-        """The forward that this thread has begun ends. Where it has begun none: does nothing."""
+        """Ends the forward that this thread has begun, if any."""
         thread, forward = self._thread, self._thread.forward
         if forward is None:
             return
         thread.forward = None
-        # After a forward another exception is handled than before: it was that forward's end.
+        # A different exception is handled than before the forward: the forward raised it.
         if id(sys.exception()) != forward.handled or self._marks.capturing():
             thread.before = None
             self._marks.release(forward.marks)
@@ -113,7 +113,7 @@ class Pace:
                 self._marks.release(self._ended.popleft().marks)
 
     def drain(self) -> list[Measured]:
-        """What was measured since: the forwards that are over on the device too, oldest first. Empty during a
+        """Returns the forwards measured since that are over on the device too, oldest first; empty during a
         capture."""
         if not self._ended or self._marks.capturing():
             return []
@@ -132,7 +132,7 @@ class Pace:
 
     @contextmanager
     def listening(self) -> Iterator[list[Measured]]:
-        """A list that is given whatever anyone drains within."""
+        """Yields a list to which all forwards are added that any thread drains within the block."""
         heard: list[Measured] = []
         with self._lock:
             self._listeners.append(heard)
@@ -143,13 +143,13 @@ class Pace:
                 self._listeners[:] = [each for each in self._listeners if each is not heard]
 
 
-Began = tuple[Point, int]  # and when, by the host's clock
+Began = tuple[Point, int]  # (point, time by the host's clock)
 
 
 class _Forward:
-    """`handled`: the exception that was being handled when it began, by its id. `marks`: its beginning, beginning and
-    end of each wait, its end. `host`: seconds until it was launched. `driver`: ns in the driver, until its end those
-    before its beginning. Made without a call of Python, for each token."""
+    """A forward under measurement. `handled`: id of the exception that was being handled when it began. `marks`: its
+    beginning, beginning and end of each wait, its end. `host`: seconds until it was launched. `driver`: ns in the
+    driver; until its end those before its beginning. Made without a call of Python, for each token."""
 
     __slots__ = ("began", "between", "driver", "handled", "host", "marks", "point")
 
@@ -163,14 +163,14 @@ class _Forward:
 
 
 class _Thread(threading.local):
-    """The forward that this thread has begun, and what it began before that."""
+    """The forward that this thread has begun, and the one before that."""
 
     forward: _Forward | None = None
     before: Began | None = None
 
 
 class _Wait:
-    """A wait of whatever forward this thread has begun."""
+    """A wait of the forward that this thread has begun."""
 
     def __init__(self, marks: Marks, thread: _Thread) -> None:
         self._marks = marks

@@ -1,7 +1,7 @@
-"""What a forward of a transformers model works on: the point of the performance record that its time belongs to.
+"""The point of the performance record (phase, batch, length) to which a forward of a transformers model belongs.
 
-Read from shapes alone, on the host: no value on a device is asked for, which would make the host wait for it. Read
-for each token: so what is asked of most forwards is in one function.
+Read from shapes alone, on the host: reading a value on a device would make the host wait. Most forwards take one
+function call, as it runs for each token.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 from ...offload.record.record import Point
 
-_CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call it
+_CACHES: Final = ("past_key_values", "cache_params", "state")  # models' names for the cache
 _PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
 
 
 def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
-    """The point of a forward that is called with these arguments; None where they are not those of a model that reads
-    tokens in rows. Of sequences that are packed into one row the cache knows it (`packed`).
+    """The point of a forward with these arguments; None where they are not those of a model that reads tokens in rows.
+    For sequences that are packed into one row the cache knows it (`packed`).
 
-    Prefill: where nothing is held yet, or several tokens are new: as many as each sequence has new, of an
-    encoder-decoder's two sides the longer. Decode: one new token to each, and `length` tokens held.
+    Prefill: nothing is held yet, or several tokens are new; `length` is the new tokens of each sequence, of an
+    encoder-decoder's two sides the longer. Decode: one new token each, and `length` tokens held.
     """
     given: dict[str, Any] = {}
     for name, value in kwargs.items():
@@ -46,7 +46,7 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
                 held = cache.get_seq_length()
             except (AttributeError, ValueError):  # one of states, not of tokens
                 held = None
-            held = held if isinstance(held, int) else None  # it cannot say without a look at the device
+            held = held if isinstance(held, int) else None  # only the device knows it
             break
     if new == 1 and held != 0:
         return Point("decode", batch, held or _masked(given.get("attention_mask")) or 1)
@@ -54,9 +54,9 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
 
 
 def packed(sequences: Sequence[tuple[int, int]]) -> Point | None:
-    """The point of a batch of sequences that have so many new tokens and hold so many; None of no sequence.
+    """The point of a batch of sequences, each (new tokens, tokens held); None without sequences.
 
-    Decode where each has one new token: `length` is the mean of what they hold, so that the work is that of all of
+    Decode where each has one new token: `length` is the mean of the tokens held, so that the work is that of all of
     them. Prefill where any has more: all new tokens count, as those of one sequence.
     """
     if not sequences:
@@ -75,6 +75,6 @@ def _encoded(ids: Any, given: Mapping[str, Any]) -> int:
 
 
 def _masked(mask: Any) -> int:
-    """Tokens that attention sees, as the mask is wide; 0 where there is none."""
+    """Tokens that attention sees: the width of the mask, 0 where there is none."""
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
     return max((each.shape[-1] for each in masks if isinstance(each, torch.Tensor)), default=0)

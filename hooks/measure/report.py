@@ -1,4 +1,4 @@
-"""What is known of a managed model: where its weights are, and what streaming costs and gives: `Managed.report()`.
+"""The report of a managed model, `Managed.report()`: where its weights are, and what streaming costs and gives.
 
 Numbers in, a frozen report out; nothing is asked of a device here.
 """
@@ -28,10 +28,10 @@ NAMES: Final[Mapping[Phase, str]] = {"prefill": "prefill", "decode": "token"}
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of an iteration; None where it is not known. `resident`: with no layer streamed, as a rule, from the
-    performance record. `predicted`, and its stall: from that, what the plan copies, and the link. `measured`, and its
-    stall: of the last one. `between`: from that decode step's predecessor to it, Python included. `slo`: what was
-    asked for. `driver`: of `measured`, in calls of the driver that change page tables."""
+    """Seconds of an iteration; None where it is not known. `resident`: with no layer streamed, as a rule from the
+    performance record. `predicted`, and its stall: from that, the plan's copies, and the link. `measured`, and its
+    stall: of the last one. `between`: from that decode step's predecessor to it, Python included. `slo`: the target.
+    `driver`: of `measured`, in calls of the driver that change page tables."""
 
     resident: float | None = None
     predicted: float | None = None
@@ -44,7 +44,7 @@ class Times:
 
     @property
     def met(self) -> bool | None:
-        """Does it keep its SLO: as measured, or where nothing was, as predicted? None where that cannot be said."""
+        """Is the SLO kept: as measured, else as predicted? None where neither is known, or there is no SLO."""
         found = self.predicted if self.measured is None else self.measured
         return None if self.slo is None or found is None else found <= self.slo
 
@@ -52,8 +52,8 @@ class Times:
     def of(
         cls, plan: Plan, page_seconds: float | None, resident: float | None, last: Measured | None, slo: float | None
     ) -> Self:
-        """`page_seconds`: to copy a page, None where the link was not measured. `resident`: as the record says, as a
-        rule."""
+        """Makes the times of a plan. `page_seconds`: to copy a page, None where the link was not measured. `resident`:
+        seconds with every layer resident, as a rule from the record."""
         predicted = None
         if resident is not None and (page_seconds is not None or not plan.copied):
             predicted = Costs(plan.pages, resident, page_seconds or 0.0).expected(plan)
@@ -126,8 +126,8 @@ class Report:
         kv: tuple[Streamed, ...] = (),
         lending: Lent = NO_LOANS,
     ) -> Self:
-        """From what is known. `resident`: seconds, from the record, by phase, of the points of `last` where there are
-        such; `last`: the last iteration, by phase."""
+        """Makes a report. `resident`: seconds from the record, by phase, at the points of `last`. `last`: the last
+        iteration, by phase."""
         page_seconds = None if bandwidth is None else page_size / bandwidth
         phases: tuple[Phase, ...] = get_args(Phase)
         return cls(
@@ -164,7 +164,7 @@ class Report:
         return "\n".join([self.model, *(f"  {name:{width}}  {value}" for name, value in rows)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Renders the report for a notebook."""
         return table(self.model, ("streaming", ""), self._rows())
 
     def _rows(self) -> Iterable[tuple[str, str]]:
@@ -225,8 +225,8 @@ def _reads(kv: Streamed, page: int) -> str:
 
 
 def interval_of(plan: Plan) -> int | None:
-    """The offloading interval that the plan is (Select-N §4.3): as many layers as that streams, as far apart, wherever
-    around the circle they begin. None where it is none."""
+    """The offloading interval of the plan (Select-N §4.3): its number of layers and their spacing are those of that
+    interval, at any offset around the cycle of layers. None where the plan is no interval."""
     if not plan.streamed:
         return None
     layers, first = len(plan.pages), plan.streamed[0] + 1

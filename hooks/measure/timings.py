@@ -1,4 +1,4 @@
-"""What iterations of one model took, as far as it is known: the record, and what was measured since."""
+"""The known times of one model's iterations: the record, and later measurements."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from .pace import Measured
 
 
 class Timings:
-    """Grows by what is measured. Any thread may ask it."""
+    """The times of one model's iterations. Any thread may read them."""
 
     def __init__(self, bandwidth: Callable[[], float | None], tuning: WeightPlans) -> None:
-        """`bandwidth`: bytes per second of the link, where somebody knows."""
+        """`bandwidth`: returns the bytes per second of the link, None where it is not known."""
         self.record: Record | None = None
         self.last: dict[Phase, Measured] = {}  # by phase
         self._bandwidth = bandwidth
         self._tuning = tuning
-        self._lessons: deque[tuple[Point, float]] = deque()  # that the record does not have yet
+        self._lessons: deque[tuple[Point, float]] = deque()  # measurements to add to the record
         self._known: tuple[Record, Point] | None = None  # a listed point that this record knows
         self._histograms: dict[Phase, Histogram] = {"prefill": Histogram(), "decode": Histogram()}
         self._uncounted: deque[tuple[Phase, float]] = deque()  # seconds that no histogram has yet
 
     def seconds(self, point: Point) -> float | None:
-        """See IterationTimes.seconds."""
+        """Implements `IterationTimes.seconds`."""
         return None if self.record is None else self.record.time(*point)
 
     def typical(self, point: Point) -> float | None:
-        """See IterationTimes.typical."""
+        """Implements `IterationTimes.typical`."""
         return None if self.record is None else self.record.typical(*point)
 
     def note(self, measured: Measured) -> bool:
-        """Notes what a forward took. Does the record say something else than before by now?"""
+        """Notes the times of a forward. Returns whether the record has changed."""
         point = measured.point
         if point is None or measured.seconds <= 0:
             return False
         self.last[point.phase] = measured
-        self._uncounted.append((point.phase, measured.total))  # and counted later: this is called for each token
+        self._uncounted.append((point.phase, measured.total))  # counted later, as this runs for each token
         self._lessons.append((point, measured.seconds))
-        # Not each time: a lesson is a hundred calls, and after news all decisions are made anew.
+        # Not each time: learning takes a hundred calls, and after a change all decisions are made anew.
         if len(self._lessons) < self._tuning.tell and (record := self.record) is not None:
             known = self._known
             if known is not None and record is known[0] and point.counts_for(known[1]):
@@ -64,7 +64,7 @@ class Timings:
         return self._histograms
 
     def learn(self) -> None:
-        """Adds what was measured since to the record."""
+        """Adds the latest measurements to the record."""
         self.histograms()
         record = self.record or Record({}, self._bandwidth() or 1.0)
         with suppress(IndexError):  # there are no more, or another thread has taken the last one

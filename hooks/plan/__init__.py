@@ -1,1 +1,1 @@
-"""What a run of a model will take, from its configuration alone: `python -m ballonet plan`, `ballonet.plan()`."""
+"""Plans the memory and times of a run from configurations alone: `python -m ballonet plan`, `ballonet.plan()`."""

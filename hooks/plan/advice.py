@@ -1,4 +1,4 @@
-"""What would help a forward that found no memory: the changes that a plan of it names."""
+"""The changes that would help a forward that found no memory, by a plan of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .planner import plan
 
 
 def changes(config: Any, *, batch: int, context: int, budget: int, page_size: int) -> Sequence[str]:
-    """The nearest changes with which `batch` sequences of `context` tokens, of a model with this configuration, fit
-    into so many bytes of device pages; none where a plan has them fit, or where none can be made. Raises nothing: it is
-    asked while an error is told."""
+    """Returns the nearest changes with which `batch` sequences of `context` tokens, of a model with this configuration,
+    fit into so many bytes of device pages; none where they fit by the plan, or no plan can be made. Raises nothing, as
+    it runs while another error is worded."""
     try:
         with tempfile.TemporaryDirectory(prefix="ballonet-") as folder, install.stock():
             config.save_pretrained(folder)
             found = plan(folder, context=context, prompt=context, batch=batch, budget=budget, page_size=page_size)
-    except Exception:  # of configurations that a plan knows nothing of, of transformers' own code for them
+    except Exception:  # any error: unknown configurations, and transformers' own code for them
         return ()
     return [] if found["fits"] else [change["text"] for change in found["changes"] if change["fits"]]

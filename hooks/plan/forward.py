@@ -1,13 +1,13 @@
-"""What a forward computes, reads and allocates, found by running it without values.
+"""The operations, reads and allocations of a forward, found by running it without values.
 
 Note [What is watched]
     Every operator of a forward on the meta device is seen: the bytes of each storage for as long as it lives, whose
-    largest sum is what the heap needs at once, and the operations of matrix products. Attention is seen as one operator
-    that allocates its result, as fused kernels do. KV of elastic layers lies in ranges, so what a cache returns counts
-    for nothing. What a kernel allocates inside of itself is not seen.
+    largest sum is the peak of the heap, and the operations of matrix products. Attention is seen as one operator that
+    allocates its result, as fused kernels do. KV of elastic layers lies in ranges, so tensors that a cache returns do
+    not count. Allocations inside of a kernel are not seen.
 
 Note [Layers that are alike]
-    Of layers of one class and shape whose cache is elastic the first two are run, and the others pass on a tensor like
+    If layers have one class and shape and an elastic cache, only the first two are run. The others return a tensor like
     theirs, and count as the second one did: they allocate nothing that lives longer than a layer.
 """
 
@@ -47,15 +47,15 @@ _GROUPED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SeenForward:
-    """A forward: what it does, and the most bytes that its tensors have at once in each of its `stages`: before the
-    first elastic layer appends its tokens, from there until the next one does, and so on."""
+    """A forward's work, and the peak bytes of its tensors in each of its `stages`: before the first elastic layer
+    appends its tokens, from there until the next one does, and so on."""
 
     work: ForwardWork
     stages: tuple[int, ...]
 
     @property
     def peak(self) -> int:
-        """The most of all."""
+        """The peak of all stages, in bytes."""
         return max(self.stages)
 
 
@@ -63,8 +63,8 @@ class SeenForward:
 def seen(
     shape: ModelShape, batch: int, prompt: int, context: int, alike: int = DEFAULT.planning.alike
 ) -> tuple[SeenForward, SeenForward]:
-    """The prefill of so many tokens, and the decode step with which each sequence has `context` tokens. ConfigError
-    where the model's code asks for values. `alike`: see Note [Layers that are alike]."""
+    """Returns the prefill of `prompt` tokens, and the decode step with which each sequence has `context` tokens.
+    ConfigError where the model's code asks for values. `alike`: see Note [Layers that are alike]."""
     logging.disable(logging.WARNING)
     try:
         with torch.device("meta"), torch.no_grad():
@@ -73,7 +73,7 @@ def seen(
             first = _forward(shape, cache, lengths, batch, prompt, alike)
             lengths.held = context - 1
             return first, _forward(shape, cache, lengths, batch, 1, alike)
-    except Exception as error:  # whatever the model's own code does without values
+    except Exception as error:  # any error: the model's own code runs without values
         raise ConfigError(
             f"{shape.name}: what a forward allocates cannot be told without values: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
@@ -83,7 +83,7 @@ def seen(
 
 
 class _Lengths:
-    """The elastic layers of a cache, which hold `held` tokens each, and none of them in a tensor."""
+    """The elastic layers of a cache, with `held` tokens each, but no tensors of them."""
 
     def __init__(self, cache: Any, shape: ModelShape) -> None:
         self.held = 0
@@ -118,19 +118,19 @@ def _forward(shape: ModelShape, cache: Any, lengths: _Lengths, batch: int, token
         stack.enter_context(meter)
         stack.enter_context(_Fused(meter))
         out = model(input_ids=torch.zeros((batch, tokens), dtype=torch.int64), **given)
-        out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as `generate()` looks at them
+        out.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # `generate()` makes this copy
     meter.next_stage()
     return SeenForward(meter.work, tuple(meter.stages))
 
 
 class _Meter(TorchDispatchMode):
-    """Counts what operators do. See Note [What is watched]."""
+    """Counts operations, reads and allocations of operators. See Note [What is watched]."""
 
     def __init__(self, itemsize: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.read, self.calls = 0.0, 0.0, 0
-        self.stages: list[int] = []  # the peaks of those that are over
-        self.peak = 0  # of this stage
+        self.stages: list[int] = []  # the peaks of stages that are over
+        self.peak = 0  # the present stage's
         self._now = 0
         self._itemsize = itemsize
         self._paused = False
@@ -138,12 +138,12 @@ class _Meter(TorchDispatchMode):
 
     @property
     def work(self) -> ForwardWork:
-        """What has been done so far."""
+        """The work so far."""
         return ForwardWork(self.flops, self.read, self.calls, self._itemsize)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it nothing counts."""
+        """A `with` block in which nothing is counted."""
         self._paused = True
         try:
             yield
@@ -151,7 +151,7 @@ class _Meter(TorchDispatchMode):
             self._paused = False
 
     def add(self, other: ForwardWork, peaks: Sequence[int]) -> None:
-        """Counts what somebody else did, in stages with these peaks."""
+        """Counts the work of another meter, in stages with these peaks."""
         self.flops += other.flops
         self.read += other.read
         self.calls += other.calls
@@ -161,18 +161,18 @@ class _Meter(TorchDispatchMode):
         self.peak = self.stages.pop()  # the last one goes on
 
     def next_stage(self) -> None:
-        """Another stage begins."""
+        """Begins another stage."""
         self.stages.append(self.peak)
         self.peak = self._now
 
     def attended(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Counts an attention: of several queries each sees half of the keys as a mean."""
+        """Counts an attention: each of several queries sees half of the keys on average."""
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
         self.flops += 2 * pairs * (key.shape[-1] + value.shape[-1]) / (2 if query.shape[-2] > 1 else 1)
         self.read += key.nbytes + value.nbytes
 
     def multiplied(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
-        """Counts rows with a matrix each, of which at most as many are read as there are rows."""
+        """Counts products of rows with a matrix each; at most as many matrices are read as there are rows."""
         self.flops += 2 * rows.numel() * weights.shape[-1]
         self.read += rows.nbytes + weights.nbytes * min(1.0, rows.shape[0] / weights.shape[0])
         self.calls += 1
@@ -210,7 +210,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Fused(TorchFunctionMode):
-    """Has fused attention, and experts in groups, allocate their result and nothing else."""
+    """Makes fused attention, and experts in groups, allocate only their result."""
 
     def __init__(self, meter: _Meter) -> None:
         super().__init__()
@@ -229,14 +229,15 @@ class _Fused(TorchFunctionMode):
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     def _experts(self, rows: Any, weights: Any, *_: Any, **__: Any) -> Any:
-        """`rows` of tokens, each with the matrix of its expert: [experts, elements, elements]."""
+        """Multiplies `rows` of tokens, each with the matrix of its expert: [experts, elements, elements]."""
         self._meter.multiplied(rows, weights)
         return rows.new_empty((*rows.shape[:-1], weights.shape[-1]))
 
 
 @contextmanager
 def _alike(shape: ModelShape, meter: _Meter, most: int) -> Iterator[None]:
-    """Within it layers that are like `most` before them are not run. See Note [Layers that are alike]."""
+    """A `with` block in which layers that are like `most` earlier ones are not run. See Note [Layers that are
+    alike]."""
     runs: dict[Any, list[_Ran]] = {}
     layers = decoder_layers(shape.model)
     for index, layer in enumerate(layers):
@@ -254,7 +255,7 @@ def _alike(shape: ModelShape, meter: _Meter, most: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a layer did, the peaks of the stages in which it did, and the shapes of what it returned."""
+    """A layer's work, the peaks of its stages, and the shapes of its result."""
 
     work: ForwardWork
     peaks: tuple[int, ...]
@@ -281,7 +282,7 @@ def _run(
 
 
 def _made(like: Any) -> Any:
-    """Tensors of these shapes."""
+    """Makes tensors of these shapes."""
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[0], torch.Size):
         return torch.empty(like[0], dtype=like[1], device="meta")
     return type(like)(map(_made, like)) if isinstance(like, tuple | list) else like
@@ -289,7 +290,7 @@ def _made(like: Any) -> Any:
 
 @contextmanager
 def _experts(model: Any) -> Iterator[None]:
-    """Within it experts run by the one way that neither depends on what is computed nor copies their weights."""
+    """A `with` block in which experts use the implementation that neither depends on values nor copies weights."""
     config = model.config.get_text_config(decoder=True)
     before = getattr(config, "_experts_implementation", None)
     if before is not None:

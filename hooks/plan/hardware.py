@@ -1,9 +1,9 @@
-"""Which device a plan is for, and how fast it is: as measured, by the table, or by a file.
+"""The device that a plan is for, and its speed: as measured, by the table, or by a file.
 
 Note [Which figures]
-    What `profile` has measured of this model on this machine comes first. A device of the table (policy/planner/
-    hardware.py), or of a file, is judged by what its data sheet says, and what the forward was seen to do. Of a CPU
-    nobody has a data sheet that says how fast it is, so without a record times are not known.
+    Times that `profile` has measured of this model on this machine come first. For a device of the table
+    (policy/planner/hardware.py), or of a file, times are computed from its data sheet and the forward's work. There are
+    no such data sheets of CPUs, so without a record their times are not known.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FIELDS_ALL: Final = (*_FIELDS, "flops")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`kind`: whose pages it has; `hardware`: None where no table knows it; `memory`: bytes that a pool may have;
-    `here`: it is this machine's, so that records of it count; `ordinal`: its number then."""
+    """A device to plan for. `kind`: of its pages. `hardware`: None where it is in no table. `memory`: bytes that a pool
+    may have. `here`: is it this machine's, so that records of it count? `ordinal`: its number then."""
 
     kind: Literal["cuda", "standin"]
     hardware: Hardware | None
@@ -49,14 +49,14 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name for people."""
         return "this CPU" if self.hardware is None else self.hardware.name
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What iterations of a model take on a device, with every layer resident. `source`: who says so; `link`: bytes per
-    second; `known`: what was measured."""
+    """The times of a model's iterations on a device, with every layer resident. `source`: of the figures. `link`: bytes
+    per second. `known`: the measured record."""
 
     device: Device
     source: str
@@ -64,7 +64,7 @@ class Speed:
     known: record.Record | None = None
 
     def seconds(self, sizing: Sizing, asked: Question) -> tuple[float | None, float | None]:
-        """Seconds of the prefill and of the decode step; None where nobody knows."""
+        """Returns the seconds of the prefill and of the decode step; None where they are not known."""
         if self.known is not None and asked.bits is None:
             return (
                 interpolated(self._by_size("prefill"), asked.batch, asked.prompt),
@@ -79,13 +79,13 @@ class Speed:
         return first, last
 
     def beside(self) -> tuple[float, float]:
-        """Seconds that `generate()` takes beside the first forward, and beside each other, as far as that was
+        """Returns the seconds that `generate()` takes beside the first forward, and beside each later one, as far as
         measured."""
         known: Mapping[Phase, float] = {} if self.known is None else self.known.beside
         return known.get("prefill", 0.0), known.get("decode", 0.0)
 
     def judged(self, asked: Question) -> Judged | None:
-        """What a run decides by, which has the same record; None without one."""
+        """Returns the basis of a run's decisions, which uses the same record; None without one."""
         if self.known is None:
             return None
         points = (
@@ -101,7 +101,7 @@ class Speed:
 
 
 def device_of(gpu: str | None, settings: Config) -> Device:
-    """The device of `--gpu`: a name of the table or a file; None: that of this machine. ConfigError."""
+    """Returns the device of `--gpu`: a name of the table or a file; None: this machine's. ConfigError."""
     if gpu is not None:
         hardware = DEVICES.get(gpu.lower()) or (None if _is_file(gpu) else named(gpu))
         found = _of_file(Path(gpu)) if hardware is None else hardware
@@ -120,15 +120,15 @@ def device_of(gpu: str | None, settings: Config) -> Device:
 
 
 def host_pages(device: Device, settings: Config, page: int) -> int | None:
-    """Pages that its host has for what leaves it: as many as were asked for, or a run takes; None of another machine,
-    of which nobody knows."""
+    """Returns the host pages of a run: the given budget, or a run's default on this machine; None for another machine,
+    where they are not known."""
     if settings.host_budget is None and not device.here:
         return None
     return device_choice.host_budget(settings, device.kind, page) // page
 
 
 def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:
-    """How fast the model is there. See Note [Which figures]."""
+    """Returns the speed of the model on the device. See Note [Which figures]."""
     known, why = _recorded(device, sizing, settings) if device.here else (None, "")
     if known is not None:
         return Speed(device, "measured on this machine", known.bandwidth, known)
@@ -138,7 +138,7 @@ def speed_of(device: Device, sizing: Sizing, settings: Config) -> Speed:
 
 
 def _recorded(device: Device, sizing: Sizing, settings: Config) -> tuple[record.Record | None, str]:
-    """The record of the model on this machine; where there is one for something else, what of it differs. ConfigError
+    """Returns the record of the model on this machine, or None and how the key of an existing one differs. ConfigError
     where it is damaged."""
     key = key_for(sizing.shape.model, device.kind, device.ordinal, settings)
     path = record.path_of(cache_dir(settings), key)
@@ -164,7 +164,7 @@ def _is_file(text: str) -> bool:
 
 
 def _of_file(path: Path) -> Hardware:
-    """The device that a file describes. ConfigError."""
+    """Reads the description of a device from a file. ConfigError."""
     if not path.is_file():
         known = ", ".join(sorted(DEVICES))
         raise ConfigError(
@@ -192,7 +192,7 @@ def _of_file(path: Path) -> Hardware:
 
 
 def _flops(given: Any, path: Path) -> dict[int, float]:
-    """Operations per second by bytes of an element: a number, or an object such as {"2": 989e12, "4": 67e12}."""
+    """Reads operations per second by bytes of an element: a number, or an object such as {"2": 989e12, "4": 67e12}."""
     numbers = given if isinstance(given, dict) else {"2": given}
     try:
         found = {int(size): float(each) for size, each in numbers.items()}

@@ -14,8 +14,8 @@ from ..compat import one_shape
 from ..device import governors
 from ..kv.grouping import CacheSizes, geometry_for
 from ..programs.model_info import Widths
+from ..weights.capacity import working_pages
 from ..weights.layers import decoder_layers
-from ..weights.room import working_pages
 from .forward import SeenForward, seen
 from .shape import ModelShape
 
@@ -24,22 +24,22 @@ _INDEX = 8  # bytes of a token's number
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A range: how its tokens lie, and which of the layers that append is the `first` in it, and which the `last`."""
+    """A range: its geometry, and the numbers of the `first` and the `last` layer in it, in the order of appending."""
 
     geometry: Geometry
     first: int
     last: int
 
     def pages(self, tokens: int) -> int:
-        """Pages under so many tokens of each sequence."""
+        """Returns the pages under so many tokens of each sequence."""
         return self.geometry.parts * self.geometry.pieces(tokens)
 
     def full(self, tokens: int) -> int:
-        """Pages of these on which nothing else will come."""
+        """Returns the pages among these that are full."""
         return self.geometry.parts * self.geometry.full(tokens)
 
     def takes(self, after: int, until: int) -> Iterator[int]:
-        """The lengths behind `after`, and up to `until`, at which it takes a page more."""
+        """Yields the lengths after `after`, up to `until`, at which one more page is taken."""
         page, token = self.geometry.page, self.geometry.token_bytes
         for piece in range(self.geometry.pieces(after), self.geometry.pieces(until)):
             yield piece * page // token + 1
@@ -47,17 +47,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Answers what one model needs. `page`: bytes."""
+    """Computes the needs of one model. `page`: bytes."""
 
     shape: ModelShape
     page: int
 
     def seen(self, batch: int, prompt: int, context: int) -> tuple[SeenForward, SeenForward]:
-        """As `forward.seen`."""
+        """Runs the model without values, see `forward.seen`."""
         return seen(self.shape, batch, prompt, context, governors.composed_with().tuning.planning.alike)
 
     def saved(self, bits: int | None) -> int:
-        """Bytes of weights that so many bits of an element save."""
+        """Returns the bytes of weights that quantization to so many bits saves."""
         before, after = (sum(each.nbytes for each in self.shape.blocks(how)) for how in (None, bits))
         return before - after
 
@@ -69,7 +69,8 @@ class Sizing:
         judged: Judged | None = None,
         aside: tuple[float, float] = (0.0, 0.0),
     ) -> Needs:
-        """Pages; `seconds` of a prefill and of a decode step; `judged` and `aside`: see Needs. ConfigError."""
+        """Returns the model's pages. `seconds`: of a prefill and of a decode step; `judged`, `aside`: see Needs.
+        ConfigError."""
         shape, tuning = self.shape, governors.composed_with().tuning.weights
         layout = place(shape.blocks(asked.bits), self.page, tuning.large)
         layers = layout.layer_pages(shape.layers)
@@ -92,21 +93,21 @@ class Sizing:
         )
 
     def _stages(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
-        """The prompt: after so many layers have appended, what has pages, and which of them may leave."""
+        """Yields the moments of the prompt: after each layer's append, the pages, and which of them may leave."""
         for stage, peak in enumerate(forward.stages):
             opened = [each for each in ranges if each.first < stage]
             full = sum(each.full(asked.prompt) for each in opened if each.last < stage)
             yield replace(self._moment(opened, asked.prompt, asked.batch, peak), movable=full)
 
     def _growth(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
-        """The answer: at each token that takes a page."""
+        """Yields the moments of the answer, at each token that takes a page."""
         ends = {tokens for each in ranges for tokens in each.takes(asked.prompt, asked.context)}
         for tokens in sorted({*ends, asked.context}):
             moment = self._moment(ranges, tokens, asked.batch, forward.peak)
             yield replace(moment, movable=sum(each.full(tokens - 1) for each in ranges))
 
     def _moment(self, ranges: Sequence[Spread], tokens: int, batch: int, peak: int) -> Moment:
-        """With so many tokens, while operators have so many bytes."""
+        """Makes the moment with so many tokens, while operators use `peak` bytes."""
         tuning = governors.composed_with().tuning
         prompts = 2 * (2 * batch * tokens * _INDEX)  # `generate()` appends to the tokens and their mask by a copy
         most = -(-(int(peak * tuning.planning.unseen) + prompts) // self.page) + tuning.weights.small_blocks
@@ -114,8 +115,8 @@ class Sizing:
         return Moment(kv, sum(each.full(tokens) for each in ranges), most, -(-peak // self.page))
 
     def _spread(self, asked: Question) -> Iterator[Spread]:
-        """The ranges of the cache in the order in which layers append, each with the layers that share it: as the first
-        layer that finds no place in one makes the next (grouping.py)."""
+        """Yields the ranges of the cache in the order in which layers append, each with its layers: the first layer
+        that finds no place in one makes the next (grouping.py)."""
         geometries = dict(self._geometries(asked))
         places: dict[Widths, list[int]] = {}
         for turn, (_, widths) in enumerate(sorted(self.shape.widths.items())):

@@ -1,4 +1,4 @@
-"""Plans runs: the question, the models' needs, the answer, and what would help, as plain values.
+"""Plans runs: the question, the models' needs, the answer, and changes that would help, as plain values.
 
 Note [Worst moments]
     The time to the first token is that of the whole prompt, computed at once as `generate()` does it; the time per
@@ -50,31 +50,29 @@ def plan(
     slo: float | str | None = None,
     host_budget: SupportsIndex | str | None = None,
 ) -> Facts:
-    """What a run of `models` will take, from their configurations: folders, names on the hub, or types such as "llama".
-    No weights are loaded, and no device is opened.
+    """Plans a run of `models` from their configurations: folders, names on the hub, or types such as "llama". Loads no
+    weights and opens no device.
 
-    `context`: tokens that each of `batch` sequences holds at the last token; `prompt`: those that are given, all but
-    one where nothing is said; `budget`: bytes of device pages, or "24GiB"; `gpu`: a name such as "h100", or a JSON file
-    with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms";
-    `host_budget`: bytes of host pages, by default as many as a run takes here, and of another machine as many as it
-    needs.
+    `context`: tokens that each of `batch` sequences holds at the last token. `prompt`: tokens of the prompt, by default
+    all but one. `budget`: bytes of device pages, or "24GiB". `gpu`: a name such as "h100", or a JSON file with memory,
+    bandwidth, flops and link; by default this machine. `slo`: seconds that a token may take, or "80ms". `host_budget`:
+    bytes of host pages, by default a run's default on this machine, on another one as many as it needs.
 
     Returns plain values, ready for JSON. fits; least_budget (bytes); budget, host_budget, page_size, context, prompt,
-    batch, slo, slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators
-    were seen to allocate, at most; exact: those of weights and KV are what a run has, to the page (policy/planner/
+    batch, slo, slo_met; pages of the device at the last token: {weights, kv, activations}, the last an upper bound from
+    the operators' allocations; exact: pages of weights and KV are those of a run, to the page (policy/planner/
     memory.py, Note [What cannot be foreseen]); host_pages: {weights, kv}; interval (of every so many layers the last
-    streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where
-    nobody knows); limit ("memory", "host", "link", "compute", None); hardware: {name, source, link}; changes: the
-    nearest that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
-    layers_streamed}; models: of each {model, class, dtype, layers, streamed, ...}, with the keys above that are its
-    own. Where there are several models all run at once, and times, limit and interval are those of the slowest.
-    ConfigError.
+    streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where not
+    known); limit ("memory", "host", "link", "compute", None); hardware: {name, source, link}; changes: the nearest that
+    would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit, layers_streamed};
+    models: of each {model, class, dtype, layers, streamed, ...}, with those of the keys above that differ by model.
+    Several models run at once, and times, limit and interval are those of the slowest. ConfigError.
     """
     return Planner(models, context, batch, prompt, budget, page_size, gpu, slo, host_budget).facts()
 
 
 class Planner:
-    """One question, and whatever is asked to answer it."""
+    """Answers one question by plans of the models."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class Planner:
         slo: float | str | None = None,
         host_budget: SupportsIndex | str | None = None,
     ) -> None:
-        """As `plan`. ConfigError."""
+        """Takes the arguments of `plan`. ConfigError."""
         names = [fspath(models)] if isinstance(models, str | PathLike) else [fspath(each) for each in models]
         prompt = max(1, context - 1) if prompt is None else prompt
         _check(names, context, batch, prompt)
@@ -115,7 +113,7 @@ class Planner:
         self.ask = cache(self._ask)
 
     def facts(self) -> Facts:
-        """See `plan`."""
+        """Returns the values that `plan` describes."""
         answer = self.ask(self.asked)
         changes = nearest(self.asked, answer, self.ask, governors.composed_with().tuning.planning)
         asked, slowest = self.asked, answer.slowest
@@ -140,8 +138,8 @@ class Planner:
         }
 
     def curve(self, points: int) -> list[tuple[int, float | None]]:
-        """(bytes of budget, seconds per token) from the smallest budget that fits to one that holds everything and the
-        one that was asked about."""
+        """Returns points (bytes of budget, seconds per token), from the smallest budget that fits to the larger of one
+        that holds everything and the given one."""
         answer = self.ask(self.asked)
         low, high = answer.least, max(answer.all, self.asked.pages if answer.fits else 0, answer.least + 1)
         budgets = sorted({low + round((high - low) * step / (points - 1)) for step in range(points)})
@@ -228,7 +226,7 @@ def _text(change: PlanChange, to: float) -> str:
 
 
 def _at_least(nbytes: int) -> str:
-    """As `format_size`, and never less than it is."""
+    """Formats bytes as `format_size` does, but never rounds down."""
     unit = next((scale for scale in (2**40, 2**30, 2**20, 2**10) if nbytes >= scale), 1)
     return format_size(math.ceil(nbytes / unit * 100) * unit // 100)
 

@@ -1,9 +1,10 @@
-"""A model as its configuration tells it: the sizes of its weights and of its KV, without a value.
+"""The shape of a model from its configuration: the sizes of its weights and of its KV, without a value.
 
 Note [The class decides]
     The model is built on the meta device by the class that would load it, in the dtype of its checkpoint: so tied
-    weights, experts and buffers are as they will be, and no formula for an architecture is needed. The widths of keys
-    and values come from one token through it (compat.run_without_values), as configurations are wrong about some.
+    weights, experts and buffers are those of a run, and no formula for an architecture is needed. The widths of keys
+    and values come from one token through the model (compat.run_without_values), as configurations are wrong about
+    some.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ..weights.storages import members
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A block of weights: bytes, the decoder layer that alone uses it, None of none, and how many of the bytes are
-    elements of matrices, which quantization makes smaller."""
+    """A block of weights: its bytes, the only decoder layer that uses it, else None, and how many of the bytes are
+    elements of matrices, which can be quantized."""
 
     nbytes: int
     layer: int | None
@@ -38,7 +39,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A configuration and the class that would load it, equal to others of the same `text` (JSON)."""
+    """A configuration and the class that would load it; equal if their `text` (JSON) is equal."""
 
     model_class: Any
     text: str
@@ -51,9 +52,9 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model without values, equal to others that are described by the same. `model`: on the meta device; `weights`:
-    in the order in which they are moved; `layers`: how many decoder layers there are; `widths`: of each layer of its
-    cache that is elastic, by its index; `positions`: tokens that it was made for, 0 where nobody says."""
+    """A model without values; equal if their descriptions are equal. `model`: on the meta device. `weights`: in the
+    order in which they are moved. `layers`: the number of decoder layers. `widths`: of each elastic layer of its cache,
+    by index. `positions`: its longest sequence, 0 where the configuration has none."""
 
     described: Described
     name: str = field(compare=False)
@@ -69,7 +70,7 @@ class ModelShape:
         return self.described.config
 
     def blocks(self, bits: int | None = None) -> list[Block]:
-        """The weights as `layout.place` takes them. `bits`: of an element of quantized matrices, None as they are."""
+        """Returns the weights for `layout.place`. `bits`: of an element of quantized matrices, None: not quantized."""
         wide = 8 * self.dtype.itemsize
         share = 1.0 if bits is None else min(1.0, bits / wide)
         return [
@@ -79,8 +80,8 @@ class ModelShape:
 
 
 def shape_of(name: str) -> ModelShape:
-    """The model with this name: a folder, a name on the hub, or a type with its defaults. ConfigError where its
-    configuration cannot be read, says too little, or is of no decoder of text."""
+    """Returns the shape of a model: a folder, a name on the hub, or a type with its defaults. ConfigError where its
+    configuration cannot be read, is incomplete, or is of no decoder of text."""
     quiet()
     config = load_config(name)
     model_class: Any = generating_class(config)
@@ -115,7 +116,7 @@ def _built(name: str, model_class: Any, config: Any) -> tuple[Any, torch.dtype]:
     try:
         with torch.device("meta"):
             return model_class._from_config(copy.deepcopy(config), dtype=dtype).eval(), dtype
-    except Exception as error:  # whatever a configuration that is not whole has the model's code do
+    except Exception as error:  # any error: the model's code runs on an incomplete configuration
         raise ConfigError(
             f"{name}: {model_class.__name__} cannot be built from this configuration, which may lack sizes: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -123,7 +124,7 @@ def _built(name: str, model_class: Any, config: Any) -> tuple[Any, torch.dtype]:
 
 
 def _weights(model: nn.Module, layers: tuple[nn.Module, ...]) -> Iterator[Weight]:
-    """One for the tensors of each storage, as they move (storages.py, Note [What moves together])."""
+    """Yields a block for the tensors of each storage, as they move (storages.py, Note [What moves together])."""
     found: dict[int, tuple[list[torch.Tensor], set[int | None]]] = {}
     for member in members(model, layers):
         if member.tensor.numel():
@@ -145,7 +146,7 @@ def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, 
         found = _all_widths(described)
     except BallonetError:
         raise
-    except Exception as error:  # whatever the model's own code does without values
+    except Exception as error:  # any error: the model's own code runs without values
         raise ConfigError(
             f"{name}: the widths of its keys and values are known with the first token only, as its code asks for "
             f"values: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -158,6 +159,6 @@ def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, 
 
 @lru_cache(maxsize=64)
 def _all_widths(described: Described) -> tuple[Widths | None, ...]:
-    """The widths of each layer of its cache. Raises whatever the model's code does without values."""
+    """Returns the widths of each layer of its cache. Raises any error of the model's code."""
     (cache,) = run_without_values(described.model_class, described.config)
     return tuple(widths_of(cache))

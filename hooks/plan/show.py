@@ -1,4 +1,4 @@
-"""A plan as people read it: will it fit, how fast, what binds, what would help."""
+"""Prints a plan for people: whether it fits, times, the limit, and changes that would help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMITS = {
 
 
 def show(facts: Facts) -> None:
-    """Prints what `planner.plan` returned."""
+    """Prints the result of `planner.plan`."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,13 +1,13 @@
 """Where the blocks of a prompt are stored: the index of policy/prefixes.py, whose owners are sequences, states, and the
 paged cache of continuous batching.
 
-Whoever calls holds the store's lock.
+The caller holds the store's lock.
 
 Note [Two copies]
     A block of a paged cache holds all layers of some tokens, and a sequence all tokens of a layer, so neither can be
-    used in the place of the other: what one lacks it copies. So tokens that both have are two entries, each with its
-    own worth. Those of the paged cache, which may have blocks of another size, are transformers' hashes of its blocks,
-    the others keys of `chain`: two forests of one index, and neither hangs on the other.
+    used in the place of the other: missing tokens are copied. So tokens that both have are two entries, each with its
+    own value. Keys of the paged cache, which may have blocks of another size, are transformers' hashes of its blocks,
+    the others keys of `chain`: two independent forests of one index.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...offload.policy.worth import Odds
 from .sequence import CachedSequence, TokenRun
 from .snapshot import state_key
 
-PAGED: Final = "paged"  # owns the blocks of the paged cache
+PAGED: Final = "paged"  # the owner of the paged cache's blocks
 
 
 class PagedBlocks(Protocol):
@@ -34,7 +34,7 @@ class PagedBlocks(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Held while any of them changes hands; taken after the store's."""
+        """Held while a block's users change; taken after the store's lock."""
 
     @property
     def tokens(self) -> int:
@@ -42,15 +42,15 @@ class PagedBlocks(Protocol):
 
     @property
     def count(self) -> int:
-        """How many are found."""
+        """Blocks that a search can find."""
 
     @property
     def unused_tokens(self) -> int:
-        """Tokens in those that nobody uses."""
+        """Tokens in the blocks that no request uses."""
 
     @property
     def unused_pages(self) -> int:
-        """Pages under these where no request has blocks; else 0."""
+        """Pages under these blocks if no request has any block; else 0."""
 
     def keys(self, prompt: Sequence[int], salt: bytes) -> Iterable[int]:
         """Returns the keys of a prompt's full blocks; none where they are of other settings or weights."""
@@ -59,17 +59,17 @@ class PagedBlocks(Protocol):
         """Returns the tokens of the first blocks of a prompt, which are stored."""
 
     def unused(self, key: Hashable) -> bool:
-        """Does nobody use this block? Under `lock`."""
+        """Is this block used by no request? Under `lock`."""
 
     def dropped(self, keys: Iterable[Hashable]) -> None:
-        """The index has dropped these. Under `lock`. DriverError."""
+        """Called when the index has dropped these blocks. Under `lock`. DriverError."""
 
     def lost(self) -> None:
-        """The index has dropped all. DriverError."""
+        """Called when the index has dropped all blocks. DriverError."""
 
 
 class BlockIndex:
-    """Finds who holds the beginning of a prompt."""
+    """Finds the owners of the beginning of a prompt."""
 
     def __init__(self, tuning: Prefixes) -> None:
         self.block = tuning.block  # tokens
@@ -83,8 +83,8 @@ class BlockIndex:
         return self._paged()
 
     def hold(self, paged: PagedBlocks) -> None:
-        """The blocks of this paged cache are in the index from now on, in the place of another one's. Does not keep it
-        alive. DriverError."""
+        """Indexes the blocks of this paged cache from now on, in the place of another one's. Refers to it weakly.
+        DriverError."""
         self.forget_paged()
         self._paged = weakref.ref(paged)
 
@@ -101,13 +101,13 @@ class BlockIndex:
             paged.lost()
 
     def reset(self) -> None:
-        """As `clear`, whatever state an interrupt has left the index in."""
+        """Clears the index whatever state an interrupt has left it in."""
         self.index = Index(policy=Odds(self._odds))
         self.clear()
 
     def evict(self, count: int, only: Callable[[Hashable], bool]) -> list[tuple[Hashable, Hashable]]:
-        """Evicts the `count` blocks that are worth least, of owners that `only` says and of blocks of the paged cache
-        that nobody uses, which are dropped. Returns (owner, key) of each. DriverError."""
+        """Evicts the `count` least valuable blocks, of owners that `only` allows and of unused blocks of the paged
+        cache, which are dropped. Returns (owner, key) of each. DriverError."""
         paged = self.paged
 
         def may_go(owner: Hashable, key: Hashable) -> bool:
@@ -148,8 +148,8 @@ class BlockIndex:
         return [*self.keys(ids, salt), state_key(ids, salt)] if ids else []
 
     def find(self, prompt: Sequence[int], salt: bytes, *, peek: bool = False) -> list[TokenRun]:
-        """Returns where the longest stored beginning of a prompt lies: in sequences, and what these lack in blocks of
-        the paged cache. `peek`: does not count as a use."""
+        """Returns where the longest stored beginning of a prompt lies: in sequences, and the rest in blocks of the
+        paged cache. `peek`: does not count as a use."""
         runs, paged = self.in_sequences(prompt, salt, peek=peek), self.paged
         if paged is None:
             return runs
@@ -161,7 +161,7 @@ class BlockIndex:
         return [*runs, paged.run(keys)._replace(start=end)]
 
     def in_sequences(self, prompt: Sequence[int], salt: bytes, *, peek: bool = False) -> list[TokenRun]:
-        """Returns where the longest beginning of a prompt lies that sequences hold. `peek`: does not count as a use."""
+        """Returns where sequences hold the longest beginning of a prompt. `peek`: does not count as a use."""
         index, block = self.index, self.block
         prompt = numbers_of(prompt)
         keys = self.stored(prompt, salt)

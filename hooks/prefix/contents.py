@@ -1,10 +1,10 @@
-"""What is kept for one model, and the lock under which it changes.
+"""The prefixes that are kept for one model, and the lock under which they change.
 
 Note [Who may touch what]
-    Everything said of sequences changes under the lock. It is never held while tokens are computed or copied. A
-    sequence belongs to one request at a time (`in_use`). While others copy from it (`readers`) it is neither given to a
-    request nor shortened. A request that finds a sequence in use copies what it had when it left, or misses; nobody
-    waits.
+    All attributes of sequences change under the lock. It is never held while tokens are computed or copied. A sequence
+    belongs to one request at a time (`in_use`). While others copy from it (`readers`) it is neither given to a request
+    nor shortened. A request that finds a sequence in use copies the tokens that it had when it was taken, or misses; it
+    never waits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class Lookup:
-    """What one request begins with."""
+    """The stored beginning that one request starts from."""
 
     def __init__(self) -> None:
-        self.columns = 0  # of its cache that are filled
-        self.sequence: CachedSequence | None = None  # in use by this request, which has to give it back
+        self.columns = 0  # filled columns of its cache
+        self.sequence: CachedSequence | None = None  # in use by this request, which gives it back
 
 
 class Contents:
-    """The sequences, states and blocks that are kept for one model, their lock, and what has been counted."""
+    """The sequences, states and blocks that are kept for one model, their lock, and counts of their use."""
 
     def __init__(self, name: str, device: Device, governor: Governor) -> None:
         """`name`: of the model, for messages; `governor`: of the device."""
@@ -44,8 +44,8 @@ class Contents:
         self.counts = Counts()
         self.lock = threading.RLock()
         self.index = PrefixIndex(governor.tuning.prefixes)
-        self.weights: tuple[object, ...] = ()  # what is kept was computed with these: see identity.py
-        self.saver: Saver | None = None  # writes to files, if anything does
+        self.weights: tuple[object, ...] = ()  # the weights' identity at computation: see identity.py
+        self.saver: Saver | None = None  # writes to files, if there is a folder
         self.closed = False
 
     @contextmanager
@@ -59,7 +59,7 @@ class Contents:
 
     @property
     def state_pages(self) -> int:
-        """Pages of all states, as if they lay on whole ones."""
+        """Pages of all states, rounded up to whole ones."""
         return -(-self.index.states.nbytes // self.device.page_size)
 
     @property
@@ -69,7 +69,7 @@ class Contents:
 
     @property
     def pages(self) -> int:
-        """Pages under all that is not in use; under blocks where no request of continuous batching has any."""
+        """Pages of all contents that are not in use; of blocks only while no batched request has any."""
         paged = self.index.blocks.paged
         return self.sequence_pages + (paged.unused_pages if paged is not None else 0)
 
@@ -80,7 +80,7 @@ class Contents:
 
     @property
     def fixed_pages(self) -> int:
-        """Pages of states that cannot leave the device, as if they lay on whole ones."""
+        """Pages of states that cannot leave the device, rounded up to whole ones."""
         return -(-self.index.states.fixed_bytes // self.device.page_size)
 
     @property
@@ -89,13 +89,13 @@ class Contents:
         return self.pages * self.device.page_size
 
     def renew(self, now: Identity) -> None:
-        """Forgets what was computed with other weights. The caller is within `change`. DriverError."""
+        """Drops contents that were computed with other weights. The caller is within `change`. DriverError."""
         if now.weights != self.weights:
             self.index.clear()
             self.weights = now.weights
 
     def clear(self) -> None:
-        """Forgets everything but what running requests use. DriverError."""
+        """Drops everything that running requests do not use. DriverError."""
         with self.change() as index:
             index.clear()
 
@@ -107,7 +107,7 @@ class Contents:
         return sources
 
     def end_reading(self, lookup: Lookup, sources: Iterable[CachedSequence]) -> None:
-        """Undoes `begin_reading`; pages that could not be given back meanwhile are. DriverError."""
+        """Undoes `begin_reading`, and gives back pages that had to stay meanwhile. DriverError."""
         with self.lock:
             for each in sources:
                 each.readers.discard(lookup)

@@ -1,4 +1,4 @@
-"""What a store of prefixes has done so far."""
+"""Counts of a prefix store's requests, hits and evictions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Counts:
-    """Since `manage()`."""
+    """The counts since `manage()`."""
 
     requests: int = 0  # calls of generate() that asked the store
     prompts: int = 0  # tokens of their prompts
-    on_device: int = 0  # of these tokens, those that were found there
+    on_device: int = 0  # tokens of them found on the device
     on_peer: int = 0
     on_host: int = 0
     on_disk: int = 0
-    faster: int = 0  # that files had as well, and that it took less time to compute
+    faster: int = 0  # tokens in files for which computing was faster than reading
     moves: int = 0  # requests that went on with the layers of a stored sequence
     copies: int = 0  # requests that copied from stored sequences
     stored: int = 0  # sequences
@@ -24,8 +24,8 @@ class Counts:
     why_not: Counter[str] = field(default_factory=Counter)  # why requests did not ask, or left nothing
 
     def hit(self, tokens: int, away: float, near: float = 0.0, *, on_disk: bool = False) -> None:
-        """Counts so many tokens that were found, that part of them on the host, or in files; of these `near`, on a
-        peer."""
+        """Counts found tokens. `away`: the part of them not on the device, of which `near`: on a peer. `on_disk`: in
+        files."""
         gone, on_peer = round(tokens * away), round(tokens * min(near, away))
         self.on_device += tokens - gone
         self.on_peer += on_peer

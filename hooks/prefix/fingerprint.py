@@ -1,10 +1,10 @@
-"""Which model stored keys and values are of, told apart in other processes as well: for prefixes in files.
+"""The fingerprint of the model that stored keys and values belong to, the same in all processes: for prefix files.
 
 Note [Sampled]
-    To hash all weights would take as long as to load them. What is hashed is the class, the configuration, name, shape
+    Hashing all weights would take as long as loading them. The hash covers the class, the configuration, name, shape
     and dtype of every tensor, up to `SAMPLES` elements of each, evenly spread, and the versions and the device that
-    decide how results are rounded. Training, merging, quantizing or another seed change nearly every element; who
-    writes a few single ones by hand clears the folder.
+    decide how results are rounded. Training, merging, quantizing or another seed change nearly every element; after
+    writing a few single ones by hand the user has to clear the folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import nn
 from ...allocator._native import Device
 from ..device.key import key_of
 
-SAMPLES: Final = 256  # of a tensor
-_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # of those that tell performance records apart
+SAMPLES: Final = 256  # elements of a tensor
+_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # keys of performance records that are hashed
 
 
 def fingerprint(model: nn.Module, device: Device) -> bytes:
-    """16 bytes. Reads weights as any user does: those of layers that stream come to rest for it."""
+    """Returns 16 bytes. Reads the weights through the modules, which for streamed layers fills host pages."""
     facts = key_of(model, device)
     found = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
     for sample in samples(model):
@@ -34,7 +34,8 @@ def fingerprint(model: nn.Module, device: Device) -> bytes:
 
 
 def samples(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Bytes of all weights, see Note [Sampled]: of tensors on one device together, so that few copies are made."""
+    """Yields sampled bytes of all weights, see Note [Sampled]; of all tensors of a device at once, to make few
+    copies."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

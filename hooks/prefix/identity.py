@@ -1,14 +1,14 @@
 """What stored keys and values depend on beside their tokens.
 
 Note [Weights and settings]
-    Weights do not come back: once one was written to, replaced or removed, or a module was, all that was stored before
-    is void (`weights`). Found out by storage, address and version of each, as autograd does, so that what is written
-    through `.data` is not seen; adapters that are merged that way say so, and so do optimizers, as kernels that take
-    all of a step at once count no version. Memory that is new may lie where old memory lay, so storages are told apart
-    by weak references, under which none is made again. What is switched to and fro is part of the salt instead
-    (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer computes. A
-    stored prefix is then found again when the switch is where it was. "paged|eager", as continuous batching calls it,
-    is the same arithmetic as "eager".
+    A change of weights is final: once one was written to, replaced or removed, or a module was, everything stored
+    before is dropped (`weights`). It is noticed by the storage, address and version of each, as in autograd, so writes
+    through `.data` are not; adapters that are merged that way report it, and so do optimizers, as kernels that do a
+    whole step at once count no version. New memory may have the address of old memory, so storages are told apart by
+    weak references, which keep their ids from being used again. Settings that are switched to and fro are part of the
+    salt instead (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer
+    computes. A stored prefix is found again when the settings are as they were. "paged|eager", as continuous batching
+    calls it, is the same arithmetic as "eager".
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Identity(NamedTuple):
-    """`weights` and `settings` of a model at a moment."""
+    """The `weights` and `settings` of a model at one moment."""
 
     weights: tuple[object, ...]
     settings: bytes
 
 
 class Looks:
-    """At one model, again and again: in a fraction of a millisecond while no module comes or goes."""
+    """Finds the identity of one model repeatedly, in a fraction of a millisecond while no module is added or
+    removed."""
 
     def __init__(self, model: nn.Module) -> None:
         """Does not keep it alive."""
@@ -45,18 +46,18 @@ class Looks:
         self._found: list[weakref.ref[nn.Module]] = []  # all that modules() finds
         self._children: list[int] = []  # ids of the children of all of these
         self._adapted: list[int] = []  # which of them adapters have wrapped
-        self._storages: list[StorageWeakRef] = []  # of the weights that have one
-        self._changes = 0  # of modules and storages, and steps of optimizers
+        self._storages: list[StorageWeakRef] = []  # storages of the weights that have one
+        self._changes = 0  # counts changes of modules and storages, and steps of optimizers
         self._lock = threading.RLock()
 
     def now(self) -> Identity:
-        """Returns the identity of the model, which is about to generate; changes nothing, and looks at no weight in a
-        way that would be noticed. Empty once it is collected."""
+        """Returns the identity of the model, which is about to generate, without an access to its weights that streamed
+        layers would notice. Empty once the model is collected."""
         with self._lock:
             return self._now()
 
     def stepped(self, parameters: Collection[int]) -> None:
-        """An optimizer has written to some of these, by id."""
+        """Notes that an optimizer has written to some of these parameters, by id."""
         model = self._model()
         if model is not None and any(id(each) in parameters for each in _tensors([*map(vars, model.modules())])):
             with self._lock:
@@ -90,7 +91,7 @@ def _children(states: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _tensors(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    """The parameters, and the buffers that are saved."""
+    """Returns the parameters, and the buffers that are saved."""
     tensors = [each for state in states for each in dict.values(state["_parameters"]) if each is not None]
     for state in states:
         if held := state["_buffers"]:
@@ -107,7 +108,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _weights(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Addresses and versions."""
+    """Returns addresses and versions."""
     try:
         return tuple([each.data_ptr() for each in tensors]), tuple([each._version for each in tensors])
     except (RuntimeError, NotImplementedError):  # not all of them have both
@@ -138,7 +139,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _adapters(adapted: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[object]:
-    """What layers of peft have switched on; which adapter would be, where they are off, is all the same."""
+    """Yields the adapters that layers of peft have switched on; where they are off the chosen one does not matter."""
     for number, state in adapted:
         if state.get("_disable_adapters"):
             yield number, None

@@ -1,4 +1,4 @@
-"""How much of what is kept stays: the limit in bytes, and pages for whoever is short of them."""
+"""Eviction from a store: down to its limit in bytes, and to free pages when they are short."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Limit:
         return self._model.priority
 
     def enforce(self) -> None:
-        """Evicts down to the limit, and until the core could take all that is kept, in the middle of any operator, but
-        for a part of the device (`tuning.prefixes.stuck`). The caller is within `Contents.change`."""
+        """Evicts down to the limit, and until the core could take all kept pages within any operator, except a part of
+        the device (`tuning.prefixes.stuck`). The caller is within `Contents.change`."""
         contents = self._contents
         while self.nbytes is not None and contents.nbytes > self.nbytes and self.evict():
             pass
@@ -35,7 +35,7 @@ class Limit:
             pass
 
     def evict(self, count: int = 1, *, on_device: bool = False) -> bool:
-        """Evicts so many blocks or states, see PrefixIndex.evict. False where none may be evicted."""
+        """Evicts so many blocks or states, see `PrefixIndex.evict`. False where none may be evicted."""
         contents, before = self._contents, self._contents.pages
         gone = contents.index.evict(count, on_device=on_device)
         if gone:
@@ -44,9 +44,8 @@ class Limit:
         return gone > 0
 
     def give_up(self, pages: int) -> int:
-        """Gives back up to so many pages of its device, or some more; returns how many. See pressure.py. Does nothing
-        while another thread is about to change something here, and takes no lock of a paged cache: the caller may hold
-        another one's."""
+        """Gives back about so many pages of its device, and returns how many, see pressure.py. Does nothing while
+        another thread changes the contents. Takes no lock of a paged cache, as the caller may hold another one's."""
         contents = self._contents
         before = contents.device_pages
 

@@ -41,22 +41,22 @@ class Pins:
         return True
 
     def remove_later(self, keys: Iterable[Sequence[bytes]]) -> None:
-        """Has `apply_removals` remove them. For finalizers, which may run in the middle of anything."""
+        """Has `apply_removals` remove them. For finalizers, which may run between any two lines."""
         self._later.extend(keys)
 
     def apply_removals(self) -> None:
-        """Does what `remove_later` was asked for."""
+        """Removes the pins that were given to `remove_later`."""
         while self._later:
             self.remove(self._later.popleft())
 
     def restore(self) -> None:
-        """Pins in a new index what was pinned in the old one."""
+        """Pins the keys in a new index that were pinned in the old one."""
         self._blocks.index.pin(self._counts.elements())
 
     @contextmanager
     def recording(self, pins: list[list[bytes]]) -> Iterator[None]:
-        """Within it, what requests of this thread leave behind is pinned before anything is evicted. The keys that have
-        to be unpinned are appended to `pins`."""
+        """A `with` block in which the tokens that requests of this thread leave behind are pinned before any eviction.
+        The keys to unpin later are appended to `pins`."""
         self._thread.recorded = pins
         try:
             yield
@@ -64,7 +64,7 @@ class Pins:
             self._thread.recorded = None
 
     def record(self, keys: list[bytes]) -> None:
-        """Pins what a request of this thread has left behind, within `recording`."""
+        """Pins the keys that a request of this thread leaves behind, if within `recording`."""
         if (recorded := self._thread.recorded) is not None:
             recorded.append(keys)
             self.add(keys)

@@ -1,25 +1,25 @@
 """Which sequences and states are kept, which blocks each owns, and what happens to their pages.
 
-Whoever calls holds the store's lock.
+The caller holds the store's lock.
 
 Note [Once]
-    Of sequences that are not in use each token lies on one page only. The index says who owns a block. A sequence whose
-    first blocks belong to another one has given up their pages, as far as they are whole, and gets them copied back
-    when it is used. A block is only evicted after those that follow it, so that what was given up can be filled in. A
-    sequence that is in use has all its pages.
+    Each token of the sequences that are not in use lies on one page only. The index knows the owner of a block. A
+    sequence whose first blocks belong to another one has given up their pages, as far as they are whole, and gets the
+    tokens copied back when it is used. A block is only evicted after those that follow it, so that such tokens can be
+    filled in. A sequence that is in use has all its pages.
 
 Note [Purged first]
-    Blocks are forgotten before their pages go, and before anything is written to them, under the same lock. So no key
-    ever leads to bytes that are not its own.
+    Blocks are removed from the index before their pages are freed or written to, under the same lock. So no key ever
+    leads to bytes of other tokens.
 
 Note [States]
-    A state follows the block before it, as another block would: it goes before that, and with it. Where layers keep
-    every token, it needs all tokens that it stands behind. Where these are gone, in the part of a block behind the last
-    full one, the state goes too; and tokens of such a model that no state needs are of no use and go as well.
+    A state follows the block before it, as another block would: it is evicted before that block, or with it. Where
+    layers keep every token, a state needs all tokens before it. It is dropped with any of them, including the partial
+    block behind the last full one; and tokens of such a model that no state needs are useless and dropped as well.
 
 Note [Broken off]
-    Ctrl-C, or an error of the driver, may come between any two lines. The next caller then finds `sound` unset. As the
-    index may be in any state, it forgets everything. That is the price of a microsecond in which the index is written.
+    Ctrl-C, or an error of the driver, may come between any two lines. The next caller then finds `sound` unset, and as
+    the index may be in any state, clears it. That is the price of a microsecond in which the index is written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefixIndex:
         self.pins = Pins(self.blocks)
         self.states = States()
         self.idle: dict[CachedSequence, int] = {}  # sequences that no request goes on with, and their pages
-        self.lost: deque[CachedSequence] = deque()  # of requests that were collected before they ended
+        self.lost: deque[CachedSequence] = deque()  # sequences of requests that were collected before they ended
         self._in_use: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self.sound = True  # was the last change not broken off?
 
@@ -58,11 +58,11 @@ class PrefixIndex:
 
     @property
     def device_pages(self) -> int:
-        """The pages of these that are on the device."""
+        """Pages of the idle sequences on the device."""
         return sum(each.device_pages for each in tuple(self.idle))
 
     def begin(self) -> None:
-        """Begins a change: repairs a change that was broken off, and does what was put off. DriverError."""
+        """Begins a change: clears the index after a broken-off one, and does deferred work. DriverError."""
         if not self.sound:
             self.blocks.reset()
             self.pins.restore()
@@ -77,14 +77,14 @@ class PrefixIndex:
         self.pins.apply_removals()
 
     def done(self) -> None:
-        """Ends a change: drops what has become useless. DriverError."""
+        """Ends a change: drops states and tokens that have become useless. DriverError."""
         self._drop_useless()
         self.sound = True
 
     def find_state(
         self, prompt: Sequence[int], salt: bytes, growing: bool, *, peek: bool = False
     ) -> tuple[list[TokenRun], StateSnapshot | None]:
-        """Returns the longest state with which a prompt begins, and where the tokens before it lie. `growing`: does the
+        """Returns the runs of the tokens before the longest kept state of a prompt, and that state. `growing`: does the
         model have layers that keep every token? `peek`: does not count as a use."""
         prompt, blocks = numbers_of(prompt), self.blocks
         runs = blocks.in_sequences(prompt, salt, peek=True) if growing else []
@@ -99,8 +99,8 @@ class PrefixIndex:
         return [run._replace(end=min(run.end, end)) for run in runs if run.start < end], state
 
     def movable(self, runs: Sequence[TokenRun], reader: object) -> CachedSequence | None:
-        """Returns the sequence that the request `reader`, which reads these runs, may go on with itself; None where
-        that would lose more than a little of what is stored."""
+        """Returns the sequence that the request `reader`, which reads these runs, may take over; None where more than a
+        few stored tokens would be lost."""
         sequence, end = runs[-1].source, runs[-1].end
         if not isinstance(sequence, CachedSequence):
             return None
@@ -118,7 +118,7 @@ class PrefixIndex:
         return sequence
 
     def take_out(self, sequence: CachedSequence, prompt: Sequence[int]) -> None:
-        """Gives a sequence to a request, which goes on behind these tokens."""
+        """Gives a sequence to a request, which appends behind these tokens."""
         self.idle.pop(sequence)
         sequence.in_use = True
         self._in_use.add(sequence)
@@ -127,7 +127,7 @@ class PrefixIndex:
         sequence.ids = numbers_of(prompt)
 
     def put(self, sequence: CachedSequence) -> None:
-        """Keeps a sequence that is no longer in use: it becomes the owner of its new blocks. DriverError."""
+        """Keeps a sequence that is no longer in use, as the owner of its new blocks. DriverError."""
         self._end_use(sequence)
         sequence.keys = self.blocks.keys(sequence.ids, sequence.salt)
         self.idle[sequence] = sequence.pages
@@ -135,7 +135,7 @@ class PrefixIndex:
         self._fit(sequence)
 
     def put_state(self, state: StateSnapshot) -> None:
-        """Keeps a state, if the tokens that it needs are kept, and no other state is behind the same ones."""
+        """Keeps a state, if the tokens that it needs are kept and there is no state behind the same tokens."""
         state.blocks, index = chain(state.ids, self.blocks.block, state.salt), self.blocks.index
         keys = state.blocks if state.growing else []
         if state.key not in index and index.peek(keys) == len(keys) and self._is_usable(state):
@@ -143,16 +143,15 @@ class PrefixIndex:
             self.states.add(state)
 
     def forget(self, sequence: CachedSequence) -> None:
-        """Forgets the sequence and all that relies on it. DriverError."""
+        """Drops the sequence and its dependents. DriverError."""
         self._end_use(sequence)
         self.idle.setdefault(sequence, 0)
         self._dropped(self.blocks.index.forget(self.blocks.behind(sequence, 0)), sequence)
 
     def evict(self, count: int = 1, *, on_device: bool = False) -> int:
-        """Evicts the `count` blocks or states that are worth least, or as many as may be, and what cannot be used
-        without them. Returns how many. All keys go first, then the pages, a sequence at a time. Blocks of the paged
-        cache only while their pages count (`Contents.pages`); `on_device`: only sequences and states that have pages
-        there. DriverError."""
+        """Evicts up to `count` of the least valuable blocks or states, and their dependents. Returns how many. Removes
+        all keys first, then the pages, a sequence at a time. Blocks of the paged cache only while their pages count
+        (`Contents.pages`); `on_device`: only sequences and states that have pages there. DriverError."""
         some = {each for each in self.idle if each.device_pages} if on_device else self.idle.keys()
         paged = None if on_device else self.blocks.paged
         blocks_too = paged is not None and paged.unused_pages > 0
@@ -178,14 +177,14 @@ class PrefixIndex:
         return max(1, pages * (len(self.blocks.index) - (paged.count if paged else 0)) // max(1, total))
 
     def clear(self) -> None:
-        """Forgets all but what is in use. DriverError."""
+        """Drops everything that is not in use. DriverError."""
         self.blocks.clear()
         self.states.clear()
         for each in tuple(self.idle):
             self._fit(each)
 
     def _fit(self, sequence: CachedSequence) -> None:
-        """Cuts an idle sequence to the blocks that it owns; its pages follow once nobody reads them. DriverError."""
+        """Cuts an idle sequence to the blocks that it owns; frees the pages once no request reads them. DriverError."""
         own = [n for n, key in enumerate(sequence.keys) if self.blocks.owns(sequence, key)]
         if own:
             sequence.first = own[0] * self.blocks.block
@@ -211,7 +210,7 @@ class PrefixIndex:
             if not self.blocks.owns(state, state.key):
                 self.states.drop(state)
         going = True
-        while going:  # what one sequence loses may have been all that needed another's
+        while going:  # dropped tokens may have been the only dependents of others
             going = False
             for sequence in tuple(self.idle):
                 if sequence.readers or not sequence.needs_state:
@@ -221,7 +220,7 @@ class PrefixIndex:
                     going = True
 
     def _dropped(self, gone: Sequence[tuple[Hashable, Hashable]], *further: CachedSequence) -> None:
-        """Gives back the pages of what the index has dropped, and drops what relied on it. DriverError."""
+        """Gives back the pages of dropped blocks and states, and drops their dependents. DriverError."""
         for owner, _ in gone:
             if isinstance(owner, StateSnapshot):
                 self.states.drop(owner)

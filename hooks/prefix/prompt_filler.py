@@ -1,4 +1,4 @@
-"""How a request begins: its unused cache is filled with what is stored of its prompt."""
+"""Fills the unused cache of a request that begins with the stored beginning of its prompt."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class PromptFiller:
             contents.end_reading(lookup, sources)
 
     def look(self, row: Sequence[int], now: Identity, found: int) -> int:
-        """Counts a request of continuous batching with this prompt, `found` tokens of which its own blocks hold, and
-        returns how many are stored: not the last one. DriverError."""
+        """Counts a batched request with this prompt, `found` tokens of which are in its blocks, and returns how many
+        are stored, without the last one. DriverError."""
         with self._contents.change() as index:
             self._count_request((row,), now)
             runs = index.blocks.find(row[:-1], now.settings, peek=True)
@@ -78,8 +78,8 @@ class PromptFiller:
         return runs[-1].end if runs else 0
 
     def resumes_from_state(self, now: Identity, proof: Callable[[], bool] | None) -> bool:
-        """Can the model go on from a state? `proof` finds it out and is called once, when there is a state; None where
-        it is known. A model that cannot keeps nothing. DriverError."""
+        """Can the model go on from a state? `proof` finds it out, and is called once, when there is a state; None where
+        it is known. Clears the store of a model that cannot. DriverError."""
         if proof is None or (now.settings not in self._proofs and not self._contents.index.states):
             return True
         if now.settings not in self._proofs:
@@ -89,8 +89,8 @@ class PromptFiller:
         return self._proofs[now.settings]
 
     def fill_with_state(self, lookup: Lookup, layers: list[Any], row: Sequence[int], now: Identity) -> None:
-        """Does what `fill` does, for one prompt of a model some of whose layers keep a state: with the longest state
-        that is kept of its beginnings. DriverError."""
+        """Fills a cache as `fill` does, for one prompt of a model with layers that keep a state: with the longest kept
+        state of its beginning. DriverError."""
         contents, growing = self._contents, any(isinstance(layer, ElasticLayer) for layer in layers)
         with contents.change() as index:
             self._count_request((row,), now)
@@ -103,7 +103,7 @@ class PromptFiller:
             contents.end_reading(lookup, sources)
 
     def _count_request(self, rows: Sequence[Sequence[int]], now: Identity) -> None:
-        """Counts a request with these prompts; forgets what was stored of other weights."""
+        """Counts a request with these prompts; drops contents of other weights."""
         contents = self._contents
         contents.renew(now)
         contents.counts.requests += 1
@@ -138,8 +138,8 @@ class PromptFiller:
         row: Sequence[int],
         now: Identity,
     ) -> int:
-        """Gives the layers a state and the tokens before it, which the runs are. Returns the columns that are filled:
-        all of these, or none. DriverError."""
+        """Gives the layers a state and the tokens before it, which lie in `runs`. Returns the number of filled columns:
+        all or 0. DriverError."""
         columns, counts = len(state.ids), self._contents.counts
         try:
             parts = state.copied()
@@ -156,8 +156,8 @@ class PromptFiller:
         return columns
 
     def _move(self, lookup: Lookup, layers: list[Any], runs: list[TokenRun], row: Sequence[int], now: Identity) -> int:
-        """Puts the layers of a sequence in the place of the request's. Returns the columns that are filled: none where
-        no sequence may be moved, or it fails; the sequence is not among the runs any more then. DriverError."""
+        """Puts the layers of a sequence in the place of the request's. Returns the number of filled columns: 0 where no
+        sequence may be moved, or it fails; the sequence is removed from `runs` then. DriverError."""
         if not runs:
             return 0
         contents = self._contents
@@ -189,7 +189,7 @@ class PromptFiller:
         return len(sequence.ids)
 
     def _copy(self, layers: Sequence[Any], found: Sequence[list[TokenRun]], pads: Sequence[int], least: int = 1) -> int:
-        """Copies the runs into the layers. Returns the columns that are filled: at least `least`, or none."""
+        """Copies the runs into the layers. Returns the number of filled columns: at least `least`, or 0."""
         contents = self._contents
         while True:
             ends = [runs[-1].end if runs else 0 for runs in found]

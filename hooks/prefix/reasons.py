@@ -1,7 +1,6 @@
-"""Which calls of `generate()` are left to transformers alone, and why: what is not understood is not touched.
+"""Which calls of `generate()` are left to transformers alone, and why: unknown arguments are not touched.
 
-All is looked at when `generate()` has made its cache: what it was given, what it makes of that, and its settings are
-known then, and nothing has been computed.
+Checked when `generate()` has made its cache: its arguments and settings are known then, and nothing has been computed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..compat import (
 from ..kv.layer import ElasticLayer
 from .snapshot import STATES, keeps_state
 
-# Of what a model is called with, that on which keys and values do not depend, or which is looked at below
+# Arguments of a model on which keys and values do not depend, or which are checked below
 _KNOWN: Final = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "return_dict"}
 )
@@ -35,10 +34,10 @@ _DYNAMIC: Final = (None, "dynamic")
 def why_not(
     model: Any, ids: torch.Tensor | None, user: Mapping[str, Any], given: Mapping[str, Any], expand: int
 ) -> str:
-    """Why a call is left alone; empty where it is not.
+    """Returns why a call is left alone; empty where it is not.
 
-    `ids`: of the prompts, int[sequences, tokens]; `user`: what `generate()` was called with by name; `given`: what the
-    preparation of the cache was called with; `expand`: sequences that are generated for each prompt.
+    `ids`: of the prompts, int[sequences, tokens]. `user`: the keyword arguments of `generate()`. `given`: those of the
+    method that prepares the cache. `expand`: sequences that are generated for each prompt.
     """
     config, kwargs = given["generation_config"], given["model_kwargs"]
     name = cache_name(model)
@@ -101,7 +100,7 @@ def _mask(model: Any, mask: torch.Tensor, ids: torch.Tensor, expand: int) -> str
 
 
 def _prompt_learning(model: Any) -> bool:
-    """Is `generate()` called by peft, for an adapter that is made of tokens?"""
+    """Does peft call `generate()` for an adapter that is made of tokens?"""
     preparing = vars(model).get("prepare_inputs_for_generation")
     adapter = getattr(getattr(preparing, "__self__", None), "active_peft_config", None)
     return bool(getattr(adapter, "is_prompt_learning", False))

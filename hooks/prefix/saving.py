@@ -1,19 +1,20 @@
-"""Prefixes that outlive the process: what is stored is written to files behind it, and read where memory has it not.
+"""Prefixes that outlive the process: stored tokens are written to files in the background, and read from there when
+memory does not have them.
 
-Note [Behind]
-    Requests never wait for a disk to be written to. What a request leaves behind is noted, and a thread of its own
-    reads it from the store when nobody else uses it, on a stream of its own, and writes what no file has yet, some
-    blocks at a time. Where a request has taken it meanwhile it is forgotten: that request leaves behind all of it and
-    more. What is not written when the process dies is lost, and nothing else. Where Python ends in order, or a model is
-    released, the rest is written first.
+Note [In the background]
+    Requests never wait for a write to disk. The tokens that a request leaves behind are noted, and a saving thread
+    reads them from the store while no request uses them, on a stream of its own, and writes blocks that no file has
+    yet, some at a time. Tokens that a request has taken meanwhile are skipped: that request leaves behind all of them
+    and more. If the process dies only unwritten tokens are lost. When Python ends in order, or a model is released, the
+    rest is written first.
 
 Note [Read or compute]
-    How fast files were read last and how long prefills take is measured as they come, and what is predicted to take
-    longer is not read (policy/stored.py). As a disk may be faster at another time, what was not read is, after some
-    times.
+    The speed of reading files and the time of prefills are measured as they occur, and tokens that are predicted to
+    take longer to read than to compute are not read (policy/stored.py). As a disk may be faster at another time, a read
+    is tried again after a number of such decisions.
 
 Note [Ids, not hashes]
-    The key of a block leads to a file. That its tokens are those of the prompt is seen by comparing them.
+    The key of a block leads to a file. Its tokens are then compared with those of the prompt.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _FAILURES: Final = (BallonetError, PoolExhausted, torch.OutOfMemoryError, Memory
 
 
 class SavedParts(Protocol):
-    """What a store says of some tokens of a sequence while they are held still."""
+    """Reads some tokens of a stored sequence, which stay in place meanwhile."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -76,7 +77,7 @@ Read = Callable[
 
 
 class SavedRun:
-    """Tokens of a prompt that were read from a file: a source of runs, as a kept sequence is one."""
+    """Tokens of a prompt that were read from a file: a source of runs like a cached sequence."""
 
     disk: Final = True
     away: Final = 1.0
@@ -104,14 +105,14 @@ class SavedRun:
         return keys[:, :, window].to(self._device), values[:, :, window].to(self._device)
 
     def leased(self, end: int) -> AbstractContextManager[None]:
-        """Leases nothing: its memory is its own."""
+        """Does nothing: the memory is not shared."""
         return nullcontext()
 
     def after_writes(self) -> None:
-        """Notes that it is written."""
+        """Does nothing: the tokens are there."""
 
     def was_read(self) -> None:
-        """Notes that it was read, by copies that the host waits for."""
+        """Does nothing: the host waits for copies from this memory."""
 
 
 class Saver:
@@ -130,8 +131,8 @@ class Saver:
         counts: Counts,
         record: Callable[[], Record | None],
     ) -> None:
-        """`read`, `look`: what gives tokens of the store, and what they depend on now; `block`: tokens; `governor`: of
-        the device; `record`: what iterations of the model took so far."""
+        """`read`: reads tokens of the store. `look`: returns the identity that they depend on now. `block`: tokens of a
+        block. `governor`: of the device. `record`: returns the measured times of the model's iterations."""
         self._model = weakref.ref(model)
         self._device = device
         self._directory = directory
@@ -143,8 +144,8 @@ class Saver:
         self._tuning = governor.tuning.prefixes
         self._counts = counts
         self._record = record
-        self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # of files that were read: bytes, seconds
-        self._computed = 0  # requests since it was tried last
+        self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # (bytes, seconds) of reads
+        self._computed = 0  # requests since a read was tried last
         self._naming = threading.Lock()
         self._known: tuple[tuple[object, ...], bytes] | None = None  # weights, and what stands for them in files
         self._folders: dict[bytes, PrefixFiles] = {}  # by salt
@@ -165,12 +166,12 @@ class Saver:
     # -- for the store
 
     def stored(self, ids: Sequence[int], keys: list[bytes], now: Identity) -> None:
-        """A sequence is kept. `keys`: of its full blocks, at least of one."""
+        """Notes that a sequence is kept and may be written. `keys`: of its full blocks, at least of one."""
         with self._change:
             if self._ended or not keys:
                 return
             for key in keys:
-                self._waiting.pop(key, None)  # what it goes on from
+                self._waiting.pop(key, None)  # a beginning of it
             self._waiting[keys[-1]] = (ids, keys, now)
             if self._thread is None or not self._thread.is_alive():  # as in a child after a fork
                 self._thread = threading.Thread(target=self._work, name="ballonet-prefixes", daemon=True)
@@ -178,8 +179,8 @@ class Saver:
             self._change.notify_all()
 
     def find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[TokenRun]:
-        """Returns what files have of a prompt behind the first `count` blocks, without a gap. `keys`: of its full
-        blocks. On the thread of the request."""
+        """Returns the tokens of a prompt that files have behind the first `count` blocks, without a gap. `keys`: of its
+        full blocks. On the thread of the request."""
         try:
             return self._find(keys, count, ids, now)
         except _FAILURES:
@@ -207,7 +208,7 @@ class Saver:
         return runs
 
     def _reading(self, nbytes: int, tokens: int, lacking: int) -> Reading:
-        """See Note [Read or compute]. `lacking`: tokens that would be computed."""
+        """Decides whether to read, see Note [Read or compute]. `lacking`: tokens that would be computed."""
         record, speeds = self._record(), tuple(self._speeds)
         disk = sum(size for size, _ in speeds) / sum(seconds for _, seconds in speeds) if speeds else None
         per_token = None if record is None else record.prefill_token(lacking)
@@ -220,7 +221,7 @@ class Saver:
     def _read_in(
         self, files: PrefixFiles, keys: Sequence[bytes], reached: int, end: int, ids: Sequence[int]
     ) -> list[TokenRun]:
-        """The blocks [reached, end) of a prompt, up to the first that no whole file has."""
+        """Reads the blocks [reached, end) of a prompt, up to the first that no undamaged file has."""
         runs = list[TokenRun]()
         while reached < end:
             saved = files.load(keys[reached], lambda name, dtype, shape, nbytes: self._memory(nbytes))
@@ -242,7 +243,8 @@ class Saver:
         return runs
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until all that is stored is written, or will not be; whether that came within so many seconds."""
+        """Waits until everything stored is written, or will not be; returns whether that took no more than `timeout`
+        seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._change:
             total = len(self._waiting) + self._busy
@@ -258,17 +260,17 @@ class Saver:
         return True
 
     def close(self) -> None:
-        """Nothing more is written: who wants that calls `flush` before. Waits for nobody."""
+        """Stops writing, without waiting; call `flush` before to have the rest written."""
         with self._change:
             self._ended = True
             self._waiting.clear()
             self._change.notify_all()
         atexit.unregister(self._at_exit)
 
-    # -- behind
+    # -- in the background
 
     def _work(self) -> None:
-        """The thread, which ends when there is nothing to do."""
+        """Runs the saving thread, which ends when there is nothing to do."""
         try:
             while True:
                 with self._change:
@@ -283,7 +285,7 @@ class Saver:
                     self._save(ids, keys, now)
         finally:
             with self._change:
-                if self._thread is threading.current_thread():  # by an error
+                if self._thread is threading.current_thread():  # it ends by an error
                     self._thread, self._busy = None, False
                     self._waiting.clear()
                     self._change.notify_all()
@@ -301,7 +303,7 @@ class Saver:
             reached = end
 
     def _read_out(self, ids: Sequence[int], now: Identity, start: int, end: int) -> dict[str, Array] | None:
-        """On the host. None where somebody else uses the tokens, or they are gone."""
+        """Copies the tokens to the host. None where a request uses them, or they were evicted."""
         tensors = {}
         with torch.no_grad(), self._aside(), self._read(ids, now, start, end) as parts:
             if parts is None:
@@ -316,15 +318,15 @@ class Saver:
         return tensors
 
     def _memory(self, nbytes: int) -> memoryview:
-        """Memory of the host that is not the pool's; pinned where there is a GPU, which copies several times as fast
-        from there, unless there is no more of that."""
+        """Allocates host memory outside of the pool; pinned, if there is any left, where there is a GPU, which copies
+        several times as fast from there."""
         if torch_device(self._device).type == "cuda":
             with suppress(RuntimeError):
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
         return np.empty(nbytes, np.uint8).data
 
     def _aside(self) -> AbstractContextManager[object]:
-        """A stream of its own: what it copies waits for nothing that a request computes."""
+        """A `with` block on the saving thread's own stream, whose copies do not wait for requests."""
         place = torch_device(self._device)
         if place.type != "cuda":
             return nullcontext()
@@ -350,7 +352,7 @@ class Saver:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Over the same memory."""
+    """Makes a tensor over the array's memory."""
     dtype = next(dtype for dtype, name in _DTYPES.items() if name == array.dtype)
     return torch.frombuffer(array.data, dtype=torch.uint8).view(dtype).view(array.shape)
 

@@ -1,10 +1,10 @@
 """One cached sequence: the cache of a finished request, and the tokens in it; and copies from one to another.
 
-Note [In use elsewhere]
-    A request of another thread only appends to its sequence, so the tokens that it began with may be read. But a page
-    of them that is host-mapped may be mapped to a slot for a moment while that request computes. So they are read
-    under a lease, which keeps pages where they are, and only if all are on the device then. Where a page is in a slot
-    nothing is leased: the request could not map it to the host again meanwhile, should that be needed.
+Note [In use by another request]
+    A request of another thread only appends to its sequence, so the tokens that it began with may be read. But a
+    host-mapped page of them may be mapped to a slot for a moment while that request computes. So they are read under a
+    lease, which keeps pages in place, and only if all are on the device then. No lease is taken where a page is in a
+    slot: the request could not map it to the host again under it.
 
 Note [Order]
     A stream that reads waits for the stream that wrote, and one that writes for those that read: `written` and `read`
@@ -42,19 +42,19 @@ class Gone(Exception):
 
 
 class TokenSource(Protocol):
-    """Where tokens are read from: a cached sequence, a file (saving.py), or blocks of continuous batching."""
+    """A source of tokens: a cached sequence, a file (saving.py), or blocks of continuous batching."""
 
     @property
     def disk(self) -> bool:
-        """Is it a file?"""
+        """Is the source a file?"""
 
     @property
     def away(self) -> float:
-        """Part of it that is not on the device."""
+        """Fraction of it that is not on the device."""
 
     @property
     def near(self) -> float:
-        """Part of it that is on a peer."""
+        """Fraction of it that is on a peer."""
 
     @property
     def held(self) -> Sequence[int]:
@@ -67,13 +67,13 @@ class TokenSource(Protocol):
         """Keys and values of a layer, [1, heads, end - start, dim], on the device. Gone."""
 
     def leased(self, end: int) -> AbstractContextManager[None]:
-        """Keeps the tokens [0, end) where they are. Gone."""
+        """Keeps the tokens [0, end) in place. Gone."""
 
     def after_writes(self) -> None:
-        """Makes the current stream wait for what was written."""
+        """Makes the current stream wait for writes of the tokens."""
 
     def was_read(self) -> None:
-        """Notes what the current stream was given so far."""
+        """Notes reads that were submitted to the current stream."""
 
 
 class TokenRun(NamedTuple):
@@ -85,25 +85,25 @@ class TokenRun(NamedTuple):
 
 
 class CachedSequence:
-    """Tokens [0, n) whose keys and values lie in `layers`, but for those that its ranges are missing."""
+    """Tokens [0, n) whose keys and values lie in `layers`, except those that its ranges are missing."""
 
     disk: Final = False
 
     def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, needs_state: bool = False) -> None:
-        """`layers`: of its cache; those that lie in ranges are the sequence's. `needs_state`: can it be used only
-        behind a state? See prefix_index.py, Note [States]."""
+        """`layers`: of its cache; the sequence has those that lie in ranges. `needs_state`: can it be used only behind
+        a state? See prefix_index.py, Note [States]."""
         self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
         self.ids = array("q", ids)
         self.salt = salt
-        self.keys: list[bytes] = []  # of its blocks, the last one of which may be partial
-        self.first = 0  # tokens before this one are others'
-        self.trim_pending = False  # pages have to go back once nobody reads them
+        self.keys: list[bytes] = []  # keys of its blocks; the last one may be partial
+        self.first = 0  # tokens before this one belong to other sequences
+        self.trim_pending = False  # pages are to be freed once no request reads them
         self.in_use = False  # a request goes on with it
         self.needs_state = needs_state
         self.readers: weakref.WeakSet[Any] = weakref.WeakSet()  # requests that are copying from it
         self.written: Any = None  # see Note [Order]
         self.read: dict[int, Any] = {}  # by stream, the last one of each
-        self._noting = threading.Lock()  # of `read`
+        self._noting = threading.Lock()  # guards `read`
 
     @property
     def used(self) -> list[ElasticLayer]:
@@ -122,18 +122,18 @@ class CachedSequence:
 
     @property
     def device_pages(self) -> int:
-        """The pages of these that are on the device."""
+        """Pages of the sequence on the device."""
         tiers = self._tiers()
         return sum(tier.client.device_pages for tier in tiers) if tiers else self.pages
 
     @property
     def caches(self) -> list[int]:
-        """The numbers of its caches, to the governor."""
+        """The numbers of its caches as clients of the governor."""
         return [tier.number for tier in self._tiers()]
 
     @property
     def missing(self) -> int:
-        """Tokens, from the first one on, that others have to give."""
+        """Tokens, from the first one on, that have to be copied from other sequences."""
         return max((each.missing for each in self.kv_ranges), default=0)
 
     @property
@@ -148,7 +148,7 @@ class CachedSequence:
 
     @property
     def away(self) -> float:
-        """Part of its pages that lies on the host."""
+        """Fraction of its pages on the host."""
         tiers = self._tiers()
         for tier in tiers:
             tier.extents.look()
@@ -170,7 +170,7 @@ class CachedSequence:
         return found is not None and bool(found.is_initialized)
 
     def mark_idle(self, kept: bool) -> None:
-        """Tells the governor whether it is only kept from now on, or in use. DriverError."""
+        """Tells the governor whether the sequence is only kept for later prompts, or in use. DriverError."""
         for each in self.kv_ranges:
             each.keep(kept)
         for tier in self._tiers():
@@ -184,7 +184,7 @@ class CachedSequence:
         """Cuts the ranges to the tokens of the sequence, and gives back all pages but those of `then` tokens."""
         for layer in self.used:
             if layer.get_seq_length() > len(self.ids):
-                layer.cut(len(self.ids), then)  # of a hybrid one that half alone
+                layer.cut(len(self.ids), then)  # only the elastic half of a hybrid layer
         for each in self.kv_ranges:
             each.fit(then)
 
@@ -202,23 +202,23 @@ class CachedSequence:
     # -- see Note [Order]
 
     def was_written(self) -> None:
-        """Notes what the current stream was given so far."""
+        """Notes writes that were submitted to the current stream."""
         stream = self._stream()
         self.written = None if stream is None else stream.record_event()
 
     def was_read(self) -> None:
-        """Notes what the current stream was given so far."""
+        """Notes reads that were submitted to the current stream."""
         if (stream := self._stream()) is not None:
             with self._noting:
                 self.read[stream.cuda_stream] = stream.record_event()
 
     def after_writes(self) -> None:
-        """Makes the current stream wait for what was written."""
+        """Makes the current stream wait for writes of the tokens."""
         if self.written is not None and (stream := self._stream()) is not None:
             stream.wait_event(self.written)
 
     def after_reads(self) -> None:
-        """Makes the current stream wait for what was written, and for all who read."""
+        """Makes the current stream wait for writes and reads of the tokens."""
         self.after_writes()
         if self.read and (stream := self._stream()) is not None:
             with self._noting:
@@ -231,7 +231,7 @@ class CachedSequence:
         return None if device is None or device.type != "cuda" else torch.cuda.current_stream(device)
 
     def part(self, layer: int, start: int, end: int) -> Pair:
-        """Keys and values of a layer, to be read by kernels: see prefill.py, Note [One place at a time]. Gone."""
+        """Keys and values of a layer, for kernels to read: see prefill.py, Note [One place at a time]. Gone."""
         try:
             keys, values = self.layers[layer].part(start, end)
         except BallonetError as error:
@@ -243,7 +243,7 @@ class CachedSequence:
 
     @contextmanager
     def leased(self, end: int) -> Iterator[None]:
-        """Keeps the tokens [0, end) where they are. Gone where they cannot be read: see Note [In use elsewhere]."""
+        """Keeps the tokens [0, end) in place. Gone where they cannot be read: see Note [In use by another request]."""
         if self.in_use and any(each.pages.unsettled for each in self.kv_ranges):
             raise Gone(self)
         with ExitStack() as stack:
@@ -258,8 +258,8 @@ class CachedSequence:
 
 
 def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[TokenRun]], pads: Sequence[int]) -> None:
-    """Fills the unused `layers` of a cache with what lies elsewhere: in row b behind pads[b] columns the tokens of
-    rows[b], so that all are equally long with their pads. Gone, torch.OutOfMemoryError, DriverError."""
+    """Fills the unused `layers` of a cache with stored tokens: in row b behind pads[b] columns those of rows[b], so
+    that all rows are equally long with their pads. Gone, torch.OutOfMemoryError, DriverError."""
     with reading([run for runs in rows for run in runs]) as sources:
         for number, layer in enumerate(layers):
             if not any(source.holds(number) for source in sources):
@@ -272,8 +272,8 @@ def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[TokenRun]], pads: Seq
 
 
 def fill_in(sequence: CachedSequence, runs: Sequence[TokenRun]) -> None:
-    """Gives a sequence what its ranges are missing. `runs`: whose tokens are its own, from the first one on. Gone,
-    torch.OutOfMemoryError, DriverError; it is then as before."""
+    """Copies the tokens to a sequence that its ranges are missing. `runs`: hold its tokens from the first one on. Gone,
+    torch.OutOfMemoryError, DriverError; the sequence is then as before."""
     with reading(runs):
         for number, layer in enumerate(sequence.layers):
             kv_range = layer.kv_range if sequence.holds(number) else None
@@ -288,8 +288,8 @@ def fill_in(sequence: CachedSequence, runs: Sequence[TokenRun]) -> None:
 
 
 def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: CacheRanges) -> list[Any]:
-    """Copies the tokens of the columns [start, end) of one sequence of a cache, its row, to layers of its own over
-    `ranges`. torch.OutOfMemoryError, DriverError."""
+    """Copies the columns [start, end) of one row of a cache to new layers over `ranges`. torch.OutOfMemoryError,
+    DriverError."""
     lease = ForwardLease()
     try:
         lease.open()
@@ -309,7 +309,7 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
 
 
 def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequence[int]) -> Pair:
-    """Keys and values of a layer, [rows, heads, pads and tokens, dim]."""
+    """Joins the keys and values of a layer, [rows, heads, pads and tokens, dim]."""
     found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
     some = next(parts for parts in found if parts)[0]
@@ -323,7 +323,7 @@ def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequenc
 
 @contextmanager
 def reading(runs: Iterable[TokenRun]) -> Iterator[list[TokenSource]]:
-    """Keeps the tokens of the runs where they are, and orders what reads them. Gone."""
+    """Keeps the tokens of the runs in place, and orders the reads of the current stream. Gone."""
     ends: dict[TokenSource, int] = {}
     for run in runs:
         ends[run.source] = max(run.end, ends.get(run.source, 0))

@@ -1,4 +1,4 @@
-"""How a request ends: the sequence that it leaves behind is kept, given back or dropped."""
+"""Keeps, gives back or drops the sequence of a request that ends."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class SequenceKeeper:
     """Takes over the sequences of requests that end."""
 
     def __init__(self, contents: Contents, limit: Limit, governed: ModelClient) -> None:
-        """`governed`: the model, as its governor knows it."""
+        """`governed`: the model as a client of the governor."""
         self._contents = contents
         self._limit = limit
         self._governed = governed
 
     def keep(self, sequence: CachedSequence | None, now: Identity, states: Sequence[StateSnapshot] = ()) -> None:
-        """Keeps a sequence, whose layers nobody else has, and the states of its layers at some lengths; None for a
-        model of states alone. No more stays than other models can spare (exchange.py). DriverError."""
+        """Keeps a sequence, whose layers are not in any cache, and the states of its layers at some lengths; None for a
+        model of states alone. Keeps no more than other models can spare (exchange.py). DriverError."""
         contents = self._contents
         if sequence is not None:
             sequence.was_written()
@@ -55,7 +55,7 @@ class SequenceKeeper:
             return contents.index.blocks.index.peek(keys) < len(keys)
 
     def give_back(self, sequence: CachedSequence, now: Identity) -> None:
-        """Keeps the sequence of a request that was broken off, as it was before. DriverError."""
+        """Keeps the sequence of a request that raised, as it was before. DriverError."""
         if sequence.layers and all(
             layer.kv_range is not None and layer.get_seq_length() >= len(sequence.ids) for layer in sequence.used
         ):
@@ -70,7 +70,7 @@ class SequenceKeeper:
             index.forget(sequence)
 
     def lose(self, lookup: Lookup) -> None:
-        """Has the sequence of a request that was collected dropped later. For finalizers, which may run in the middle
-        of anything."""
+        """Drops, at the next change, the sequence of a request that was collected. For finalizers, which may run
+        between any two lines."""
         if lookup.sequence is not None:
             self._contents.index.lost.append(lookup.sequence)

@@ -1,15 +1,15 @@
-"""Wraps `generate()` for models that keep prefixes: it begins with what is stored, and keeps what it leaves behind.
+"""Wraps `generate()` for models that keep prefixes: it starts from stored tokens, and keeps its own.
 
 Note [Around generate]
     While any such model is managed, `generate` of GenerationMixin is wrapped, on the class, so that the model itself
-    carries nothing. Stock code does everything: the cache that it has just made (`generation.listening`) is filled with
-    what is stored of the prompt, which is the documented way to go on from a cache. When it returns, its layers are
-    kept. So the result is that of a `DynamicCache` held by hand. With the last model the wrapper is removed; if
+    holds nothing. Stock code does everything: the cache that it has just made (`generation.listening`) is filled with
+    the stored beginning of the prompt, which is the documented way to go on from a cache. When it returns, the layers
+    are kept. So the result is that of a `DynamicCache` held by hand. With the last model the wrapper is removed; if
     another one has been put around it meanwhile, it stays below and passes calls on.
 
 Note [Whose cache]
-    Layers are kept as they are if nobody else can have them: one sequence without padding, and the cache is gone when
-    `generate()` has returned. Otherwise each sequence is copied to layers of its own.
+    Layers are kept as they are if no other code can have them: one sequence without padding, and the cache is freed
+    when `generate()` has returned. Otherwise each sequence is copied to new layers.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def _replace() -> Iterator[Undo]:
     yield register_optimizer_step_post_hook(_stepped).remove
 
 
-_stores: Final = Seam[PrefixStore](_replace)  # by id of a model that lives
+_stores: Final = Seam[PrefixStore](_replace)  # by the id of a live model
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    """See identity.py, Note [Weights and settings]."""
+    """Notes an optimizer's step, see identity.py, Note [Weights and settings]."""
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for store in _stores.users:
         store.looks.stepped(parameters)
@@ -73,7 +73,7 @@ def _patch() -> Callable[[], None]:
 
     @functools.wraps(stock)
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-        # Asked first, so that a compiler that traces this sees nothing else.
+        # First, so that a compiler that traces this sees nothing else.
         store = None if torch.compiler.is_compiling() else _stores.get(id(model))
         if store is None:
             return stock(model, *args, **kwargs)
@@ -117,7 +117,7 @@ class _Request:
         self._watch: Watch | None = None  # where layers keep a state
 
     def prepared(self, given: dict[str, Any]) -> None:
-        """See generation.Listener."""
+        """Fills the cache from the store: implements `generation.CacheListener`."""
         config, kwargs = given["generation_config"], given["model_kwargs"]
         expand = max(config.num_beams or 1, config.num_return_sequences or 1)
         ids = self._ids if isinstance(self._ids, torch.Tensor) else None
@@ -150,7 +150,7 @@ class _Request:
         self._cache = weakref.ref(cache)
 
     def _fill_with_state(self, cache: Any, row: array[int], now: Identity) -> None:
-        """See snapshot.py, Note [State snapshots]."""
+        """Fills a cache with states, see snapshot.py, Note [State snapshots]."""
         proof = partial(goes_on, self.model, row) if is_recurrent(cache.layers) else None
         if not self._store.filler.resumes_from_state(now, proof):
             self._store.counts.why_not["the model does not go on from a state with several tokens"] += 1
@@ -164,7 +164,7 @@ class _Request:
         self._watch.begin(self._lookup.columns)
 
     def ended(self, result: Any) -> None:
-        """Keeps what the request leaves behind. `result`: of `generate()`."""
+        """Keeps the request's tokens. `result`: of `generate()`."""
         if self._now is None:
             return
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
@@ -192,7 +192,7 @@ class _Request:
                 self._lookup.sequence = None
 
     def _keep(self, tokens: torch.Tensor, now: Identity) -> None:
-        """`tokens`: of the prompts and what came after them, int[sequences, tokens]."""
+        """Keeps the sequences of these tokens, prompts and answers, int[sequences, tokens]."""
         lookup, step = self._lookup, self._beams
         held = self._cache() is not None
         ids = list(map(numbers, self._ids if step > 1 else tokens))
@@ -210,13 +210,13 @@ class _Request:
                 if self._store.keeper.is_new(row, now):
                     ranges = CacheRanges.of(self.model.config, len(self._layers), len(row), alone=True)
                     layers = taken_out(self._layers, number * step, pad, pad + len(row), ranges)
-                    self._drop()  # what it had moved, if anything, is in other hands now
+                    self._drop()  # the layers that it had moved belong to the user's cache now
                     self._give(CachedSequence(layers, row, now.settings), now)
             self._drop()
 
     def _keep_states(self, ids: array[int], now: Identity, watch: Watch) -> None:
-        """`ids`: of the prompt and what came after it. States are kept behind the prompt and behind the last token that
-        was read, where the model keeps them in its cache, with the tokens before them."""
+        """Keeps the states behind the prompt and behind the last token that was read, where the model keeps them in its
+        cache, with the tokens before them. `ids`: of the prompt and the answer."""
         growing = [layer for layer in self._layers if isinstance(layer, ElasticLayer)]
         ids, why = ids[: watch.read], ""
         if watch.read > len(ids) or any(layer.get_seq_length() != len(ids) for layer in growing):
@@ -251,7 +251,7 @@ class _Request:
         self._lookup.sequence = None
 
     def _drop(self) -> None:
-        """Drops the sequence; if the cache lives on, its layers stay with whoever holds it."""
+        """Drops the sequence; its layers stay in the user's cache, if that still exists."""
         if (sequence := self._lookup.sequence) is not None:
             if self._cache() is not None:
                 sequence.layers.clear()
@@ -260,7 +260,7 @@ class _Request:
 
 
 def _up_to_end(row: array[int], prompt: int, ends: frozenset[int]) -> array[int]:
-    """Returns the row up to the end token of what was generated."""
+    """Returns the row up to the first generated end token."""
     return row[: next((n + 1 for n in range(prompt, len(row)) if row[n] in ends), len(row))]
 
 
@@ -271,4 +271,4 @@ def _ends(tokens: Any) -> frozenset[int]:
 
 
 def _nothing() -> None:
-    """Stands for the cache of a request that has none."""
+    """The weak reference's value for a request without a cache."""

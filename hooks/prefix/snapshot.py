@@ -1,15 +1,15 @@
 """The state of a sequence at one of its lengths: the windows and recurrent states that its layers keep then.
 
 Note [State snapshots]
-    Keys and values of a token stay what they are when others follow, so that any beginning of what is stored can be
-    used. A window has lost what lies before it, and a recurrent state is one of all tokens so far: neither can be
-    shortened. So they are kept as they are at some lengths, as a whole, and used by prompts that begin with exactly
-    those tokens. Layers that keep every token beside them go on in blocks, as in any model.
+    Keys and values of a token do not change when others follow, so that any beginning of a stored sequence can be used.
+    A window has lost the tokens before it, and a recurrent state depends on all tokens so far: neither can be
+    shortened. So they are kept whole at some lengths, and used by prompts that begin with exactly those tokens. Layers
+    beside them that keep every token are stored in blocks, as in any model.
 
 Note [Copies]
-    Transformers writes to recurrent states in place. So a cache never computes with what is kept: whoever begins with
-    a state gets a copy, and many may begin with the same. What a request leaves behind is taken over without one where
-    nobody else has its cache.
+    Transformers writes to recurrent states in place. So a cache never computes with a kept state: each request that
+    starts from one gets a copy. The state of a request that ends is taken over without a copy where no other code has
+    its cache.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from .state_pages import StatePages
 STATES: Final = tuple(  # classes of layers that keep a state
     each for each in (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer) if each is not None
 )
-_OF_TOKENS: Final = ("device", "dtype")  # of a hybrid layer: what both of its halves have
+_OF_TOKENS: Final = ("device", "dtype")  # attributes that both halves of a hybrid layer have
 
 Part = dict[str, Any]  # attributes of a layer by name
 
 
 def keeps_state(layers: Sequence[Any]) -> bool:
-    """Does any of the layers of a cache keep one?"""
+    """Does any layer of a cache keep a state?"""
     return any(type(layer) in STATES for layer in layers)
 
 
 def is_recurrent(layers: Sequence[Any]) -> bool:
-    """Is one of these states more than a window?"""
+    """Is any of these states more than a window?"""
     return any(type(layer) in STATES and isinstance(layer, LinearAttentionLayer) for layer in layers)
 
 
 def state_key(ids: Sequence[int], salt: bytes) -> bytes:
-    """Stands for the state behind exactly these tokens, at least one. `salt`: as of blocks."""
+    """Returns the key of the state behind exactly these tokens, at least one. `salt`: as of blocks."""
     return chain(ids, len(ids), salt + b"state")[0]
 
 
 class _Paged(NamedTuple):
-    """Stands for the tensor of that number in the pages of a state."""
+    """The placeholder of a tensor that lies in the pages of a state, by its number there."""
 
     number: int
 
 
 class StateSnapshot:
-    """What the layers of a cache keep behind the tokens `ids`, but for keys and values of every token."""
+    """The states of a cache's layers behind the tokens `ids`, without keys and values of every token."""
 
     def __init__(self, ids: Sequence[int], salt: bytes, parts: Sequence[Part | None], growing: bool) -> None:
-        """`parts`: of its layers, None of those that keep none. Nobody else has their tensors. `growing`: do others
-        keep every token?"""
+        """`parts`: the states by layer, None for layers without one; no other code has their tensors. `growing`: do
+        other layers keep every token?"""
         self.ids = array("q", ids)
         self.salt = salt
         self.growing = growing
@@ -82,12 +82,12 @@ class StateSnapshot:
 
     @property
     def pages(self) -> StatePages | None:
-        """The pages of the state, where it has some of its own."""
+        """The pages of the state; None where it lies in torch's memory."""
         return self._pages
 
     def into_pages(self, device: Device, governor: Governor) -> None:
-        """Moves the state to pages that may leave the device, if it fills one and there are as many. Nobody may use it
-        yet."""
+        """Moves the state to pages that may leave the device, if it fills at least one and enough are free. Called
+        before any other use."""
         tensors = list(self._tensors())
         if not device.host_pages or self.nbytes < device.page_size:
             return
@@ -116,8 +116,9 @@ class StateSnapshot:
         move: bool,
         loose: float = DEFAULT.prefixes.loose,
     ) -> StateSnapshot | None:
-        """Behind the last token of a cache. `move`: its layers are used no more, and lose it; `loose`: see Prefixes.
-        None where a layer has none, as its model keeps it elsewhere. torch.OutOfMemoryError."""
+        """Takes the state behind the last token of a cache. `move`: takes it from the layers, which are not used any
+        more. `loose`: see Prefixes. None where the model keeps its state outside of the cache.
+        torch.OutOfMemoryError."""
         parts: list[Part | None] = []
         for layer in layers:
             if type(layer) not in STATES:
@@ -129,16 +130,16 @@ class StateSnapshot:
             parts.append(part)
         made = cls(ids, salt, parts, any(isinstance(layer, ElasticLayer) for layer in layers))
         for layer in layers if move else ():
-            if isinstance(layer, ElasticHybridLayer):  # its other half lives on
+            if isinstance(layer, ElasticHybridLayer):  # the elastic half is used on
                 _forget(layer)
         return made
 
     def let_go(self) -> None:
-        """Gives its memory back, whoever still knows it."""
+        """Frees its memory, even if it is still referred to."""
         self._parts, self._pages = [], None
 
     def copied(self) -> list[Part | None]:
-        """What `begin` takes; empty where it is gone. torch.OutOfMemoryError."""
+        """Returns a copy for `begin`; empty where the state was freed. torch.OutOfMemoryError."""
         parts, pages = self._parts, self._pages
         if pages is not None and parts:
             with pages.read() as tensors:
@@ -153,7 +154,7 @@ class StateSnapshot:
         return copies
 
     def _wait_written(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The present stream of this thread waits for who wrote the state; returns the stream, None on a CPU."""
+        """Makes this thread's current stream wait for writes of the state; returns the stream, None on a CPU."""
         stream = _stream(tensors)
         if stream is not None and self._written is not None:
             stream.wait_event(self._written)
@@ -166,14 +167,14 @@ class StateSnapshot:
 
 
 def begin(layers: Sequence[Any], parts: Sequence[Part | None]) -> None:
-    """Gives the layers of a cache, whose other tokens are there, that state. `parts`: of `StateSnapshot.copied`."""
+    """Gives the layers of a cache, which have their other tokens, that state. `parts`: of `StateSnapshot.copied`."""
     for layer, part in zip(layers, parts, strict=True):
         if part is not None:
             vars(layer).update(part)
 
 
 def _stream(tensors: Iterable[torch.Tensor]) -> Any:
-    """The present stream of this thread on the device of these tensors, None on a CPU."""
+    """Returns this thread's current stream on the device of these tensors, None on a CPU."""
     device = next((each.device for each in tensors if each.device.type == "cuda"), None)
     return None if device is None else torch.cuda.current_stream(device)
 
@@ -191,12 +192,13 @@ def _forget(layer: ElasticHybridLayer) -> None:
 
 
 def _in_parts(parts: Sequence[Part | None], act: Callable[[Any], Any], kind: type = torch.Tensor) -> list[Part | None]:
-    """See `_each`."""
+    """Applies `act` to the members of each part, as `_each` does."""
     return [None if part is None else _each(part, act, kind) for part in parts]
 
 
 def _each(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = torch.Tensor) -> Part:
-    """The same with `act(each)` in the place of each member of that kind, however deep, in the order of _tensors_in."""
+    """Returns `value` with each member of that kind, however deep, replaced by `act(member)`, in the order of
+    `_tensors_in`."""
     return {
         key: _each(each, act, kind) if isinstance(each, Mapping) else act(each) if isinstance(each, kind) else each
         for key, each in value.items()
@@ -204,8 +206,8 @@ def _each(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = torc
 
 
 def _taken(value: Any, move: bool, loose: float) -> Any:
-    """The same in tensors of its own, or with `move` as it is, as far as it holds no more than `loose` times the memory
-    that it shows."""
+    """Returns a copy of the value; with `move` the value itself, where its memory is at most `loose` times the size of
+    the tensor."""
     if isinstance(value, torch.Tensor):
         own = value.untyped_storage().nbytes() <= loose * value.nbytes
         return value if move and own else value.clone()
@@ -215,7 +217,7 @@ def _taken(value: Any, move: bool, loose: float) -> Any:
 
 
 def _tensors_in(value: Mapping[Any, Any], everything: bool = True) -> Iterator[torch.Tensor]:
-    """Returns the tensors of a part; but for `everything` only those with more than one number in them."""
+    """Yields the tensors of a part; without `everything` only those with more than one element."""
     for each in value.values():
         if isinstance(each, Mapping):
             yield from _tensors_in(each, everything)

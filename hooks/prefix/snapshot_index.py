@@ -1,4 +1,4 @@
-"""Which states are kept, and the longest with which a prompt begins. Whoever calls holds the store's lock."""
+"""The kept states, and the longest one of a prompt's beginning. The caller holds the store's lock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .snapshot import StateSnapshot
 
 
 class States:
-    """By the tokens behind which they were kept."""
+    """The kept states, by the tokens before them."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, StateSnapshot] = {}
@@ -26,31 +26,31 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, wherever they are."""
+        """Bytes of all states, on the device or the host."""
         return sum(state.nbytes for state in self)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of those that have no pages of their own."""
+        """Bytes of states in torch's memory."""
         return sum(state.nbytes for state in self if state.pages is None)
 
     @property
     def device_pages(self) -> int:
-        """Pages of the others that are on the device."""
+        """Device pages of states that have their own pages."""
         return sum(state.pages.device_pages for state in self if state.pages is not None)
 
     @property
     def dirty(self) -> int:
-        """The pages of these whose bytes only the device has."""
+        """Pages among these whose bytes only the device has."""
         return sum(state.pages.dirty for state in self if state.pages is not None)
 
     def add(self, state: StateSnapshot) -> None:
-        """None is kept behind the same tokens."""
+        """Adds a state; there is none behind the same tokens."""
         self._kept[state.key] = state
         self._behind.setdefault(_place(state), []).append(state)
 
     def drop(self, state: StateSnapshot) -> None:
-        """Does nothing where it is not kept."""
+        """Removes a state, if it is kept."""
         if state in self:
             del self._kept[state.key]
             state.let_go()  # the index may remember it for a while
@@ -64,12 +64,13 @@ class States:
             self.drop(state)
 
     def behind(self, place: bytes) -> Sequence[StateSnapshot]:
-        """Returns the states behind that block and before the end of the next; of a salt, those before the end of the
-        first."""
+        """Returns the states behind that block and before the end of the next one; for a salt, those before the end of
+        the first block."""
         return tuple(self._behind.get(place, ()))
 
     def longest(self, prompt: array[int], places: Sequence[bytes]) -> StateSnapshot | None:
-        """With which a prompt begins. `places`: the salt, and keys of its full blocks, as far as they are needed."""
+        """Returns the longest state of a prompt's beginning. `places`: the salt, and the keys of its full blocks, as
+        far as they are needed."""
         for place in reversed(places):
             fitting = [state for state in self._behind.get(place, ()) if state.ids == prompt[: len(state.ids)]]
             if fitting:

@@ -1,11 +1,11 @@
 """Does a model go on from a recurrent state where several tokens follow?
 
 Note [Ignored]
-    Token by token every model does, as `generate()` could not work otherwise. But for several tokens at once the code
-    of some (Mamba's first version and what is made of it, in transformers 5.23 without its kernels) begins with an
-    empty state, whatever the cache holds, and stock with a cache held by hand says something else than without. Nothing
-    says so in advance. So before a state is used for the first time, a few tokens are computed behind one, and behind
-    the same with other numbers in it. Where that changes no logit, it was not read.
+    Every model goes on from a state token by token, as `generate()` could not work otherwise. But for several tokens at
+    once the code of some (Mamba's first version and its derivatives, in transformers 5.23 without its kernels) begins
+    with an empty state, whatever the cache holds, so that stock gives other results with a cache held by hand than
+    without. Nothing tells that in advance. So before a state is used for the first time, a few tokens are computed
+    behind one, and behind the same with other numbers in it. If no logit changes, the state was not read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 
 
 def _doubled(held: Sequence[Mapping[int, torch.Tensor | None]]) -> bool:
-    """In place. Was there anything?"""
+    """Doubles all numbers in place. Returns whether there were any."""
     tensors = [each for states in held for each in states.values() if each is not None]
     for each in tensors:
         each.add_(each).add_(1)

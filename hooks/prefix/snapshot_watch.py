@@ -2,13 +2,13 @@
 the prompt ends.
 
 Note [Where the prompt ends]
-    What a request has said is often changed before it comes again: templates leave out what a model thought, or write
-    an answer in another way. But the prompt comes again as it was. So its state is kept beside that of the end. It is
-    copied when the forward that has read the last token of the prompt returns.
+    An answer is often changed before it comes again in a longer prompt: templates leave out a model's reasoning, or
+    write an answer in another way. But the prompt comes again unchanged. So its state is kept beside that of the end.
+    It is copied when the forward that has read the last token of the prompt returns.
 
 Note [Models of states alone]
-    Such a model (Mamba) is given the whole prompt, whatever its cache holds: who holds its cache by hand passes only
-    what is new. So does the request here, in front of the first forward.
+    `generate()` gives such a model (Mamba) the whole prompt, whatever its cache holds; a user who holds its cache by
+    hand passes only the new tokens. So does the hook here, in front of the first forward.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Watch:
         self._cache = weakref.ref(cache)
         self.prompt = prompt
         self._salt = salt
-        self._surplus = 0  # tokens at the start of the next forward that the cache has already
+        self._surplus = 0  # first tokens of the next forward that the cache has already
         self._handles: list[RemovableHandle] = []
         self._remove = Finalizer(self, partial(remove_all, self._handles))
 
     def begin(self, columns: int) -> None:
-        """The cache holds so many tokens, and what comes next is the first forward."""
+        """Begins with a cache of so many tokens, before the first forward."""
         self.read = columns
         self._surplus = columns if self._name != "past_key_values" else 0
         before, after = _Before(self), _After(self)
@@ -59,7 +59,7 @@ class Watch:
         self._remove()
 
     def cut(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the forward is called with instead."""
+        """Returns the forward's arguments without tokens that the cache has."""
         if not self._surplus or not self._ours(kwargs):
             return kwargs
         surplus, self._surplus = self._surplus, 0
@@ -76,13 +76,13 @@ class Watch:
                 self.at_prompt = StateSnapshot.of(cache.layers, self.prompt, self._salt, move=False)
 
     def _ours(self, kwargs: dict[str, Any]) -> bool:
-        """Other threads may run the model as well."""
+        """Is the forward one with this cache? Other threads may run the model as well."""
         cache = kwargs.get(self._name)
         return cache is not None and cache is self._cache()
 
 
 class _Before(Hook):
-    """A forward. While another thread removes the hook, it may be called without arguments by name."""
+    """The hook before a forward. While another thread removes it, it may be called without keyword arguments."""
 
     def __init__(self, watch: Watch) -> None:
         """Does not keep it alive."""
@@ -97,7 +97,7 @@ class _Before(Hook):
 
 
 class _After(_Before):
-    """A forward that has returned."""
+    """The hook after a forward."""
 
     def __call__(self, *given: Any) -> None:
         watch = self._watch()

@@ -1,8 +1,8 @@
-"""The memory of a kept state (snapshot.py) as a client of the governor: pages that are nobody's but its own, which may
-leave the device at any moment while it is only kept, and are read wherever they lie when a prompt begins with it.
+"""The memory of a kept state (snapshot.py) as a client of the governor: unshared pages, which may leave the device at
+any moment, and are read on the device or the host when a prompt begins with the state.
 
-A state is never written to, and read once per request, whole. So it is never restored: a copy for a request reads the
-host in place, which is what bringing it back would cost.
+A state is never written to, and read once per request, whole. So it is never restored: copying it for a request from
+the host costs the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StatePages:
     """Copies of some tensors in pages of their own."""
 
     def __init__(self, device: Device, governor: Governor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies `tensors`, behind what the current stream was given. PoolExhausted, DriverError."""
+        """Copies `tensors` on the current stream. PoolExhausted, DriverError."""
         self._stream = stream_of(device)
         self._places: list[tuple[int, torch.dtype, torch.Size]] = []
         end = 0
@@ -57,17 +57,17 @@ class StatePages:
 
     @property
     def pages(self) -> int:
-        """Pages of the state, wherever they are."""
+        """Pages of the state, on the device or the host."""
         return self._extent.pieces
 
     @property
     def dirty(self) -> int:
-        """The pages of these whose bytes only the device has."""
+        """Pages whose bytes only the device has."""
         return self._extent.dirty
 
     @property
     def number(self) -> int:
-        """The number of the client, to the governor."""
+        """The number of this client of the governor."""
         return self._tier.number
 
     @property
@@ -77,7 +77,8 @@ class StatePages:
 
     @contextmanager
     def read(self) -> Iterator[list[torch.Tensor]]:
-        """The tensors, to be read by what the current stream is given within it. BallonetError, DriverError."""
+        """Yields the tensors, for reads that the current stream is given within the block. BallonetError,
+        DriverError."""
         with GroupLease(self._group):
             self._tier.client.used = self._tier.governor.clock()
             self._tier.show(self._extent, self._stream())

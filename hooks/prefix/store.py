@@ -77,8 +77,8 @@ class PrefixStore:
 
     @property
     def pages(self) -> int:
-        """Pages under what is kept and not in use, on the device or the host: of blocks of continuous batching once no
-        request has any. States count as if they lay on whole ones."""
+        """Pages of kept tokens and states that are not in use, on the device or the host; of continuous batching's
+        blocks only while no request has any. States are rounded up to whole pages."""
         return self.contents.pages
 
     @property
@@ -93,7 +93,7 @@ class PrefixStore:
 
     @property
     def tokens(self) -> int:
-        """The tokens that are stored and not in use, each counted once of sequences, and once of blocks."""
+        """Stored tokens that are not in use, counted once in sequences and once in blocks."""
         paged = self.contents.index.blocks.paged
         blocks = paged.unused_tokens if paged is not None else 0
         return blocks + sum(len(each.ids) - each.first for each in tuple(self.contents.index.idle))
@@ -104,7 +104,7 @@ class PrefixStore:
         return self.filler.reused
 
     def identity(self) -> Identity:
-        """Returns what keys and values depend on now, beside their tokens."""
+        """Returns the identity on which keys and values depend now, beside their tokens."""
         return self.looks.now()
 
     def get_num_new_matched_tokens(self, ids: Ids) -> int:
@@ -149,16 +149,16 @@ class PrefixStore:
             raise ValueError("these tokens are not pinned")
 
     def clear(self) -> None:
-        """Forgets everything but what running requests use. DriverError."""
+        """Drops everything that running requests do not use. DriverError."""
         self.contents.clear()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until all that is stored is in files, if it goes to files; returns whether that came within so many
-        seconds."""
+        """Waits until all stored tokens are in files, if there is a folder; returns whether that took no more than
+        `timeout` seconds."""
         return self.contents.saver is None or self.contents.saver.flush(timeout)
 
     def close(self) -> None:
-        """Keeps nothing any more. What running requests use is freed when they end. DriverError."""
+        """Stops keeping prefixes. Tokens that running requests use are freed when those end. DriverError."""
         if self.contents.saver is not None:
             self.contents.saver.close()
         with self.contents.lock:
@@ -168,12 +168,12 @@ class PrefixStore:
     def read(
         self, ids: Sequence[int], now: Identity, start: int, end: int
     ) -> AbstractContextManager[StoredTokens | None]:
-        """Keeps the tokens [start, end) of a stored prompt where they are: see stored_tokens.py."""
+        """Keeps the tokens [start, end) of a stored prompt in place: see stored_tokens.py."""
         return read(self.contents, ids, now, start, end)
 
 
 def numbers(ids: Ids) -> array[int]:
-    """Returns tokens on the host. ValueError for more than one sequence, TypeError for what are no whole numbers."""
+    """Returns tokens on the host. ValueError for more than one sequence, TypeError for values that are no integers."""
     if isinstance(ids, torch.Tensor):
         if ids.is_floating_point() or ids.is_complex():
             raise TypeError(f"tokens are whole numbers, not {ids.dtype}")

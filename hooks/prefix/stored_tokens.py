@@ -1,4 +1,4 @@
-"""Reading tokens that are stored, while requests go on: for whoever writes them to files, or has them elsewhere."""
+"""Reading stored tokens while requests go on: for the saving thread, and for blocks of continuous batching."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .sequence import Gone, Pair, TokenRun, reading
 
 
 class StoredTokens:
-    """Keys and values of some stored tokens, as the runs say where they lie."""
+    """Keys and values of the stored tokens of some runs."""
 
     def __init__(self, runs: Sequence[TokenRun]) -> None:
-        """`runs`: at least one, whose sources are kept where they are."""
+        """`runs`: at least one; their sources stay in place."""
         self._runs = runs
-        self.layers = runs[0].source.held  # that hold tokens
+        self.layers = runs[0].source.held  # the layers that hold tokens
 
     def __call__(self, layer: int) -> Pair:
         """Returns keys and values of a layer, [1, heads, tokens, dim] on the device. Gone."""
@@ -29,8 +29,8 @@ class StoredTokens:
 
 @contextmanager
 def read(contents: Contents, ids: Sequence[int], now: Identity, start: int, end: int) -> Iterator[StoredTokens | None]:
-    """Keeps the tokens [start, end) of a stored prompt where they are; None where they cannot be read now. For any
-    thread; only those who need the pages of these tokens wait for it."""
+    """Keeps the tokens [start, end) of a stored prompt in place; None where they cannot be read now. On any thread;
+    only threads that need the pages of these tokens wait for it."""
     lookup = Lookup()
     with contents.change() as index:
         known = contents.weights == now.weights
@@ -50,7 +50,7 @@ def read(contents: Contents, ids: Sequence[int], now: Identity, start: int, end:
 
 @contextmanager
 def open_runs(runs: Sequence[TokenRun]) -> Iterator[StoredTokens | None]:
-    """Keeps the tokens of the runs where they are; None where they cannot be read now."""
+    """Keeps the tokens of the runs in place; None where they cannot be read now."""
     with ExitStack() as held:
         tokens: StoredTokens | None = StoredTokens(runs)
         try:

@@ -1,6 +1,6 @@
-"""What `python -m ballonet profile MODEL` says: what iterations take, how fast the link is, and what that hides.
+"""The output of `python -m ballonet profile MODEL`: times of iterations, speed of the link, intervals without delay.
 
-The model is loaded, managed and measured (profile.py); what follows from its record is arithmetic.
+The model is loaded, managed and measured (profile.py); the rest is computed from its record.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def gather(
     *,
     force: bool = False,
 ) -> Facts:
-    """Plain values, ready for JSON. `name`: a folder or a name on the hub. SLOs in seconds. ConfigError, and what
-    `ballonet.from_pretrained` and `load_or_measure` raise.
+    """Returns plain values, ready for JSON. `name`: a folder or a name on the hub. SLOs in seconds. ConfigError, and
+    the errors of `ballonet.from_pretrained` and `load_or_measure`.
 
-    Keys: model (its class), key (what the record is for), file, reused (whether nothing had to be measured), bandwidth
-    (bytes per second), page_size, layers (pages of each), streamed (the layers that did not fit), points: a list of
+    Keys: model (its class), key (of the record), file, reused (whether nothing had to be measured), bandwidth (bytes
+    per second), page_size, layers (pages of each), streamed (the layers that did not fit), points: a list of
     {phase, batch, length, seconds, ratio (time to copy the mean layer over its time to compute), hidden (the smallest
     interval that adds no more than 3 %; the number of layers + 1: none does)}, left: a list of {batch, length, why},
     slos: a list of {phase, slo, listed (the multiple of 2 ms below it), intervals: [[batch, length, the smallest that
@@ -77,7 +77,7 @@ def gather(
 
 
 def show(facts: Facts) -> None:
-    """Prints what `gather` found, for people."""
+    """Prints the facts of `gather` for people."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,7 +120,7 @@ def layer_pages(model: nn.Module, page_size: int) -> tuple[int, ...]:
 def _loaded(name: str) -> Any:
     try:
         return from_pretrained(name, dtype="auto")
-    except (OSError, ValueError) as error:  # transformers' words for what is no model
+    except (OSError, ValueError) as error:  # transformers' errors for a name that is no model
         raise ConfigError(f"{name!r} is no model that can be loaded: {' '.join(str(error).split())}") from error
 
 
@@ -138,7 +138,7 @@ def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Fa
 
 
 def _table_1(slo: Facts, layers: int) -> Any:
-    """As the paper's: rows are batch sizes, columns lengths."""
+    """Makes the paper's Table 1: rows are batch sizes, columns lengths."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

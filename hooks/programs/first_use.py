@@ -1,4 +1,4 @@
-"""Manages every `PreTrainedModel` of a program at its first forward or `generate()`, unasked.
+"""Manages every `PreTrainedModel` of a program at its first forward or `generate()`.
 
 Note [First use]
     The entries are patched on the classes of transformers, not hooked on modules: a global forward hook of torch
@@ -13,8 +13,7 @@ Note [First uses that arrive together]
 Note [Left as it is]
     A model that cannot be managed, for want of pages as a rule, is left as torch made it, with one warning, and the
     program goes on. It is tried again at a later use, when it lies on another device, the budget has changed, or more
-    pages are unused than when it was refused; these are looked at once in a second, twice as long after each
-    refusal.
+    pages are unused than when it was refused. That is checked once a second, with twice the pause after each refusal.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _ENTRIES: Final = {  # module of transformers → class and method through which
 
 
 class FirstUse:
-    """Watches until `close()`. `managed` are the models it has taken in hand and that still live."""
+    """Manages models at their first use, until `close()`. `managed`: those of them that still exist."""
 
     def __init__(
         self,
@@ -61,8 +60,8 @@ class FirstUse:
         pause: float = DEFAULT.waiting.first_use,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`options`: what models are managed with; by default those of the environment. `pause`: seconds between looks
-        whether there is room for a model that was refused. OptionError."""
+        """`options`: of `manage()`; by default those of the environment. `pause`: seconds between checks whether a
+        refused model fits now. OptionError."""
         self._options = ManageOptions.of({}) if options is None else options
         self._pause = pause
         self._clock = clock
@@ -82,7 +81,7 @@ class FirstUse:
         return [handle for reference in self._managed.values() if (handle := reference()) is not None]
 
     def close(self) -> None:
-        """Takes the patches out again; models that are managed stay so."""
+        """Removes the patches; managed models stay managed."""
         sys.meta_path.remove(self._finder)
         self._patched.restore()
 
@@ -94,15 +93,15 @@ class FirstUse:
         @functools.wraps(original)
         def entered(model: Any, *args: Any, **kwargs: Any) -> Any:
             if (model not in self._seen or self._may_fit(model)) and self._take(model):
-                # by whatever is called now that it is managed
+                # the method may be another one now that the model is managed
                 return getattr(owner, method)(model, *args, **kwargs)
             return original(model, *args, **kwargs)
 
         self._patched.replace(owner, method, entered)
 
     def _take(self, model: Any) -> bool:
-        """Manages the model, or waits until another thread has; warns where it is refused. False where it is traced by
-        the compiler, or this thread is managing it."""
+        """Manages the model, or waits until another thread has; warns where it is refused. False where a compiler
+        traces it, or this thread is managing it."""
         if torch.compiler.is_compiling() or not isinstance(model, nn.Module):
             return False
         mine = _Taking()
@@ -128,7 +127,7 @@ class FirstUse:
         return taking.wait()
 
     def _may_fit(self, model: Any) -> bool:
-        """Was it left as it is, and is there reason to try again?"""
+        """May the model be tried, the first time or again?"""
         left = self._left.get(model) if self._left else None
         return left is not None and left.may_fit(model)
 
@@ -150,10 +149,10 @@ class FirstUse:
 
 
 class _Left:
-    """What there was when a model was refused."""
+    """The circumstances in which a model was refused."""
 
     def __init__(self, model: nn.Module, pause: float, clock: Callable[[], float]) -> None:
-        """`pause`: seconds between looks whether that has changed."""
+        """`pause`: seconds between checks whether they have changed."""
         self._place = _place(model)
         self.pause = pause
         self._clock = clock
@@ -161,8 +160,8 @@ class _Left:
         self._budget, self._unused = _room()
 
     def may_fit(self, model: nn.Module) -> bool:
-        """Is there more room than there was, or the model on another device? Costs next to nothing until it is time to
-        look."""
+        """Are more pages unused, or is the model on another device? Costs next to nothing before the next check is
+        due."""
         found = devices.current()
         if _place(model) != self._place:
             return True
@@ -179,7 +178,7 @@ def _place(model: nn.Module) -> torch.device | None:
 
 
 def _room() -> tuple[int, int]:
-    """The budget in bytes, and pages of it that nobody uses."""
+    """Returns (the budget in bytes, its unused pages)."""
     found = devices.current()
     if found is None:
         return 0, 0
@@ -204,7 +203,7 @@ class _Taking:
         self._process = os.getpid()
 
     def wait(self) -> bool:
-        """False, and at once, where it is this thread that manages it."""
+        """Waits until the model is managed. False, and at once, where this thread manages it."""
         if self._thread == threading.get_ident():
             return False
         while not self.done.wait(1) and self._process == os.getpid():  # the child of a fork lacks that thread

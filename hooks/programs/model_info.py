@@ -1,9 +1,8 @@
-"""What `python -m ballonet info MODEL` says: what a model's weights take, which layers of its KV cache are elastic,
-why, and what those take.
+"""The output of `python -m ballonet info MODEL`: sizes of a model's weights, which layers of its KV cache are elastic,
+why, and their sizes.
 
-Reads the configuration and nothing else. The verdict is `kinds.plan`, which is also what a managed model does. The
-widths of keys and values come from one token through the model without values (the meta device), as configurations
-are wrong about them for some architectures.
+Reads only the configuration. `kinds.plan` decides, as for a managed model. The widths of keys and values come from one
+token through the model without values (the meta device), as configurations are wrong about them for some architectures.
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ _UNLIMITED: Final = 2**63  # bytes
 
 
 def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
-    """Plain values, ready for JSON. `name`: a folder, a model type or a name on the hub. ConfigError.
+    """Returns plain values, ready for JSON. `name`: a folder, a model type or a name on the hub. ConfigError.
 
     Keys: model, type, class, reason (why nothing is elastic, else empty), widths (why they are not known, else empty),
     batch, tokens, page_size, dtype, weights (bytes, None where transformers does not build the model without values),
     smallest (bytes of them that the device must have, if all other layers stream), bytes (of all elastic layers, None
-    where not known), layers: a list with one entry
-    for all layers that are alike: {indices, cross (whether they hold what an encoder said), kind, stock, layer,
-    elastic, why}, and where they are elastic and their widths known {heads, k_dim, v_dim, longest (tokens that
-    attention kernels can index)}; up to that length also {token_bytes (of one layer, for one token of the whole batch),
-    layers_per_range, bytes (of all these layers, in whole pages)}.
+    where not known), layers: a list with one entry for all layers that are alike: {indices, cross (whether they hold
+    the encoder's output), kind, stock, layer, elastic, why}, and where they are elastic and their widths known {heads,
+    k_dim, v_dim, longest (tokens that attention kernels can index)}; up to that length also {token_bytes (of one layer,
+    for one token of the whole batch), layers_per_range, bytes (of all these layers, in whole pages)}.
     """
     quiet()
     config = load_config(name)
@@ -60,14 +58,14 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
     facts |= {"reason": caches.reason, "batch": batch, "tokens": tokens, "page_size": page_size_of(settings)}
     facts |= {"dtype": str(dtype).removeprefix("torch."), "widths": "", "weights": None, "smallest": None}
     if model_class is not None:
-        with suppress(Exception):  # whatever the model's own code does without values
+        with suppress(Exception):  # any error: the model's own code runs without values
             facts |= _weights(model_class, config, dtype.itemsize, facts["page_size"])
     halves = [caches.layers, caches.cross]
     widths: list[list[Widths | None]] = [[None] * len(half) for half in halves]
     if caches.elastic and model_class is not None:
         try:
             widths = [widths_of(cache) for cache in run_without_values(model_class, config)]
-        except Exception as error:  # whatever the model's own code does without values
+        except Exception as error:  # any error: the model's own code runs without values
             facts["widths"] = f"known with the first token: {type(error).__name__}: {_first_line(error)}"
     rows = [
         {"cross": half is caches.cross, **row}
@@ -79,7 +77,7 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
 
 
 def show(facts: Facts) -> None:
-    """Prints what `gather` found, for people."""
+    """Prints the facts of `gather` for people."""
     from rich.console import Console
     from rich.table import Table
 
@@ -119,19 +117,19 @@ def show(facts: Facts) -> None:
 
 
 def planned(name: str, model_class: type, config: Any) -> CachePlan:
-    """What becomes of the cache of such a model. ConfigError where its configuration is not whole."""
+    """Returns the plan of such a model's cache. ConfigError where its configuration is incomplete."""
     try:
         return plan(model_class, config)
     except BallonetError:
         raise
-    except Exception as error:  # of transformers, about a configuration that is not whole
+    except Exception as error:  # any error: transformers' code on an incomplete configuration
         raise ConfigError(
             f"{name}: {model_class.__name__} prepares no cache for this configuration: {error}"
         ) from error
 
 
 def _weights(model_class: type, config: Any, itemsize: int, page: int) -> Facts:
-    """The bytes of all parameters and buffers, each once; `itemsize`: of an element that is no whole number."""
+    """Returns the bytes of all parameters and buffers, each once. `itemsize`: of an element of a floating dtype."""
     with torch.device("meta"):
         model = model_class(copy.deepcopy(config))
     seen: set[int] = set()
@@ -152,7 +150,7 @@ def _weights(model_class: type, config: Any, itemsize: int, page: int) -> Facts:
 def _rows(
     layers: Sequence[LayerPlan], widths: Sequence[Widths | None], facts: Facts, config: Any, itemsize: int
 ) -> Iterator[Facts]:
-    """One for all layers that are alike."""
+    """Yields a row for each set of layers that are alike."""
     alike: dict[tuple[LayerPlan, Widths | None], list[int]] = {}
     for index, each in enumerate(zip(layers, widths, strict=True)):
         alike.setdefault(each, []).append(index)
@@ -165,7 +163,7 @@ def _rows(
 
 
 def _sizes(sizes: CacheSizes, count: int, facts: Facts, config: Any) -> Facts:
-    """What `count` layers of one cache take, which may share ranges."""
+    """Returns the sizes of `count` layers of one cache, which may share ranges."""
     tokens, page = facts["tokens"], facts["page_size"]
     most = longest(*sizes)
     geometry = geometry_for(
@@ -200,7 +198,7 @@ def widths_of(cache: DynamicCache) -> list[Widths | None]:
 
 
 def _spans(indices: Sequence[int]) -> str:
-    """`0-4, 6-10`, or `0, 2 ... 24` where they are equally far apart."""
+    """Formats indices as `0-4, 6-10`, or `0, 2 ... 24` where they are evenly spaced."""
     steps = {after - before for before, after in itertools.pairwise(indices)}
     if len(steps) == 1 and steps != {1} and len(indices) > 3:
         return f"{indices[0]}, {indices[1]} ... {indices[-1]}"
@@ -214,7 +212,7 @@ def _spans(indices: Sequence[int]) -> str:
 
 
 def _numbers(row: Facts) -> tuple[str, str, str, str]:
-    """For the columns of `show` that have numbers; empty where they are not known."""
+    """Formats the numbers of a row for `show`; empty where they are not known."""
     most = f"{row['longest']:,}" if "longest" in row else ""
     if "bytes" not in row:
         return "", "", "", most
@@ -244,7 +242,7 @@ def _first_line(error: Exception) -> str:
 
 
 def quiet() -> None:
-    """Neither transformers nor torch comments on a configuration that nothing is built from."""
+    """Silences comments of transformers and torch on a configuration from which no model is built."""
     warnings.simplefilter("ignore")
     for name in ("transformers", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _watching: FirstUse | None = None
-_installed = False  # by loading, and not by the notebook itself
+_installed = False  # was it installed by loading, and not by the notebook itself?
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Installs ballonet unless it is installed, and manages models at their first use from now on. Twice is fine."""
+    """Installs ballonet unless it is installed, and manages models at their first use from now on. Idempotent."""
     global _watching, _installed
     if _watching is not None:
         print("ballonet: loaded already")
@@ -40,7 +40,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Gives models back as they were, and torch its own allocator if loading had replaced it and torch can return to
+    """Releases the models, and gives torch its own allocator back if loading had replaced it and torch can return to
     it."""
     global _watching, _installed
     if _watching is None:

@@ -1,6 +1,6 @@
-"""`python -m ballonet run`: a program that knows nothing of ballonet, with its models in the pool.
+"""`python -m ballonet run`: runs an unmodified program with its models in the pool.
 
-The program runs as `__main__` with the arguments, the path, the tracebacks and the exit code it would have by itself.
+The program runs as `__main__`, with the same arguments, path, tracebacks and exit code as without ballonet.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NOTHING_MANAGED: Final = (
     "ballonet: no model of transformers was called in this process, so nothing was managed. A program that it starts "
     "is a process of its own: launch it with ballonet inside, as in `accelerate launch -m ballonet run script.py`"
 )
-_LAUNCHERS = ("ballonet.__main__", __name__, "runpy")  # whose frames come before the program's first
+_LAUNCHERS = ("ballonet.__main__", __name__, "runpy")  # modules whose frames come before the program's first
 
 
 def find(program: str, *, module: bool, code: bool = False) -> str | None:
-    """Puts the program's folder on the path, as Python does. Says what is wrong where there is no program."""
+    """Puts the program's folder on the path, as Python does. Returns what is wrong where there is no program."""
     if code:
         if not sys.flags.safe_path:
             sys.path[0] = ""
@@ -41,20 +41,20 @@ def find(program: str, *, module: bool, code: bool = False) -> str | None:
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that it would be in
+    except ModuleNotFoundError:  # its package does not exist
         return False
 
 
 def run(program: str, args: Sequence[str], options: ManageOptions, *, module: bool, code: bool = False) -> None:
     """Runs a script, or with `module` a module by its name, or with `code` the text itself, and manages its models with
-    `options` at their first use. Says on stderr, at the end, where there was no model.
+    `options` at their first use. Reports on stderr, at the end, if there was no model.
 
-    ballonet is installed already and `find` has found the program. Raises whatever the program raises.
+    ballonet is installed already and `find` has found the program. Raises the program's errors.
     """
     from .first_use import FirstUse
 
     class Used(FirstUse):
-        """Knows whether there was any model."""
+        """Notes whether there was any model."""
 
         any = False
 
@@ -77,7 +77,7 @@ def run(program: str, args: Sequence[str], options: ManageOptions, *, module: bo
 
 
 def _tell(any_model: bool, process: int) -> None:
-    """After a program that ended by itself."""
+    """Reports, after a program that ended by itself, if there was no model."""
     if not any_model and os.getpid() == process:
         print(NOTHING_MANAGED, file=sys.stderr)
 
@@ -95,7 +95,8 @@ def _run(program: str, module: bool, code: bool) -> None:
 
 
 def _execute(code: CodeType, path: str | None) -> None:
-    """As `__main__` for good: runpy would take the name back before the script's threads and exit functions end."""
+    """Runs code as `__main__` for good: runpy would take the name back before the script's threads and exit functions
+    end."""
     module = ModuleType("__main__")
     if path is not None:
         module.__file__ = path
@@ -104,7 +105,7 @@ def _execute(code: CodeType, path: str | None) -> None:
 
 
 def _shorten_tracebacks() -> None:
-    """Has an uncaught exception printed from the program's first frame on."""
+    """Prints uncaught exceptions from the program's first frame on."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

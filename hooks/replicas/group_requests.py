@@ -65,8 +65,8 @@ class GroupRequests:
         scheduler.active_requests.pop(request, None)
         if scheduler.waiting_requests.pop(request, None) is not None:
             scheduler.waiting_requests_order.remove(request)
-        slo, found = scheduler.promises.asked(request), self.by_name.pop(request)
-        scheduler.promises.note(request, NOTHING)
+        slo, found = scheduler.slos.asked(request), self.by_name.pop(request)
+        scheduler.slos.note(request, NOTHING)
         return found if slo == NOTHING else replace(found, waited=scheduler.clock() - slo.arrived)
 
     def held(self, request: str) -> int:
@@ -104,7 +104,7 @@ class GroupRequests:
         if lacking:
             self._lacking += 1
         if any(stage == 0 for _, stage in lacking):
-            self.scheduler.lacked()
+            self.scheduler.raise_reserve()
         for state, _ in reversed(lacking):
             alone = len(self.scheduler.active_requests) == 1
             if alone and self._lacking > self.scheduler.tuning.lonely:
@@ -133,7 +133,7 @@ class GroupRequests:
                 del flying[name]
 
     def _promise(self, request: Request) -> None:
-        self.scheduler.promises.note(request.name, request.slo(self.scheduler.clock()))
+        self.scheduler.slos.note(request.name, request.slo(self.scheduler.clock()))
 
 
 def no_room(request: str) -> torch.OutOfMemoryError:

@@ -21,7 +21,7 @@ from ...allocator.errors import ManageError
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.replicas.groups import Span
 from ..device import governors
-from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
+from ..managed import Managed, between_forwards, managed_as, residency_of, weights_of
 from ..streaming.arrangement import Arrangement
 from ..weights.layers import decoder_layers
 from .layer_bytes import Filled, LayerBytes
@@ -55,14 +55,14 @@ class HeldLayers:
     def __init__(self, handle: Managed) -> None:
         """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no governor would
         restore after `release`."""
-        elastic = elastic_of(handle)
-        if elastic.interval != "auto":
+        residency = residency_of(handle)
+        if residency.interval != "auto":
             raise ManageError(
-                f"{elastic.name} is managed with interval={elastic.interval!r}: a replica whose layers are dropped and "
+                f"{residency.name} is managed with interval={residency.interval!r}: a replica whose layers are dropped and "
                 'restored is managed with interval="auto"'
             )
         self._handle = handle
-        self._elastic = elastic
+        self._residency = residency
         self._weights = weights_of(handle)
         self._device = self._weights.device
         self._governor = governors.of(self._device)
@@ -70,7 +70,7 @@ class HeldLayers:
         self.pieces = Piecewise(self._device, composed.tuning.replicas.moved)
         self._ready = ReadyLayers(self._model, self._weights, self.pieces, composed.interpreter)
         self._pages = RestorePages(self._weights)
-        name = elastic.name
+        name = residency.name
         self._bytes = LayerBytes(
             self._weights, name, lambda layer: decoder_layers(_model_of(handle, name))[layer], self.pieces
         )
@@ -81,7 +81,7 @@ class HeldLayers:
     def dropped(self) -> tuple[int, ...]:
         """The dropped layers, ascending; none where the model is no longer managed."""
         model = self._handle.model
-        return self._elastic.arrangement.dropped if model is not None and managed_as(model) is self._handle else ()
+        return self._residency.arrangement.dropped if model is not None and managed_as(model) is self._handle else ()
 
     @property
     def ready(self) -> tuple[int, ...]:
@@ -191,28 +191,28 @@ class HeldLayers:
             if not self._ready.still(layer, self._module(layer)):
                 self._ready.make(layer, self._module(layer))
         before = self._weights.pages
-        with self._elastic.changing() as arrangement:
+        with self._residency.changing() as arrangement:
             arrangement.drop(layers)
         freed = before - self._weights.pages
-        self._governor.events.decided(Rung.DUPLICATES.label, "pull", freed, what=self._elastic.name)
+        self._governor.events.decided(Rung.DUPLICATES.label, "pull", freed, what=self._residency.name)
         self._governor.pages.given()
         return freed
 
     def _outside(self, span: Span) -> tuple[int, ...]:
-        count = len(self._elastic.arrangement.pages)
+        count = len(self._residency.arrangement.pages)
         if not 0 <= span.begin < span.end <= count:
             raise ManageError(
-                f"{self._elastic.name} has the layers 0 to {count}: layers [{span.begin}, {span.end}) are none of it "
+                f"{self._residency.name} has the layers 0 to {count}: layers [{span.begin}, {span.end}) are none of it "
                 "that a replica can hold"
             )
         return tuple(layer for layer in self._droppable() if layer not in span and layer not in self.dropped)
 
     def _droppable(self) -> list[int]:
-        return [layer for layer, pages in enumerate(self._elastic.arrangement.pages) if pages]
+        return [layer for layer, pages in enumerate(self._residency.arrangement.pages) if pages]
 
     def _freed_at_most(self) -> int:
         """Returns the pages that a drop of all but one layer would free."""
-        pages = sorted(pages for pages in self._elastic.plan.pages if pages)
+        pages = sorted(pages for pages in self._residency.plan.pages if pages)
         return sum(pages[1:-1])
 
     def _look_for_files(self) -> None:
@@ -224,7 +224,7 @@ class HeldLayers:
         """Changes the layers between two forwards."""
 
         def changed() -> None:
-            with self._elastic.changing() as arrangement:
+            with self._residency.changing() as arrangement:
                 act(arrangement)
 
         between_forwards(self._handle, changed)
@@ -243,16 +243,16 @@ class HeldLayers:
         finally:
             filled.close()  # does nothing where its pages were adopted
         self._governor.pages.went_back()
-        self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._elastic.name)
+        self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._residency.name)
         return RestoredLayer(layer, each.pages, peer)
 
     def _map(self, layer: int, filled: Range, came: Filled) -> bool:
         """Makes the layer resident with those pages, between two forwards. Returns whether they have a peer's bytes."""
         each = self._weights.ring.layer(layer)
         if each is None or each.pages != filled.pieces:
-            raise ManageError(f"layer {layer} of {self._elastic.name} has changed while it came home: try again")
+            raise ManageError(f"layer {layer} of {self._residency.name} has changed while it came home: try again")
         peer = self._bytes.complete(each, filled, came)
-        with self._elastic.changing() as arrangement:
+        with self._residency.changing() as arrangement:
             arrangement.restore(layer, filled)
         return peer
 
@@ -263,7 +263,7 @@ class HeldLayers:
 
     @property
     def _model(self) -> nn.Module:
-        return _model_of(self._handle, self._elastic.name)
+        return _model_of(self._handle, self._residency.name)
 
     def _module(self, layer: int) -> nn.Module:
         return decoder_layers(self._model)[layer]

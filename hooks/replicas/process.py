@@ -19,9 +19,9 @@ from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..manage import managed
-from ..managed import Managed, elastic_of, weights_of
+from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
-from ..sectors.room import memory_of
+from ..sectors.memory import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
 from .child_processes import end_with_parent
@@ -166,7 +166,7 @@ def _note(notes: Notes, ran: Ran) -> None:
 
 def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
     """Returns this replica's Hello."""
-    layers = tuple(elastic_of(handle).plan.pages)
+    layers = tuple(residency_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
     token = round(cache.token_bytes)
     now = memory_of(device, cache.pages.client, cache.pages.client.governor.tuning.serving)

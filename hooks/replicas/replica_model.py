@@ -7,7 +7,7 @@ from typing import Any
 
 from ...allocator.errors import ManageError
 from ..batching.seams import batched
-from ..sectors.room import memory_of, most_of
+from ..sectors.memory import memory_of, most_of
 from .group_settings import GroupSettings
 from .span_cache import SpanCache
 from .span_runner import RunsLayers, SpanRunner

@@ -14,7 +14,7 @@ from ..batching.memory import RequestMemory
 from ..batching.preemption import PagePreemption
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
-from ..sectors.room import memory_of, most_of
+from ..sectors.memory import memory_of, most_of
 from .group_settings import GroupSettings
 from .span_cache import SpanCache
 

@@ -49,7 +49,7 @@ class SpanCache(ElasticPagedCache):
             settings.batching,
             model.device,
             settings.helper,
-            model=replace(batched, living=None),
+            model=replace(batched, loop_caches=None),
             tuning=tuning,
             dtype=model.dtype,
             model_supports_logits_to_keep=keeps is not None and keeps(),

@@ -1,10 +1,10 @@
-"""What the store of prefixes and its files have of a prompt, copied into blocks before its request is scheduled.
+"""Copies the stored beginning of a prompt into blocks before its request is scheduled.
 
-Note [Asked once]
-    A request that waits is looked at when it could be in the next batch. What sequences of `generate()` have is copied
-    at once. What files have is read on a thread of its own, one request at a time; only that request waits for it.
-    Blocks that are filled are found by transformers' own search, as those of requests that have ended; if they are
-    evicted before, their tokens are computed. No more is copied than there is room for, and what fails is a miss.
+Note [Looked up once]
+    A waiting request is looked up when it could be in the next batch. Tokens that sequences of `generate()` have are
+    copied at once. Tokens in files are read on a reading thread, one request at a time; only that request waits for it.
+    Filled blocks are found by transformers' own search, like those of requests that have ended; if they are evicted
+    before, their tokens are computed. No more is copied than fits, and an error is a miss.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from ..prefix.stored_tokens import StoredTokens, cut, open_runs
 from .listed_blocks import ListedBlocks
 
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
-Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # of the tokens [start, end)
+Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
 
 
 class Beginnings:
-    """Fills blocks with what prompts begin with. Used by the thread that schedules."""
+    """Fills blocks with the beginnings of prompts. Used by the scheduling thread."""
 
     def __init__(self, listed: ListedBlocks, store: PrefixStore, renew: Callable[[], None]) -> None:
-        """`store`: of the same model; `renew` has what was computed before the model changed forgotten."""
+        """`store`: of the same model. `renew`: drops blocks that were computed before the model changed."""
         self._listed = listed
         self._blocks = listed.blocks
         self._renew = renew
         self._store = store
-        self._hashes: dict[str, list[int]] = {}  # by request that waits, of its prompt: those that were looked at
+        self._hashes: dict[str, list[int]] = {}  # by waiting request that was looked up: the hashes of its prompt
         self._readings: dict[str, _Reading] = {}
-        self._one = threading.Lock()  # held by who reads files
+        self._one = threading.Lock()  # held by the thread that reads files
 
     def only(self, requests: Collection[str]) -> None:
-        """Forgets all requests but these, which wait."""
+        """Forgets all requests except these, which wait."""
         for name in [name for name in self._hashes if name not in requests]:
             del self._hashes[name]
             self._readings.pop(name, None)
 
     def found(self, request: str) -> int:
-        """Returns how many tokens of a request that was looked at blocks hold: never the last one."""
+        """Returns how many tokens of a request that was looked up are in blocks, without the last one."""
         return self._listed.found(self._hashes.get(request, ())) * self._blocks.tokens
 
     def look(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> bool:
-        """Looks once for what is stored of a prompt. `room`: bytes that its blocks may take. False while files are
-        read."""
+        """Looks up once the stored beginning of a prompt. `room`: returns the bytes that its blocks may take. False
+        while files are read."""
         if request not in self._hashes:
             self._hashes[request] = [*self._listed.hashes(ids[:-1])]
             with suppress(*_FAILURES):
@@ -71,14 +71,14 @@ class Beginnings:
         return False
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a reading, but no longer than that. Is there any?"""
+        """Waits for the reading thread, at most so many seconds. Returns whether there is one."""
         for each in self._readings.values():
             each.join(seconds)
             return True
         return False
 
     def _count(self, request: str, from_files: int) -> None:
-        """Counts what is found of a prompt, of which so many tokens were read from files."""
+        """Counts the found tokens of a prompt, so many of which were read from files."""
         counts, found = self._store.counts, self.found(request)
         counts.hit(from_files, 1.0, on_disk=True)
         counts.hit(found - from_files, *self._blocks.away(self._hashes[request]))
@@ -99,7 +99,7 @@ class Beginnings:
             self._readings[request].start()
 
     def _fill(self, hashes: Sequence[int], end: int, room: Callable[[], int], opened: Opened) -> None:
-        """Fills blocks with the tokens of a prompt before `end` that none holds yet, as far as there is room."""
+        """Fills blocks with the tokens of a prompt before `end` that no block holds yet, as far as they fit."""
         blocks, done = self._blocks, False
         size, first = blocks.tokens, self._listed.found(hashes)
         if (count := min(end // size, len(hashes)) - first) <= 0:
@@ -131,16 +131,16 @@ class Beginnings:
 
 
 class _Reading(threading.Thread):
-    """Reads what files have of one prompt."""
+    """The thread that reads the tokens of one prompt from files."""
 
     def __init__(self, one: threading.Lock, find: Callable[[], list[TokenRun]]) -> None:
-        """`find`: does it, holding `one`."""
+        """`find`: reads the tokens, under the lock `one`."""
         super().__init__(name="ballonet-prefix-reads", daemon=True)
         self._one = one
         self._find = find
         self.runs: list[TokenRun] = []
 
     def run(self) -> None:
-        """The thread."""
+        """Runs the thread."""
         with self._one:
             self.runs = self._find()

@@ -3,15 +3,15 @@
 
 Note [Full blocks]
     A prompt that is admitted with its KV on the host has pages there. Kernels could write to them, and attention read
-    them back, but the layer would wait for the link both times. So the device's copy engine takes what fills whole
-    blocks, once the layer has computed it, while it and the next one go on; kernels write these rows where padding
-    goes, and attention gets them from the layer itself. What is left of a prompt after its last full block, and what
-    single tokens add later, is written by kernels.
+    them back, but the layer would wait for the link both times. So the device's copy engine copies new KV that fills
+    whole blocks, once the layer has computed it, while this and the next layer go on; kernels write these rows to the
+    padding's sector, and attention gets them from the layer itself. Rows behind the last full block of a prompt, and
+    single tokens that follow later, are written by kernels.
 
 Note [One layer in flight]
-    Before a layer uses the cache its stream waits for the copies of the layer before it. So no more is kept for the
-    copies than what the admission has charged as staging: one layer's new KV. Whatever follows on that stream comes
-    after them, and pages do not leave their addresses before the streams of copies have passed
+    Before a layer uses the cache its stream waits for the copies of the layer before it. So the copies need no more
+    memory than the admission has charged as staging: one layer's new KV. Later work on that stream comes after the
+    copies, and pages do not leave their addresses before the streams of copies have passed
     (allocator/csrc/mapping/copies.h).
 """
 
@@ -37,11 +37,11 @@ class NewBlock:
 
 
 class HostWrites:
-    """The copies of one cache. Used by the thread that computes; others only wait for them."""
+    """The copies of one cache. Used by the computing thread; other threads only wait for them."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._flying: tuple[Done, Sequence[torch.Tensor]] | None = None  # and what they read
+        self._flying: tuple[Done, Sequence[torch.Tensor]] | None = None  # (copies, tensors that they read)
 
     def write(
         self,
@@ -52,9 +52,9 @@ class HostWrites:
         tokens: int,
         stream: int,
     ) -> None:
-        """Copies blocks of so many `tokens` of a layer, once what `stream`, the current one, was given has passed, and
-        fills them in where attention reads. Keys and values of each: `caches` [tokens of the cache, heads, dim], `new`
-        [rows, heads, dim], `read` [tokens that are read, heads, dim]. Where the driver refuses, that stream writes."""
+        """Copies blocks of so many `tokens` of a layer, after the work of `stream`, the current one, and fills them in
+        where attention reads. Keys and values of each: `caches` [tokens of the cache, heads, dim], `new` [rows, heads,
+        dim], `read` [tokens that are read, heads, dim]. Where the driver refuses, that stream writes them."""
         new = [each.contiguous() for each in new]
         parts = []
         for cache, states, found in zip(caches, new, read, strict=True):
@@ -71,7 +71,7 @@ class HostWrites:
                     cache[block.place : block.place + tokens] = states[block.row : block.row + tokens]
 
     def arrive(self, stream: int | None) -> None:
-        """What `stream` is given from now on, on None the host, comes after the copies. DriverError."""
+        """Makes `stream`, for None the host, wait for the copies. DriverError."""
         if (flying := self._flying) is not None:
             done, _ = flying
             done.wait() if stream is None else done.before(stream)

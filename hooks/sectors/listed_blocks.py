@@ -1,16 +1,16 @@
-"""Which full blocks of a paged cache are found: by transformers' ledger and by the index alike.
+"""The full blocks of a paged cache that a search can find: in transformers' ledger and in the index alike.
 
 Note [Ledger and index]
-    transformers finds blocks in a ledger of its own, which says what the index says: each block that it leads to is an
-    entry, and hangs on the one before it. So both change together, under the store's lock and the client's: when blocks
-    get full (`mark`, `keep`), when the index drops them (`dropped`, `lost`), and when a request gives its blocks up for
-    good (`discard`). Whether requests use a block only the ledger knows. What nobody uses leaves by what it is worth,
-    for the limit that it shares with sequences, or for memory of requests (`evict`). A cache that does not outlive its
-    loop has an index of its own.
+    transformers finds blocks in a ledger of its own, which agrees with the index: each of its blocks is an entry that
+    depends on the one before it. So both change together, under the store's lock and the client's: when blocks get full
+    (`mark`, `keep`), when the index drops them (`dropped`, `lost`), and when a request gives its blocks up for good
+    (`discard`). Only the ledger knows whether requests use a block. Unused blocks are evicted, the least valuable
+    first, for the limit that they share with sequences, or for memory of requests (`evict`). A cache that does not
+    outlive its loop has an index of its own.
 
 Note [Another model]
-    Hashes are of tokens alone. So all of them go before a request is looked at after the model has changed. Requests
-    that run when all are dropped are `stale`: none of their blocks is found by anyone.
+    Hashes cover tokens alone. So after a change of the model all of them are dropped before a request is looked up.
+    Requests that run then are `stale`: their blocks are never found.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ListedBlocks:
     """The full blocks of the one kind of attention of a cache that shares beginnings of prompts."""
 
     def __init__(self, allocator: Any, blocks: PromptBlocks) -> None:
-        """`allocator`: a FullAttentionCacheAllocator; `blocks`: what is in its blocks. DriverError."""
+        """`allocator`: a FullAttentionCacheAllocator. `blocks`: reads and writes its blocks. DriverError."""
         self.blocks = blocks
-        self.tokens = blocks.tokens  # of a block
+        self.tokens = blocks.tokens  # tokens of a block
         self.lock = blocks.lock
-        self.identity: Identity | None = None  # of the model that has computed them
+        self.identity: Identity | None = None  # the model's when it computed the blocks
         self.stale: set[str] = set()  # requests: see Note [Another model]
         self._allocator = allocator
         self._ledger = allocator.ledger
@@ -43,7 +43,7 @@ class ListedBlocks:
         self.share(Contents(client.name, blocks.pages.device, client.governor))
 
     def share(self, contents: Contents) -> None:
-        """Has its blocks in the index of `contents` from now on, in the place of another cache's. None is full yet.
+        """Puts its blocks into the index of `contents`, in the place of another cache's. None is full yet.
         DriverError."""
         self._contents = contents
         with contents.change() as index:
@@ -57,7 +57,7 @@ class ListedBlocks:
             yield last
 
     def found(self, hashes: Sequence[int]) -> int:
-        """Returns how many of the first ones lead to blocks."""
+        """Returns how many of the leading hashes have blocks."""
         known = self._ledger.hash_to_block
         return next((n for n, each in enumerate(hashes) if each not in known), len(hashes))
 
@@ -65,17 +65,17 @@ class ListedBlocks:
 
     @property
     def count(self) -> int:
-        """How many blocks are found."""
+        """Blocks that a search can find."""
         return len(self._ledger.hash_to_block)
 
     @property
     def unused_tokens(self) -> int:
-        """Tokens in the blocks that nobody uses."""
+        """Tokens in the blocks that no request uses."""
         return self.tokens * len(self._ledger.cached_blocks)
 
     @property
     def unused_pages(self) -> int:
-        """Pages under these where no request has blocks; else 0."""
+        """Pages under these blocks if no request has any block; else 0."""
         pages = self.blocks.pages
         return 0 if self._allocator.block_table else pages.pages - pages.fixed // pages.device.page_size
 
@@ -88,11 +88,12 @@ class ListedBlocks:
         return TokenRun(KeptBlocks(self.blocks, keys), 0, len(keys) * self.tokens)
 
     def unused(self, key: Hashable) -> bool:
-        """Does nobody use this block? Under the lock."""
+        """Is this block used by no request? Under the lock."""
         return self._ledger.hash_to_block[key] in self._ledger.cached_blocks
 
     def dropped(self, keys: Iterable[Hashable]) -> None:
-        """The index has dropped these. Those that nobody uses are free. Under the lock. DriverError."""
+        """Removes blocks from the ledger that the index has dropped, and frees unused ones. Under the lock.
+        DriverError."""
         ledger, free = self._ledger, list[int]()
         for key in keys:
             block = ledger.hash_to_block.pop(key)
@@ -103,7 +104,7 @@ class ListedBlocks:
         self.blocks.drop(free)
 
     def lost(self) -> None:
-        """The index has dropped all: see Note [Another model]. DriverError."""
+        """Removes all blocks from the ledger, as the index has dropped all: see Note [Another model]. DriverError."""
         with self.lock:
             self.stale.update(self._allocator.block_table)
             blocks = self._ledger.evict_cached_blocks()
@@ -114,13 +115,13 @@ class ListedBlocks:
     # -- for the loop
 
     def full(self, request: str) -> int:
-        """Returns how many blocks of a request, from the first one on, are found by their tokens."""
+        """Returns how many leading blocks of a request a search can find."""
         known, table = self._ledger.block_to_hash, self.blocks.of(request)
         return next((n for n, block in enumerate(table) if block not in known), len(table))
 
     def mark(self, request: str, ids: Sequence[int], count: int) -> None:
-        """The next `count` blocks of a request, which has these tokens, are full and found from now on, unless it is
-        stale or has no blocks any more. DriverError."""
+        """Makes the next `count` blocks of a request with these tokens, which are full, findable, unless it is stale or
+        has no blocks any more. DriverError."""
         with self._contents.change() as index, self.lock:
             table, known, path = self._allocator.block_table, self._ledger.block_to_hash, list[int]()
             if request in self.stale or request not in table:
@@ -134,13 +135,12 @@ class ListedBlocks:
             index.blocks.index.insert(path[::-1], PAGED, ended=False)
 
     def used(self, hashes: Sequence[int]) -> None:
-        """Notes that a request uses the first of these blocks, as far as they are there. DriverError."""
+        """Notes that a request uses the leading ones of these blocks that exist. DriverError."""
         with self._contents.change() as index:
             index.blocks.index.use(hashes)
 
     def evict(self, count: int) -> int:
-        """Forgets the `count` blocks that are worth least of those that nobody uses, or as many as there are; returns
-        how many. DriverError."""
+        """Drops up to `count` of the least valuable unused blocks; returns how many. DriverError."""
         if not self._ledger.cached_blocks:
             return 0
         with self._contents.change() as index:
@@ -149,15 +149,15 @@ class ListedBlocks:
         return gone
 
     def discard(self, request: str) -> None:
-        """Forgets the blocks that this request alone has. DriverError."""
+        """Drops the blocks that only this request has. DriverError."""
         with self._contents.change() as index, self.lock:
             known, shared = self._ledger.block_to_hash, self._ledger.shared_ref_counts
             own = [known[block] for block in self.blocks.of(request) if block in known and block not in shared]
             self.dropped([key for _, key in index.blocks.index.forget(own)])
 
     def keep(self, hashes: Sequence[int], first: int, blocks: Sequence[int]) -> None:
-        """Blocks that were filled, of a prompt with these hashes from the one numbered `first` on, are found from now
-        on, and kept like those of requests that have ended; unless what they hang on is gone, or the model another.
+        """Makes filled blocks findable, those of a prompt with these hashes from block `first` on, and keeps them like
+        blocks of requests that have ended; unless the block before them was dropped, or the model has changed.
         DriverError."""
         with self._contents.change() as index, self.lock:
             there, end = first == 0 or hashes[first - 1] in index.blocks.index, first + len(blocks)
@@ -172,7 +172,7 @@ class ListedBlocks:
             index.blocks.index.insert(hashes[max(0, first - 1) : end], PAGED, ended=False)
 
     def renew(self, now: Identity) -> None:
-        """Forgets everything if the model is not what it was: see Note [Another model]. DriverError."""
+        """Drops all blocks if the model has changed: see Note [Another model]. DriverError."""
         if now != self.identity:
             with self._contents.change() as index:
                 self._contents.renew(now)
@@ -180,6 +180,6 @@ class ListedBlocks:
                 self.identity = now
 
     def forget(self) -> None:
-        """No block is found any more. Those that requests have, or readers, are free once these end. DriverError."""
+        """Makes no block findable any more. Blocks in use are freed once their requests or readers end. DriverError."""
         with self._contents.change() as index:
             index.blocks.forget_paged()

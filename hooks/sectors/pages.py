@@ -1,8 +1,8 @@
-"""The pages under the sectors of a paged cache: backed when a request gets the sector, given back when nobody has it.
+"""The pages under the sectors of a paged cache: backed when a request gets the sector, freed when no request has it.
 
 Words
-    sector   what the cache of continuous batching hands out: so many bytes for one kind of attention (transformers)
-    page     what the device hands out; a sector may be a part of a page, or many pages
+    sector   transformers' unit of the paged cache: so many bytes for one kind of attention
+    page     the device's unit of memory; a sector may be a part of a page, or many pages
 
 Note [Guard]
     A row of padding has -1 in its table of blocks, so kernels may read in front of the first sector. A guard of one
@@ -22,7 +22,7 @@ from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
 from ...offload.residency.pieces import runs_of
 from ..device import governors
-from ..kv.room import find_room
+from ..kv.find_pages import find_pages
 from .client import SectorClient
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def counted_runs(pieces: Iterable[int]) -> list[tuple[int, int]]:
 
 
 class SectorPages:
-    """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: of several threads each
-    holds the client's lock."""
+    """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: several threads use it under
+    the client's lock."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class SectorPages:
         model: str,
         parts: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
-        """Backs the guard and the reserved sectors, which stay where they are. `model`: its name, for readers.
-        `parts`: where the bytes of a sector lie, as (offset, stride, bytes): those of sector s at offset + s * stride;
-        None: all together. torch.OutOfMemoryError, DriverError."""
+        """Backs the guard and the reserved sectors, for good. `model`: its name, for logs. `parts`: where the bytes of
+        a sector lie, as (offset, stride, bytes): those of sector s at offset + s * stride; None: all together.
+        torch.OutOfMemoryError, DriverError."""
         self.sector = sector
         self.device = device
         self._parts = tuple(parts or ((0, sector, sector),))
@@ -60,11 +60,11 @@ class SectorPages:
         size = self._front + sectors * sector
         self.range: Range = device.reserve(size, "kv", group, expected=size, keeps=True)
         self._users = [0] * self.range.pieces  # sectors in use, by piece
-        self.pages = 0  # that sectors in use lie on, without the guard's
+        self.pages = 0  # under sectors in use, without the guard's
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
         fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
-        self.fixed = len(fixed) * self._page  # of `nbytes`, what stays
+        self.fixed = len(fixed) * self._page  # bytes that are always backed, included in `nbytes`
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
         self._use(fixed)
 
@@ -74,7 +74,7 @@ class SectorPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that sectors in use lie on."""
+        """Bytes of the pages under sectors in use."""
         return self.pages * self._page
 
     def pieces(self, sector: int) -> Sequence[int]:
@@ -95,8 +95,8 @@ class SectorPages:
         return counted_runs({piece for sector in sectors for piece in self.pieces(sector) if not self._users[piece]})
 
     def take(self, sectors: Iterable[int], place: Place = "device") -> None:
-        """Backs these sectors, which are in use from now on, with new pages in `place` where there are none: all, or
-        none. torch.OutOfMemoryError, DriverError."""
+        """Takes these sectors into use, and backs them with pages in `place` where they have none: all, or none.
+        torch.OutOfMemoryError, DriverError."""
         sectors = list(sectors)
         runs = self.missing(sectors)
         self._map(runs, place)
@@ -105,7 +105,7 @@ class SectorPages:
             self._use(self.pieces(sector))
 
     def give(self, sectors: Iterable[int]) -> None:
-        """Nobody uses these sectors any more; pages without any go back, once the device is done with them."""
+        """Takes these sectors out of use; pages without a sector in use are freed once the device is done with them."""
         for sector in sectors:
             for piece in self.pieces(sector):
                 self._users[piece] -= 1
@@ -128,7 +128,7 @@ class SectorPages:
                     if place == "host":
                         raise torch.OutOfMemoryError(f"no room for KV on the host: {error}") from error
                     self.client.governor.reclaim.publish_now()
-                    find_room(self.device, None, self.range, [run], error, 0)
+                    find_pages(self.device, None, self.range, [run], error, 0)
                 done.append(run)
         except BaseException:
             for run in done:
@@ -137,23 +137,23 @@ class SectorPages:
 
 
 class SectorPool(CachePool):
-    """The free sectors of a paged cache. The lowest are handed out first, so that sectors in use lie close together and
-    share pages; those that are have them. The free ones are a heap: what a step does to few costs O(log sectors)."""
+    """The free sectors of a paged cache. The lowest are handed out first, with pages, so that sectors in use lie close
+    together and share pages. The free ones are a heap: each change costs O(log sectors)."""
 
     def __init__(self, pages: SectorPages, sectors: int, allocators: int) -> None:
         self._pages = pages
         self.used: set[int] = set()  # sectors that are backed: handed out, or about to be
-        self._backed: set[int] = set()  # those of them that are free
+        self._backed: set[int] = set()  # backed sectors that are free
         super().__init__(sectors, allocators, RESERVED)
 
     def reset(self) -> None:
-        """All sectors are free."""
+        """Frees all sectors."""
         super().reset()
         self._pages.give(self.used)
         self.used, self._backed = set(), set()
 
     def lowest(self, count: int) -> list[int]:
-        """The sectors that are handed out next."""
+        """Returns the sectors that are handed out next."""
         heap, found = self.free_sectors, list[int]()
         edge = [(heap[0], 0)] if heap else []  # what may be next, with its place in the heap
         while edge and len(found) < count:
@@ -178,7 +178,7 @@ class SectorPool(CachePool):
         self._free_blocks[index].add_tree(sector)
 
     def try_to_free_sectors(self) -> None:
-        """Takes sectors back that no request has a block of, and their pages."""
+        """Frees sectors of which no request has a block, and their pages."""
         with self._pages.client.lock:
             free, before = self.free_sectors, len(self.free_sectors)
             super().try_to_free_sectors()  # appends them

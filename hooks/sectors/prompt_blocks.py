@@ -1,10 +1,10 @@
-"""What is in the blocks of a paged cache that shares beginnings of prompts: read by others than the generation loop,
-and filled with what others have computed. Which of them are found is in listed_blocks.py.
+"""Reading and filling blocks of a paged cache that shares beginnings of prompts, outside of the generation loop.
+listed_blocks.py knows which blocks a search finds.
 
 Note [Two threads]
-    A generation loop changes tables, counts and hashes under the lock of the client (client.py). Whoever else
+    A generation loop changes tables, counts and hashes under the lock of the client (client.py). Another thread that
     reads blocks, to write them to files or for a request of `generate()`, counts as one more request that has them, so
-    that they are neither evicted nor written to; and leases the cache, so that no page leaves its address.
+    that they are neither evicted nor written to; and it leases the cache, so that no page leaves its address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptBlocks:
 
     def __init__(self, allocator: Any, pool: SectorPool, pages: SectorPages, group: Group) -> None:
         """`allocator`: a FullAttentionCacheAllocator whose tensor is registered."""
-        self.tokens: int = allocator.tokens_per_page  # of a block
+        self.tokens: int = allocator.tokens_per_page  # tokens of a block
         self.layers: list[int] = list(allocator.layer_indices)
         self.lock = pages.client.lock
         self.group = group
@@ -44,8 +44,7 @@ class PromptBlocks:
         return list(self._allocator.block_table.get(request, ()))
 
     def away(self, hashes: Sequence[int]) -> tuple[float, float]:
-        """Returns the part of these blocks, as far as they are there, that is not on the device, and the part that is
-        on a peer."""
+        """Returns, for those of these blocks that exist, the fraction not on the device and the fraction on a peer."""
         with self.lock:
             blocks = [found for each in hashes if (found := self._ledger.hash_to_block.get(each)) is not None]
             pieces = {piece for block in blocks for piece in self._pieces(block)}
@@ -70,7 +69,8 @@ class PromptBlocks:
             self._pool.free_blocks(self._allocator.index, [block for block in blocks if self._ledger.release(block)])
 
     def read(self, layer: int, blocks: Sequence[int]) -> Pair:
-        """Returns a copy of the keys and values of a layer, [1, heads, tokens, dim]. The caller keeps them in place."""
+        """Returns a copy of the keys and values of a layer, [1, heads, tokens, dim]. The caller keeps the blocks in
+        place."""
         index = torch.tensor(blocks, device=self._tensor.device)
         found = self._tensor[index, self.layers.index(layer)]  # [blocks, 2, tokens, heads, dim]
         keys, values = (found[:, n].flatten(0, 1).transpose(0, 1).unsqueeze(0) for n in range(2))
@@ -79,8 +79,8 @@ class PromptBlocks:
     # -- for the loop
 
     def place(self, count: int, room: int) -> list[int]:
-        """Returns so many blocks with pages, or as many as `room` bytes are enough for, whose bytes are anything. Given
-        back by `keep` or `drop`. torch.OutOfMemoryError, DriverError."""
+        """Allocates `count` blocks with pages, or as many as fit into `room` bytes, with undefined contents, until
+        `ListedBlocks.keep` or `drop`. torch.OutOfMemoryError, DriverError."""
         index, per = self._allocator.index, self._allocator.blocks_per_sector
         with self.lock:
             self._pool.try_to_free_sectors()
@@ -95,8 +95,8 @@ class PromptBlocks:
             return found
 
     def write(self, layer: int, blocks: Sequence[int], pair: Pair) -> bool:
-        """Fills blocks that were placed with keys and values of a layer, [1, heads, tokens, dim]. False where they are
-        of another shape or type."""
+        """Fills blocks of `place` with keys and values of a layer, [1, heads, tokens, dim]. False where their shape or
+        dtype differs."""
         _, _, tokens, heads, dim = self._shape
         wanted = (1, heads, len(blocks) * tokens, dim)
         if any(tuple(each.shape) != wanted or each.dtype != self._tensor.dtype for each in pair):
@@ -110,16 +110,15 @@ class PromptBlocks:
         return True
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Gives blocks back that nobody uses, and their pages, where no request has blocks: a loop gives pages back
-        itself. DriverError."""
+        """Frees unused blocks, and their pages if no request has blocks; else the loop frees the pages. DriverError."""
         with self.lock:
             self._pool.free_blocks(self._allocator.index, list(blocks))
             if not self._allocator.block_table:
                 self._pool.try_to_free_sectors()
 
     def wait(self) -> None:
-        """Until all that was submitted to the device is done, on any stream: what is written to blocks, of which a step
-        in flight may have been the last user, is in order with that. ManageError, DriverError."""
+        """Waits until all work submitted to the device is done, on any stream, so that blocks may be written of which a
+        step in flight was the last user. ManageError, DriverError."""
         device = self.pages.device
         if device.kind == "cuda":
             wait_for_work(device)
@@ -129,7 +128,7 @@ class PromptBlocks:
 
 
 class KeptBlocks:
-    """The beginning of a prompt in blocks of a paged cache: a source of runs, as a cached sequence is one."""
+    """The beginning of a prompt in blocks of a paged cache: a source of runs like a cached sequence."""
 
     disk: Final = False
 
@@ -140,12 +139,12 @@ class KeptBlocks:
 
     @property
     def away(self) -> float:
-        """Part of it that is not on the device."""
+        """Fraction of it that is not on the device."""
         return self._blocks.away(self._hashes)[0]
 
     @property
     def near(self) -> float:
-        """Part of it that is on a peer."""
+        """Fraction of it that is on a peer."""
         return self._blocks.away(self._hashes)[1]
 
     @property
@@ -158,7 +157,7 @@ class KeptBlocks:
         return layer in self._blocks.layers
 
     def part(self, layer: int, start: int, end: int) -> Pair:
-        """A copy of keys and values of a layer, [1, heads, end - start, dim]. Gone."""
+        """Copies the keys and values of a layer, [1, heads, end - start, dim]. Gone."""
         if self._held is None:
             raise Gone(self)
         size = self._blocks.tokens
@@ -169,7 +168,7 @@ class KeptBlocks:
 
     @contextmanager
     def leased(self, end: int) -> Iterator[None]:
-        """Keeps the tokens [0, end) where they are. Gone. See Note [Two threads]."""
+        """Keeps the tokens [0, end) in place. Gone. See Note [Two threads]."""
         blocks = self._blocks
         with ExitStack() as stack:
             with blocks.lock:
@@ -187,10 +186,10 @@ class KeptBlocks:
                 self._held = None
 
     def after_writes(self) -> None:
-        """Does nothing: blocks that are found are written, as transformers has seen what they led to."""
+        """Does nothing: blocks that a search finds are written, as transformers has read their results."""
 
     def was_read(self) -> None:
-        """Waits for what the current stream was given so far: nobody may write to the blocks before."""
+        """Waits for the current stream, before which the blocks must not be written."""
         place = torch_device(self._blocks.pages.device)
         if place.type == "cuda":
             torch.cuda.current_stream(place).synchronize()

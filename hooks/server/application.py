@@ -1,5 +1,5 @@
-"""The HTTP side of a server: transformers' own application, with `/metrics`, refusals with
-numbers, keys, and a shutdown that finishes what runs."""
+"""The HTTP side of a server: transformers' own application with `/metrics`, refusals with numbers, keys, and a shutdown
+that finishes running requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .load import SLOS
 from .loading import Models
 from .tenants import asked_seed, asked_slo
 
-OPEN = ("/health",)  # that need no key
+OPEN = ("/health",)  # paths that need no key
 CLOSED = {  # paths of transformers' server that load other models, or forget those that there are
     "/load_model": "this server serves the models that it was started with",
     "/reset": "this server serves the models that it was started with",
@@ -45,8 +45,8 @@ CLOSED = {  # paths of transformers' server that load other models, or forget th
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and who may ask. `key`: what clients send as `Authorization: Bearer KEY`; None: anybody.
-    `waiting`: requests of a model that may wait; `grace`: seconds that requests may take to end at a shutdown;
+    """A server's address and limits. `key`: clients send it as `Authorization: Bearer KEY`; None: no check.
+    `waiting`: requests of a model that may wait. `grace`: seconds that requests may take to end at a shutdown.
     `as_json`: is a line of JSON printed once it listens?"""
 
     host: str = "127.0.0.1"
@@ -58,7 +58,7 @@ class Address:
 
 
 class _Listening(uvicorn.Server):
-    """As uvicorn's server, which at a shutdown tells those who still wait after `grace` seconds."""
+    """A uvicorn server that ends the remaining requests `grace` seconds after a shutdown begins."""
 
     def __init__(self, config: uvicorn.Config, grace: float, tell: Callable[[], None]) -> None:
         super().__init__(config)
@@ -81,8 +81,8 @@ class Application:
         address: Address,
         say: Callable[[str], None],
     ) -> None:
-        """`models`: finds those that are served and their tokenizers; `loops`: generate, and have `tell()`, which ends
-        all without waiting; `say`: is called with each line for people."""
+        """`models`: loads the served models and their tokenizers. `loops`: generate, and end without waiting by
+        `tell()`. `say`: is called with each line for people."""
         self._models = models
         self._loops: Any = loops
         self._address = address
@@ -90,8 +90,8 @@ class Application:
         self.app = self._application()
 
     def run(self, close: Callable[[], object]) -> None:
-        """Serves until SIGINT or SIGTERM: no new requests then; those that run may end, or are told after a while.
-        `close` is called at the end."""
+        """Serves until SIGINT or SIGTERM. Then it takes no new requests, and ends those that still run after a while
+        with an error. `close` is called at the end."""
         told = governors.composed_with().tuning.serving.told
         config = uvicorn.Config(
             self.app,
@@ -102,7 +102,7 @@ class Application:
         )
         before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its own shutdown
         try:
-            with suppress(KeyboardInterrupt):  # and this
+            with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again, too
                 _Listening(config, self._address.grace, self._loops.tell).run()
         finally:
             close()
@@ -140,8 +140,8 @@ class Application:
         return app
 
     async def _refused(self, request: Request) -> JSONResponse | None:
-        """What is answered who has no key, and to models that are not served and SLOs that are none; notes those that
-        are. None: the request is computed."""
+        """Returns the refusal of a request without a key, for a model that is not served, or with an invalid SLO; None
+        where it may be computed. Notes valid SLOs."""
         if request.url.path not in OPEN and not self._has_key(request):
             return refusal(401, "an API key is needed: Authorization: Bearer KEY")
         if (why := CLOSED.get(request.url.path)) is not None:
@@ -175,15 +175,15 @@ class Application:
 
 
 class _Checked:
-    """The application behind a check of each request. Not starlette's BaseHTTPMiddleware, which would pass on each
-    piece of each answer from task to task."""
+    """The application behind a check of each request. Not starlette's BaseHTTPMiddleware, which would pass each piece
+    of each answer from task to task."""
 
     def __init__(self, app: ASGIApp, refused: Callable[[Request], Awaitable[JSONResponse | None]]) -> None:
         self._app = app
         self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handles one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -220,5 +220,5 @@ async def _refused(_: Request, error: HTTPException) -> JSONResponse:
 
 
 def refusal(status: int, why: str) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
+    """Makes an error response in OpenAI's format."""
     return JSONResponse({"error": {"message": why, "type": "invalid_request_error", "code": status}}, status)

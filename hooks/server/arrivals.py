@@ -1,4 +1,4 @@
-"""Recorded requests: when each came, and how long its prompt and its answer were. Pure but for reading the file.
+"""Recorded requests: the arrival of each, and the lengths of its prompt and answer. Pure but for reading the file.
 
 Formats, told apart by their first line
     CSV with TIMESTAMP, ContextTokens, GeneratedTokens        Azure's traces of LLM inference
@@ -6,7 +6,7 @@ Formats, told apart by their first line
     CSV with conversation, turn, role, tokens...              turns of conversations, lengths only
     JSON lines with timestamp (ms), input_length, output_length, hash_ids (of 512 tokens each)    Mooncake's
 
-Where there are no times requests come at random, `rate` a second on average.
+Without times, requests arrive at random, `rate` a second on average.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BLOCK: Final = 512  # tokens of a prompt that one of the `blocks` stands for
 
 @dataclass(frozen=True, slots=True)
 class RecordedArrival:
-    """`at`: seconds after the first one; `prompt` and `new`: tokens; `blocks`: what the prompt begins with, equal
-    numbers being equal tokens; the rest of it is its own."""
+    """A recorded request. `at`: seconds after the first one. `prompt`, `new`: tokens. `blocks`: of the prompt's
+    beginning, where equal numbers mean equal tokens; the rest of the prompt is unique."""
 
     at: float
     prompt: int
@@ -38,8 +38,8 @@ class RecordedArrival:
 
 
 def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: float = 1.0) -> list[RecordedArrival]:
-    """Returns the first `limit` requests of a file. `rate`: a second, where it has no times; `scale`: how many times as
-    fast as recorded they come. TraceError where there is no such file, it is none of the formats, or a line is no
+    """Returns the first `limit` requests of a file. `rate`: a second, where it has no times. `scale`: how many times
+    faster than recorded they arrive. TraceError where there is no such file, its format is unknown, or a line is no
     request."""
     try:
         return _read(path, limit, rate, scale)
@@ -77,7 +77,8 @@ def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[Reco
 
 
 def lengthened(arrivals: Sequence[RecordedArrival], lengths: float) -> list[RecordedArrival]:
-    """The same with `lengths` times as many tokens each, one at least; blocks are cut where the prompt ends."""
+    """Returns the requests with `lengths` times as many tokens each, at least one; cuts blocks where the prompt
+    ends."""
     made = []
     for each in arrivals:
         prompt, new = max(1, round(each.prompt * lengths)), max(1, round(each.new * lengths))
@@ -97,8 +98,7 @@ def _lengths(lines: Iterable[str]) -> Iterator[RecordedArrival]:
 
 
 def _turns(lines: Iterable[str]) -> Iterator[RecordedArrival]:
-    """A request for each answer, whose prompt is all that was said before: a block of its own per 512 tokens of a
-    conversation."""
+    """Yields a request for each answer; its prompt is the conversation so far, with a unique block per 512 tokens."""
     said, conversation = 0, ""
     for row in csv.DictReader(lines):
         tokens = int(next(value for name, value in row.items() if name.startswith("tokens")))

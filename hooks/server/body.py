@@ -1,7 +1,7 @@
-"""Bodies of requests as they come from anybody: read, and looked at before transformers' handlers, which trust them.
+"""Reads and checks bodies of requests before transformers' handlers, which trust them.
 
-Every fault is a `BadBody`, whose text says which field is wrong, what it is and what it may be. Fields that are not
-listed here are the handlers' own matter: they refuse those that they do not know.
+Every fault is a `BadBody`, whose text names the wrong field, its value and what is allowed. The handlers themselves
+refuse unknown fields.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ...offload.policy.tuning import DEFAULT
 
-SEEDS: Final = range(-(2**63), 2**63)  # those that torch takes, and every wire format carries
+SEEDS: Final = range(-(2**63), 2**63)  # integers that torch takes, and every wire format carries
 TEXTS: Final = ("text", "input_text", "output_text")  # types of parts of a message that have a text
 LIMITS: Final = (
     "max_tokens",
@@ -43,7 +43,7 @@ def read(sent: bytes, most: int = DEFAULT.serving.nested) -> dict[str, Any]:
 
 
 def check(path: str, body: Mapping[str, Any]) -> None:
-    """Looks at the fields that transformers' handlers read without a look. `path`: of the endpoint. BadBody."""
+    """Checks the fields that transformers' handlers read without a check. `path`: of the endpoint. BadBody."""
     for name, (holds, wanted) in _FIELDS.items():
         if (value := body.get(name)) is not None and not holds(value):
             raise BadBody(f"{name} is {_shown(value)}: give {wanted}")
@@ -68,7 +68,7 @@ def is_open(body: Mapping[str, Any]) -> bool:
 
 
 def _check_items(field: str, items: list[Any], *, roles: bool) -> None:
-    """`roles`: are these messages, or items of a response, and not the parts of one message?"""
+    """Checks a list of items. `roles`: are they messages, or items of a response, and not the parts of a message?"""
     if not roles:
         return _check_parts(field, items)
     for number, each in enumerate(items):
@@ -144,7 +144,7 @@ def _is_deep(body: dict[str, Any], most: int) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Is it a text that can be written? JSON can have halves of characters, which no tokenizer takes."""
+    """Is it a text without lone surrogates? JSON can have these, but no tokenizer takes them."""
     if not isinstance(value, str):
         return False
     try:
@@ -155,7 +155,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Is it a number that a float holds? JSON can have NaN and infinity."""
+    """Is it a finite number? JSON can have NaN and infinity."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
@@ -183,7 +183,7 @@ def _shown(value: Any) -> str:
 
 
 _LENGTH: Final = (lambda value: _is_whole(value) and value >= 1, "a whole number of tokens from 1 on")
-# field -> what must hold of its value, and what to give
+# field -> (check of its value, what is allowed)
 _FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     **dict.fromkeys(LIMITS, _LENGTH),
     "temperature": (lambda value: _is_number(value) and value >= 0, "a number from 0 on"),

@@ -1,4 +1,4 @@
-"""Transformers' handlers of requests for text, which refuse what they cannot use of a body with HTTP 400."""
+"""Transformers' handlers of requests for text, which refuse bodies that they cannot use with HTTP 400."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers.cli.serving.utils import BaseHandler
 
 
 class _Told(BaseHandler):
-    """Reads settings as transformers does."""
+    """A handler that refuses invalid settings."""
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
-        """HTTPException where they are none: all that it reads are the body's."""
+        """Reads the settings of a body. HTTPException where they are invalid."""
         try:
             found: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -26,10 +26,10 @@ class _Told(BaseHandler):
 
 
 class _Templated(_Told):
-    """Makes a prompt of messages, by the model's chat template."""
+    """A handler that makes a prompt of messages by the model's chat template."""
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
-        """HTTPException where the model has no chat template."""
+        """Finds the model. HTTPException where it has no chat template."""
         name, model, processor = super()._resolve_model(body)
         if getattr(processor, "chat_template", None) is None:
             shown = name.removesuffix("@main")
@@ -38,12 +38,12 @@ class _Templated(_Told):
 
 
 class Completions(_Told, completion.CompletionHandler):
-    """`/v1/completions`."""
+    """Handles `/v1/completions`."""
 
 
 class ChatCompletions(_Templated, chat_completion.ChatCompletionHandler):
-    """`/v1/chat/completions`."""
+    """Handles `/v1/chat/completions`."""
 
 
 class Responses(_Templated, response.ResponseHandler):
-    """`/v1/responses`."""
+    """Handles `/v1/responses`."""

@@ -1,10 +1,10 @@
-"""How long a sequence a server takes: no longer than the model was made for.
+"""The longest sequence that a server takes: that of the model's configuration.
 
 Note [Longer than the model]
-    transformers goes on beyond that: rotary positions can be computed for any token, only what the model says then is
-    worth less and less. A server tells its client instead, who may have meant another model. `generate_batch` stays as
-    stock, but for models with a table of positions, where a step that looks behind the table's end would fail every
-    request (`Batched.positions`).
+    transformers goes on beyond that: rotary positions can be computed for any token, but answers get worse and worse. A
+    server refuses instead, as the client may have meant another model. `generate_batch` stays as stock, except for
+    models with a table of positions, where a step that reads behind the table's end would fail every request
+    (`Batched.positions`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fastapi import HTTPException
 from ...allocator.errors import SequenceTooLong
 from ..compat import longest_sequence
 
-# does the request that is handled leave open how long its answer may be?
+# does the present request leave open how long its answer may be?
 is_open: ContextVar[bool] = ContextVar("is_open", default=False)
 
 
 def fit(request: str, model: Any, prompt: int, options: Any) -> None:
-    """Looks whether `prompt` tokens and new ones are no more than the model was made for, as far as its configuration
-    says. An answer whose length the client has left open ends there. `options`: the GenerationConfig. HTTPException."""
+    """Checks that `prompt` tokens and new ones fit into the model's longest sequence, if its configuration has one, and
+    ends an answer of open length there. `options`: the GenerationConfig. HTTPException."""
     longest, new = longest_sequence(model.config), options.max_new_tokens or 0
     if not longest or prompt + new <= longest:
         return

@@ -1,4 +1,4 @@
-"""Replays recorded requests against a server, with OpenAI's client, and says how fast it was."""
+"""Replays recorded requests against a server, with OpenAI's client, and summarizes its latencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from .arrivals import BLOCK, RecordedArrival
 
-# headers of a request: what it may take to its first token, and a step in which it decodes, as "80ms"
+# headers of a request: its SLOs to the first token, and of a decode step, as "80ms"
 SLOS: Final = ("x-ttft-slo", "x-tpot-slo")
 # words that most tokenizers have as one token each
 WORDS: Final = """
@@ -24,8 +24,8 @@ WORDS: Final = """
 
 @dataclass
 class Answered:
-    """What became of one request, in seconds since the first one was due. `times`: of each piece that came; `refused`:
-    did the server say that it would not answer, by an HTTP status of 4xx?"""
+    """The answer to one request, in seconds since the first one was due. `times`: of each received piece. `refused`:
+    was its HTTP status 4xx?"""
 
     sent: float
     ended: float = 0.0
@@ -36,7 +36,7 @@ class Answered:
 
     @property
     def ttft(self) -> float:
-        """Seconds until the first piece, or until the end where there was none."""
+        """Seconds to the first piece, or to the end where there was none."""
         return (self.times[0] if self.times else self.ended) - self.sent
 
     @property
@@ -46,13 +46,12 @@ class Answered:
 
 
 def headers(*slos: float | None) -> dict[str, str]:
-    """What a request sends to ask for these SLOs, in seconds; None: nothing is asked."""
+    """Returns the headers for these SLOs, in seconds; None: no SLO."""
     return {name: f"{slo * 1e6:.0f}us" for name, slo in zip(SLOS, slos, strict=True) if slo is not None}
 
 
 def prompt_of(arrival: RecordedArrival, number: int, lengths: float) -> str:
-    """Words for a prompt: those of its blocks are the same wherever a block is. `lengths`: times as many tokens as
-    recorded."""
+    """Makes a prompt of words; equal blocks get equal words. `lengths`: how many times as many tokens as recorded."""
     words: list[str] = []
     wanted = max(1, round(arrival.prompt * lengths))
     for block in (*arrival.blocks, f"request {number}"):
@@ -65,8 +64,8 @@ def prompt_of(arrival: RecordedArrival, number: int, lengths: float) -> str:
 async def replay(
     arrivals: Sequence[RecordedArrival], client: Any, model: str, lengths: float, note: Callable[[int], None]
 ) -> list[Answered]:
-    """Sends each request when it is due, whatever has become of those before. `client`: an openai.AsyncOpenAI; `note`:
-    is called with the number that has been answered."""
+    """Sends each request when it is due, whether earlier ones are answered or not. `client`: an openai.AsyncOpenAI.
+    `note` is called with the number of answered requests."""
     began, done = time.perf_counter(), 0
 
     def now() -> float:
@@ -89,9 +88,9 @@ async def replay(
                 if chunk.choices and chunk.choices[0].text:
                     found.times.append(now())
                 whole |= bool(chunk.choices and chunk.choices[0].finish_reason)
-            if not whole:  # a server that goes away may close its connections well
+            if not whole:  # a server that shuts down may close its connections properly
                 found.error = f"the answer ended after {len(found.times)} pieces, before its end"
-        except Exception as error:  # whatever goes wrong with one request is counted, and the others go on
+        except Exception as error:  # any error of one request is counted, and the others go on
             found.error = f"{type(error).__name__}: {error}"
             found.refused = 400 <= getattr(error, "status_code", 0) < 500
         found.tokens, found.ended = found.tokens or len(found.times), now()
@@ -103,7 +102,7 @@ async def replay(
 
 
 def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
-    """Figures over all requests; times in seconds, None where no request was answered. `failed`: those without an
+    """Summarizes all requests; times in seconds, None where no request was answered. `failed`: requests without an
     answer; `refused`: those of them that the server refused; `goodput`: requests per second that kept the SLOs."""
     good = [each for each in answers if not each.error]
     seconds = max((each.ended for each in good), default=0.0)

@@ -1,4 +1,4 @@
-"""Loading of a model that is to be served, by transformers' own server."""
+"""Loads the models of a server, by transformers' own ModelManager."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...allocator.errors import BallonetError, ManageError, PoolExhausted
 
 
 class Models(ModelManager):
-    """As ModelManager, of the models that a server was started with: no other one is listed or loaded."""
+    """A ModelManager that lists and loads only the models that the server was started with."""
 
     def __init__(self, names: Iterable[str], device: str) -> None:
-        """`names`: of the models, on the hub or folders; `device`: as torch calls it."""
+        """`names`: of the models, on the hub or folders; `device`: torch's name."""
         self._names = tuple(self.process_model_name(name) for name in names)
         self._began = int(time.time())
         super().__init__(device=device, model_timeout=-1)
@@ -28,22 +28,22 @@ class Models(ModelManager):
         return sorted(name.removesuffix("@main") for name in self._names)
 
     def check(self, name: str) -> None:
-        """HTTPException where no model of that name is served."""
+        """Raises HTTPException where no model of that name is served."""
         if self.process_model_name(name) not in self._names:
             raise HTTPException(404, f"no model {name!r} here: {', '.join(self.served)}")
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Lists the models that are served, as OpenAI's clients read it."""
+        """Lists the served models, in OpenAI's format."""
         return [{"id": name, "object": "model", "created": self._began, "owned_by": "ballonet"} for name in self.served]
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        """As ModelManager's. HTTPException where no such model is served."""
+        """Returns a served model and its processor. HTTPException where no such model is served."""
         self.check(model_id_and_revision)
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
 
 def models_on(device: Device, names: Iterable[str]) -> Models:
-    """What loads models on a device, and keeps them."""
+    """Makes the ModelManager of a device."""
     return Models(names, f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu")
 
 
@@ -53,7 +53,7 @@ def load(models: Models, name: str) -> Any:
         model, _ = models.load_model_and_processor(models.process_model_name(name))
     except (BallonetError, PoolExhausted):
         raise
-    except Exception as error:  # whatever files and transformers' loading may raise
+    except Exception as error:  # any error: files and transformers may raise anything
         raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     if not hasattr(model, "init_continuous_batching"):
         raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")
@@ -61,6 +61,6 @@ def load(models: Models, name: str) -> Any:
 
 
 def loaded(name: str, device: Device, say: Callable[[str], object]) -> Any:
-    """Loads one model, and says so."""
+    """Loads one model, and reports that to `say`."""
     say(f"loading {name}")
     return load(models_on(device, [name]), name)

@@ -1,4 +1,4 @@
-"""What a server adds to the figures of its process (hooks/watch/registry.py): its requests, by model."""
+"""A server's additions to the metrics of its process (hooks/watch/registry.py): its requests, by model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tenants import Tenants
 
 
 class RequestCollector(Addition):
-    """Reads the loops when it is asked, from now until `close()`."""
+    """Collects the requests of all loops at each scrape, until `close()`."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants

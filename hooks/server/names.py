@@ -1,8 +1,8 @@
-"""Names of requests, which clients choose as `x-request-id`: those that run at a time have different ones.
+"""Names of requests, which clients choose as `x-request-id`: running requests have different ones.
 
 Note [One name, two requests]
-    Answers find their client by the name of the request. Of two with one name the later would have the answers of both,
-    and the earlier none. A proxy that sends a request again does so with the same name, so this happens.
+    Answers are sent to clients by the name of the request. Of two requests with one name the later would get the
+    answers of both, and the earlier none. It happens: a proxy repeats a request with the same name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastapi import HTTPException
 
 
 def check_ended(name: str, runs: Callable[[str], bool]) -> None:
-    """Refuses a request another of whose name has not ended. See Note [One name, two requests]. `runs(name)`: is there
-    such a one? HTTPException 409."""
+    """Refuses a request with the name of another that has not ended, see Note [One name, two requests]. `runs(name)`:
+    does one of that name run? HTTPException 409."""
     if runs(name):
         raise HTTPException(409, f"a request with the x-request-id {name!r} has not ended: give another one")

@@ -1,4 +1,4 @@
-"""The size of pages for the models of a server, from their configurations (offload/policy/page_size.py)."""
+"""The page size for a server's models, from their configurations (offload/policy/page_size.py)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) 
     usual, tuning = page_size(Config(), kind), DEFAULT.serving
     try:
         ranges = [nbytes for name in names for nbytes in _ranges(name)]
-    except Exception:  # whatever the code of a model does; loading it will say
+    except Exception:  # any error: loading the model will report it
         return None
     return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], tuning.smallest_page))
 
 
 def _ranges(name: str) -> list[int]:
-    """Bytes of weights of each decoder layer, and of all that is in none."""
+    """Returns the bytes of weights of each decoder layer, and of those outside of layers."""
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)

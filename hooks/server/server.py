@@ -1,8 +1,8 @@
-"""A server of several models on one pool: transformers' own application, with what it lacks around it.
+"""A server of several models on one pool: transformers' own application, with additions.
 
 transformers   the endpoints, chat templates, streams of tokens, loading of models
-here           one loop per model (tenants.py), `/metrics`, refusals with numbers, keys, a shutdown that finishes
-               what runs (application.py)
+ballonet       one loop per model (tenants.py), `/metrics`, refusals with numbers, keys, a shutdown that finishes
+               running requests (application.py)
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Server:
         say: Callable[[str], None],
         **batching: Any,
     ) -> None:
-        """Loads the models. `say`: is called with each line for people; `batching`: what ContinuousBatchingConfig
-        takes. ManageError where a model is not there or cannot be loaded, torch.OutOfMemoryError."""
+        """Loads the models. `say`: is called with each line for people. `batching`: arguments of
+        ContinuousBatchingConfig. ManageError where a model cannot be found or loaded, torch.OutOfMemoryError."""
         self._say = say
         self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
         self._models = models_on(device, names)
@@ -50,11 +50,11 @@ class Server:
         self.app = self._application.app
 
     def run(self) -> None:
-        """As `Application.run`; the models are released at its end."""
+        """Serves as `Application.run` does, and releases the models at the end."""
         self._application.run(self.close)
 
     def close(self) -> None:
-        """Ends the loops, and gives the models' memory back."""
+        """Ends the loops, and frees the models' memory."""
         self._figures.close()
         self.tenants.shutdown()
         while self._handles:
@@ -62,7 +62,8 @@ class Server:
         self._models.shutdown()
 
     def _load(self, name: str, options: ManageOptions, grid: Grid | None) -> None:
-        """`grid`: what is measured of it first, so that it is known what it can give while others are asked."""
+        """Loads and manages a model. `grid`: the points to measure first, so that its iteration times are known while
+        other models run."""
         self._say(f"loading {name}")
         model = load(self._models, name)
         self._handles[name] = managed(model, options, grid=grid)

@@ -1,7 +1,7 @@
-"""The models of one server and their generation loops: one of continuous batching each, all at the same time.
+"""The generation loops of a server's models: one of continuous batching each, all at the same time.
 
-transformers' server keeps one loop, and stops it when a request for another model comes. Here the loops share the pages
-of the device by the governor's ladder, so that none needs to stop.
+transformers' server keeps one loop, and stops it when a request for another model comes. ballonet's loops share the
+pages of the device by the governor's ladder, so that none needs to stop.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from ..batching.scheduler import ElasticScheduler
 from . import length
 from .names import check_ended
 
-# for which the server is not to blame: a request waited too long, or had no memory. Another time it may be answered
+# errors of load, not of the server: a request waited too long, or had no memory. Another time it may be answered
 _LATER = (SLOError, RequestTooLarge, torch.OutOfMemoryError, PoolExhausted, DriverError)
 
-# what the request that is handled asks: seconds to its first token, and of a step in which it decodes
+# the present request's SLOs: seconds to its first token, and of a decode step
 asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
-asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # of its random numbers
+asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # the present request's seed
 
 
 class Loop(CBGenerateManager):
-    """The generation loop of one model. A request is refused before it waits, as HTTP errors: 400 where it has no
-    tokens; 409 where another of its x-request-id has not ended; 413 where it can never run, or is longer than the
-    model, with the numbers; 422 where it cannot have the SLO that it asks for, with the nearest that it can; 429 where
-    too many wait."""
+    """The generation loop of one model. Requests are refused before they wait, as HTTP errors: 400 without tokens; 409
+    where another of its x-request-id has not ended; 413 where it can never run, or is longer than the model, with the
+    numbers; 422 where its SLO cannot be kept, with the nearest possible one; 429 where too many wait."""
 
     def __init__(self, settings: Any, most_waiting: int) -> None:
         """`settings`: a ContinuousBatchingConfig; `most_waiting`: requests that may wait."""
         super().__init__(settings)
         self._most_waiting = most_waiting
-        self._ends = False  # requests are told that the server shuts down
+        self._ends = False  # is the server shutting down?
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Begins the loop with the first request, so that its cache and its scheduler are there when this returns, or
-        anew where it has ended by an error. HTTPException."""
+        """Starts the loop at the first request, or again after an error, so that its cache and its scheduler exist when
+        this returns. HTTPException."""
         if self._cb is not None and self.is_alive():
             return
         self._cb = None
@@ -60,7 +59,7 @@ class Loop(CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers', or HTTPException."""
+        """Generates as transformers does, or raises HTTPException."""
         self._admit(request_id, model, inputs, gen_config)
         try:
             return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
@@ -71,7 +70,7 @@ class Loop(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """As transformers', or HTTPException; the request is cancelled where its client goes away."""
+        """Generates as transformers does, or raises HTTPException; cancels the request when its client disconnects."""
         self._admit(request_id, model, inputs, gen_config)
         self._reasons[request_id] = None
         try:
@@ -96,21 +95,21 @@ class Loop(CBGenerateManager):
         return found
 
     def tell(self) -> None:
-        """Ends the loop after its step, without waiting: requests that run or wait are told."""
+        """Ends the loop after its step, without waiting; its requests fail with an error."""
         self._ends = True
         if self._cb is not None:
             rank = self._cb.distributed_helper.global_rank
             self._cb.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
 
     def stop(self) -> None:
-        """Ends the loop; requests that run or wait are told."""
+        """Ends the loop; its requests fail with an error."""
         self._ends = True
         if self._cb is not None:
             self._cb.stop(block=True, timeout=60, hard_stop=True)
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Requests that run, and that wait."""
+        """Returns (running requests, waiting requests)."""
         loop, scheduler = self._cb, self._scheduler
         if loop is None or scheduler is None:
             return 0, 0
@@ -118,7 +117,7 @@ class Loop(CBGenerateManager):
 
     @property
     def buffer(self) -> int:
-        """Bytes of the host that KV of prompts may have now."""
+        """Host bytes that KV of prompts may take now."""
         scheduler = self._scheduler
         return scheduler.memory.buffer.size if isinstance(scheduler, ElasticScheduler) else 0
 
@@ -129,7 +128,7 @@ class Loop(CBGenerateManager):
 
     @property
     def _scheduler(self) -> Any:
-        """The loop's; None where it has not begun."""
+        """The loop's scheduler; None before it has begun."""
         processor = None if self._cb is None else self._cb.batch_processor
         return None if processor is None else processor.scheduler
 
@@ -146,14 +145,14 @@ class Loop(CBGenerateManager):
             if refusal is not None:
                 raise HTTPException(413, str(refusal))
             if (slo := asked_slo.get()) is not None:
-                scheduler.promises.note(request, RequestSLO(*slo, scheduler.clock()))
-                late = scheduler.promises.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
+                scheduler.slos.note(request, RequestSLO(*slo, scheduler.clock()))
+                late = scheduler.slos.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
                 if late is not None:
-                    scheduler.promises.note(request, NOTHING)
+                    scheduler.slos.note(request, NOTHING)
                     raise HTTPException(422, str(late))
 
     def _has(self, request: str) -> bool:
-        """Has a request of this name not ended? A cancelled one has once the loop knows of it."""
+        """Has a request of this name not ended? A cancelled one ends when the loop has noticed it."""
         loop = self._cb
         if loop is None or not isinstance(self._scheduler, ElasticScheduler):
             return False
@@ -161,50 +160,50 @@ class Loop(CBGenerateManager):
 
     @property
     def _reasons(self) -> dict[str, Exception | None]:
-        """Why requests failed whose end somebody waits for."""
+        """Why requests failed whose clients wait, by request."""
         scheduler = self._scheduler
         return scheduler.reasons if isinstance(scheduler, ElasticScheduler) else {}
 
     def _leave(self, request: str) -> Exception | None:
-        """Nobody waits for the request any more. Returns why it failed, as far as it did."""
+        """Forgets a request whose client waits no more. Returns why it failed, if it did."""
         self._release(request)
         return self._reasons.pop(request, None)
 
     def _release(self, request: str) -> None:
-        """Nothing is promised any more to a request that may never reach the loop."""
+        """Forgets the SLO of a request that may never reach the loop."""
         if isinstance(scheduler := self._scheduler, ElasticScheduler):
-            scheduler.promises.note(request, NOTHING)
+            scheduler.slos.note(request, NOTHING)
 
 
 def _forget(router: Any, request: str) -> None:
-    """Has an OutputRouter tell nothing more of a request."""
+    """Makes an OutputRouter deliver nothing more of a request."""
     with router._lock:
         router.result_handlers.pop(request, None)
 
 
 class Tenants(GenerationState):
-    """As GenerationState, with a loop for each model."""
+    """A GenerationState with a loop for each model."""
 
     def __init__(self, settings: Any, most_waiting: int) -> None:
-        """As `Loop`."""
+        """Takes the arguments of `Loop`."""
         super().__init__(continuous_batching=True, cb_config=settings)
         self._settings = settings
         self._most_waiting = most_waiting
         self.loops: dict[str, Loop] = {}  # by model, as "name@revision"
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """The loop of a model."""
+        """Returns the loop of a model."""
         if not use_cb:
             return super().get_manager(model_id)
         return self.loops.setdefault(model_id, Loop(self._settings, self._most_waiting))
 
     def tell(self) -> None:
-        """Ends all loops after their steps, without waiting; requests that run or wait are told."""
+        """Ends all loops after their steps, without waiting; their requests fail with an error."""
         for loop in self.loops.values():
             loop.tell()
 
     def shutdown(self) -> None:
-        """Ends all loops; requests that run or wait are told."""
+        """Ends all loops; their requests fail with an error."""
         for loop in self.loops.values():
             loop.stop()
         self.loops.clear()

@@ -1,12 +1,12 @@
-"""Layers of a cache whose tokens lie on another replica: they hold nothing, and know how many tokens there are.
+"""Stand-ins for layers of a cache whose tokens lie on another replica: they hold no tokens, but know their number.
 
-Note [Lengths of what is elsewhere]
+Note [Lengths of layers elsewhere]
     A model asks its cache for lengths: where positions go on, how wide masks are, whether there is a recurrent state.
-    It asks for the first layer, or the first of a kind, wherever that is. So a layer that does not run here is replaced
-    by one of a class derived from its own, which answers as if it held as many tokens as the layers that do run: their
-    growth in a forward is its own. Where none of those counts tokens (they keep states, or use what others keep), the
-    length of the input is. A stand-in is asked for lengths only: what would write tokens to it raises SpliceError.
-    The layer that it stands for, which is unused, comes back by `hold`.
+    It asks for the first layer, or the first of a kind, wherever that is. So a layer that another replica runs is
+    replaced by one of a class derived from its own, which reports as many tokens as the layers that do run: it grows by
+    as much in a forward as they do. Where none of those counts tokens (they keep states, or use other layers' tokens),
+    it grows by the length of the input. A stand-in is asked for lengths only: writing tokens to it raises SpliceError.
+    The layer that it stands for, which is unused, is put back by `hold`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..kv.layer import ElasticLayer
 
 
 class Elsewhere:
-    """What stands for a layer of a cache. Mixed in before the layer's own class."""
+    """The stand-in for a layer of a cache. Mixed in before the layer's own class."""
 
     _layer_type = None  # transformers registers classes that have one
     is_initialized = False
     replaced: Any
     has_previous_state: dict[int, bool]
-    cumulative_length: int  # tokens, under the name that layers with a window have for it
+    cumulative_length: int  # tokens, by the name that layers with a window use
 
     def advance(self, tokens: int) -> None:
-        """Counts tokens that the layers which run here have got."""
+        """Counts tokens that the running layers have got."""
         self.cumulative_length += tokens
         if hasattr(self, "has_previous_state"):
             self.has_previous_state = dict.fromkeys(self.has_previous_state, True)
@@ -47,12 +47,12 @@ class Elsewhere:
             self.has_previous_state = dict.fromkeys(self.has_previous_state, False)
 
     def nothing(self, *_: Any, **__: Any) -> None:
-        """There are no tokens that this could be done to."""
+        """Does nothing: there are no tokens."""
 
     offload = prefetch = reorder_cache = batch_repeat_interleave = batch_select_indices = nothing
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """SpliceError."""
+        """Raises SpliceError."""
         raise SpliceError(
             "a layer of this cache runs here, but its tokens are on another replica: bring them over before its span "
             "changes (elsewhere.hold), or begin with an empty cache"
@@ -68,7 +68,7 @@ def _class_for(stock: Hashable) -> type[Any]:
 
 
 def stands_for(layer: Any, length: int) -> Any:
-    """Returns what stands for `layer`, which is unused, with so many tokens."""
+    """Returns a stand-in for `layer`, which is unused, with so many tokens."""
     elastic = isinstance(layer, ElasticLayer)
     stock: Any = layer.stock if elastic else type(layer)
     found = object.__new__(_class_for(stock))
@@ -81,19 +81,19 @@ def stands_for(layer: Any, length: int) -> Any:
 
 
 def leave(cache: Any, index: int) -> None:
-    """The tokens of this layer of the cache are on another replica from now on: what it holds is dropped."""
+    """Replaces this layer of the cache by a stand-in, and drops its tokens, which are on another replica."""
     layers = layers_of(cache)
     if layers is not None and not isinstance(layer := layers[index], Elsewhere):
         length = _length(layer)
         layer.reset()
-        if isinstance(layer, LinearAttentionLayer):  # which would keep its memory
+        if isinstance(layer, LinearAttentionLayer):  # `reset` would keep its memory
             LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
         layers[index] = stands_for(layer, length)
 
 
 def hold(cache: Any, index: int) -> Any:
-    """Returns the layer that comes to the place of its stand-in: it is empty, and the caller puts the tokens in before
-    the next forward."""
+    """Puts the layer back in the place of its stand-in, and returns it. It is empty: the caller writes the tokens
+    before the next forward."""
     layers = layers_of(cache)
     if layers is None or not isinstance(found := layers[index], Elsewhere):
         return None if layers is None else layers[index]
@@ -105,8 +105,8 @@ class Lengths:
     """The stand-ins of one cache in one forward."""
 
     def __init__(self, cache: Any, here: Collection[int], elsewhere: Collection[int]) -> None:
-        """Puts stand-ins into it for the layers `elsewhere`; `here`: those that are used here. SpliceError where the
-        former hold tokens, or the latter do not, or the cache is not one that grows."""
+        """Puts stand-ins into the cache for the layers `elsewhere`. `here`: the layers that this replica uses.
+        SpliceError where the former hold tokens, or the latter do not, or the cache does not grow."""
         self._here = here
         self._elsewhere = elsewhere
         self._layers = layers_of(cache)
@@ -119,7 +119,7 @@ class Lengths:
         self._stand_in(0)
 
     def settle(self, cache: Any, tokens: int) -> None:
-        """The forward has run: `cache` is the one that it used, or made; `tokens`: of its input."""
+        """Updates the lengths after the forward. `cache`: the one that it used, or made; `tokens`: of its input."""
         if self._layers is None and (layers := layers_of(cache)) is not None:
             self._layers = layers
         layers = self._layers
@@ -142,7 +142,7 @@ class Lengths:
                 self._layers[index] = stands_for(layer, length)
 
     def _held(self) -> int:
-        """Tokens of the first layer that runs here and counts them."""
+        """Tokens of the first running layer that counts them."""
         for index in sorted(self._here):
             if (
                 self._layers is not None
@@ -154,7 +154,7 @@ class Lengths:
 
 
 def layers_of(cache: Any) -> list[Any] | None:
-    """The list of a cache's layers, in an encoder-decoder's those of self-attention; None for what has none."""
+    """The list of a cache's layers, in an encoder-decoder's those of self-attention; None for an object without."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     layers = getattr(cache, "layers", None)
@@ -162,7 +162,7 @@ def layers_of(cache: Any) -> list[Any] | None:
 
 
 def marks(cache: Any) -> tuple[object, ...]:
-    """What tells of each layer of a cache whether it has been written to between two looks."""
+    """Returns a value for each layer of a cache that changes when the layer is written to."""
     return tuple(
         (_length(layer), any(getattr(layer, "has_previous_state", {}).values())) for layer in layers_of(cache) or ()
     )

@@ -1,4 +1,4 @@
-"""What a decoder layer is called with and returns, as far as running a span has to know."""
+"""The forms of decoder layers: the arguments and results that matter for running a span."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 import torch
 
-from .trees import Call, Way, get
+from .trees import Call, TreePath, get
 
 
 @dataclass(frozen=True, slots=True)
 class FromCall:
-    """What the call was given there."""
+    """A returned object that was an argument of the call, at `path`."""
 
-    way: Way
+    path: TreePath
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A value that says nothing of the tokens, as a rule None."""
+    """A returned value that does not depend on the tokens, as a rule None."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A tuple or a list of these."""
+    """A returned tuple or list of such values."""
 
     parts: tuple[Answer, ...]
     as_list: bool
@@ -38,20 +38,21 @@ Answer = FromCall | Fixed | Several
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """One decoder layer. `travels`: where in its call lies what comes from the layers before it, the hidden states
-    first; `answer`: what it returns when it passes its input through; `caches`: the layers of a cache that it uses."""
+    """The form of one decoder layer. `travels`: paths in its call of the tensors that come from earlier layers, the
+    hidden states first. `answer`: its result when it passes its input through. `caches`: the layers of a cache that it
+    uses."""
 
-    travels: tuple[Way, ...]
+    travels: tuple[TreePath, ...]
     answer: Answer
     caches: tuple[int, ...]
 
 
-def answer_of(output: object, call: Call, states: Way) -> Answer:
-    """What to return in the place of `output` where the layer passes its input through: objects of its call where it
-    returned these, the hidden states (which lie at `states`) for a tensor like them, and nothing for others."""
-    for way, value in _objects(call._asdict()):
+def answer_of(output: object, call: Call, states: TreePath) -> Answer:
+    """Returns the result that replaces `output` when the layer passes its input through: objects of its call where it
+    returned these, the hidden states (at the path `states`) for a tensor like them, and None for others."""
+    for path, value in _objects(call._asdict()):
         if value is output and not isinstance(output, bool | int | float | str | None):
-            return FromCall(way)
+            return FromCall(path)
     if isinstance(output, torch.Tensor):
         before = get(call._asdict(), states)
         alike = isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (output.shape, output.dtype)
@@ -62,20 +63,20 @@ def answer_of(output: object, call: Call, states: Way) -> Answer:
 
 
 def pass_through(answer: Answer, call: Call) -> Any:
-    """What a layer returns that passes its input through."""
+    """Returns the result of a layer that passes its input through."""
     if isinstance(answer, FromCall):
-        return get(call._asdict(), answer.way)
+        return get(call._asdict(), answer.path)
     if isinstance(answer, Fixed):
         return answer.value
     parts = [pass_through(each, call) for each in answer.parts]
     return parts if answer.as_list else tuple(parts)
 
 
-def _objects(value: object, way: Way = ()) -> Iterator[tuple[Way, object]]:
-    yield way, value
+def _objects(value: object, path: TreePath = ()) -> Iterator[tuple[TreePath, object]]:
+    yield path, value
     if isinstance(value, Mapping):
         for key in value:
-            yield from _objects(value[key], (*way, key))
+            yield from _objects(value[key], (*path, key))
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _objects(each, (*way, index))
+            yield from _objects(each, (*path, index))

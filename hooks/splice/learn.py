@@ -15,15 +15,15 @@ from .elsewhere import marks
 from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
 from .results import Logits
 from .running import cache_of
-from .trees import Call, Way, copied_leaves, same_bits
+from .trees import Call, TreePath, copied_leaves, same_bits
 
 
 class SeenLayer:
-    """What a layer was called with, and returned."""
+    """The arguments and the result of a layer's call."""
 
-    def __init__(self, tensors: dict[Way, torch.Tensor], states: Way) -> None:
+    def __init__(self, tensors: dict[TreePath, torch.Tensor], states: TreePath) -> None:
         self.tensors = tensors
-        self.states = states  # where the hidden states lie
+        self.states = states  # the path of the hidden states
         self.answer: Answer = Fixed(None)
         self.caches: tuple[int, ...] = ()  # the layers of the cache that it has written to
 
@@ -31,8 +31,8 @@ class SeenLayer:
 def record(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str
 ) -> tuple[list[SeenLayer], Logits]:
-    """Runs the model as it is. Returns what each layer was called with, and what the model returned. `cache`: what it
-    calls its cache. SpliceError where its forward does not call its layers one after the other, each once."""
+    """Runs the model as it is. Returns the call of each layer, and the model's result. `cache`: the model's name for
+    its cache. SpliceError where its forward does not call its layers one after the other, each once."""
     order: list[int] = []
     seen: list[SeenLayer] = []
     written: list[tuple[object, ...]] = []
@@ -64,21 +64,21 @@ def record(
 def forms_of(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
 ) -> tuple[LayerForm, ...]:
-    """Runs the model with all layers passing their input through, and compares with what was `seen`."""
+    """Runs the model with all layers passing their input through, and compares with the calls that were `seen`."""
     through = _passed(model, layers, inputs, cache, seen)
     forms = []
     for index, each in enumerate(seen):
-        more = (way for way, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(way)))
-        travels = (each.states, *(way for way in more if way != each.states)) if index else ()
+        more = (path for path, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(path)))
+        travels = (each.states, *(path for path in more if path != each.states)) if index else ()
         forms.append(LayerForm(travels, each.answer, each.caches))
     return tuple(forms)
 
 
 def _passed(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
-) -> dict[int, dict[Way, torch.Tensor]]:
-    """The tensors of each layer's call where all layers pass their input through."""
-    found: dict[int, dict[Way, torch.Tensor]] = {}
+) -> dict[int, dict[TreePath, torch.Tensor]]:
+    """Returns the tensors of each layer's call when all layers pass their input through."""
+    found: dict[int, dict[TreePath, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
         found[index] = copied_leaves(Call(args, kwargs), frozenset((cache,)))
@@ -92,7 +92,7 @@ def _passed(
 
 
 def _put_forward(layer: nn.Module, forward: Any) -> Any:
-    """Returns what puts back what was in its place."""
+    """Replaces the layer's forward; returns the function that undoes it."""
     own = vars(layer)
     before = [own["forward"]] if "forward" in own else []
     own["forward"] = forward
@@ -104,11 +104,11 @@ def _put_forward(layer: nn.Module, forward: Any) -> Any:
     return undo
 
 
-def _states(tensors: Mapping[Way, torch.Tensor], layer: int) -> Way:
-    """Where the hidden states lie: the first positional argument, or what is called so."""
-    for way in (("args", 0), ("kwargs", "hidden_states")):
-        if way in tensors:
-            return way
+def _states(tensors: Mapping[TreePath, torch.Tensor], layer: int) -> TreePath:
+    """Returns the path of the hidden states: the first positional argument, or the one of that name."""
+    for path in (("args", 0), ("kwargs", "hidden_states")):
+        if path in tensors:
+            return path
     raise SpliceError(f"its layer {layer} is given no hidden states")
 
 

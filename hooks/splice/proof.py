@@ -1,23 +1,22 @@
 """The proof, at first use, that a model's layers can run in parts: every layer alone, against the whole model.
 
 Note [What is proven]
-    A tiny prompt of two rows, one of them padded, and a decode step behind it, between which another request runs:
-    computed by the whole model, and by as many stages as it has layers, each with a cache of its own. Every boundary is
-    crossed by what travels, and by nothing else. The logits must be the same bits: the kernels are the same, and so are
-    their inputs, so that any difference is something that did not travel, or a length that was wrong. It takes about as
-    long as three tiny forwards. What it finds is kept for each class of models and configuration, as nothing in it
-    depends on what the weights are.
+    A tiny prompt of two rows, one of them padded, and a decode step after it, with another request in between, are
+    computed by the whole model, and by as many stages as it has layers, each with its own cache. Only the tensors that
+    travel cross the boundaries. The logits must be bit-identical: kernels and inputs are the same, so a difference
+    means that a tensor did not travel, or a length was wrong. It takes about as long as three tiny forwards. The result
+    is kept for each class of models and configuration, as it does not depend on the weights' values.
 
-    Of transformers 5.23 it refuses recurrent_gemma, which keeps its recurrent state in its modules, where there is only
-    the state of one request; and rwkv, whose own decode step mixes the rows of a batch.
+    In transformers 5.23 it refuses recurrent_gemma, which keeps its recurrent state in its modules, where only one
+    request's state fits; and rwkv, whose own decode step mixes the rows of a batch.
 
-    Seven others pass that hidden states and lengths of the input alone would not be enough for. gemma3n and gemma4:
-    what their layers share travels (trees.py). cpmant: 32 tokens of its own come before a prompt, so that lengths
-    follow the growth of the layers that run (elsewhere.py), and each of its forwards reads all tokens. longcat_flash:
-    each decoder layer uses two layers of a cache, which is seen (learn.py, `marks`). minimax: only its forward makes
-    its kind of cache, which grows by a layer at a time; so a stage hands out the cache that its model made. mamba,
-    falcon_mamba: layers with a state that are elsewhere say that there is one; their own forward cannot take several
-    tokens behind others together with a mask of all.
+    Seven others pass for which hidden states and input lengths alone would not be enough. gemma3n and gemma4: the
+    tensors that their layers share travel (trees.py). cpmant: 32 tokens of its own come before a prompt, so that
+    lengths follow the growth of the running layers (elsewhere.py), and each of its forwards reads all tokens.
+    longcat_flash: each decoder layer uses two layers of a cache, which is noticed (`elsewhere.marks`). minimax: only
+    its forward makes its kind of cache, which grows by a layer at a time; so a stage returns the cache that its model
+    made. mamba, falcon_mamba: stand-ins of layers with a state report that there is one; their own forward cannot take
+    several tokens behind others together with a mask of all.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from .trees import same_bits
 
 _PROMPT: Final = ((3, 4, 5, 6, 7), (0, 0, 3, 8, 9))  # tokens that every vocabulary has; 0 is a pad
 _NEXT: Final = ((4,), (5,))
-_OTHER: Final = ((8, 5, 3),)  # another request, whose tokens come between those of the first
-_NO_MEMORY: Final = (torch.OutOfMemoryError, PoolExhausted, DriverError)  # which say nothing of the model
+_OTHER: Final = ((8, 5, 3),)  # another request, computed between the prompt and the step
+_NO_MEMORY: Final = (torch.OutOfMemoryError, PoolExhausted, DriverError)  # errors that do not depend on the model
 _REFUSED: Final = (
     "{name} cannot be split between replicas: {reason}. Parts of it would write other tokens than the whole, so each "
     "replica has to hold all of its layers"
@@ -52,7 +51,8 @@ _known: dict[tuple[type, int, str], tuple[LayerForm, ...] | str] = {}  # forms, 
 
 
 def proven(splice: Splice) -> tuple[LayerForm, ...]:
-    """The forms of the layers of its model, which are enough to run them in parts. SpliceError where nothing is."""
+    """Returns the forms of the model's layers, with which they are proven to run in parts. SpliceError where they
+    cannot."""
     model = splice.model
     if model.training:
         raise SpliceError(f"{type(model).__name__} is in training mode: call eval() before its layers run in parts")
@@ -83,7 +83,7 @@ def _prove(splice: Splice) -> tuple[LayerForm, ...]:
         forms = forms_of(model, splice.layers, prompt, name, seen)
     except _NO_MEMORY:
         raise
-    except Exception as error:  # whatever its forward says of tokens and masks that it cannot take
+    except Exception as error:  # any error: the model's forward may not take such tokens and masks
         reason = (
             f"its own forward cannot run two rows, one of them padded, and decode ({type(error).__name__}: {error})"
         )
@@ -102,7 +102,7 @@ def _prove(splice: Splice) -> tuple[LayerForm, ...]:
 def _in_parts(
     splice: Splice, forms: tuple[LayerForm, ...], inputs: Mapping[str, Any], caches: list[Any], what: str
 ) -> torch.Tensor:
-    """The logits of stages of one layer each, whose caches are given and replaced."""
+    """Returns the logits of stages of one layer each; replaces their `caches`."""
     given: Hidden | None = None
     for layer in range(len(caches)):
         splice.install(Span(layer, layer + 1), forms)
@@ -111,7 +111,7 @@ def _in_parts(
             found = Stage(splice).run({**inputs, **more}, given)
         except _NO_MEMORY:
             raise
-        except Exception as error:  # whatever its forward does with what it is not given
+        except Exception as error:  # any error: the model's forward lacks tensors that did not travel
             reason = f"layer {layer} alone fails in {what} ({type(error).__name__}: {error})"
             raise SpliceError(reason) from error
         caches[layer] = found.cache
@@ -132,14 +132,14 @@ def _difference(found: torch.Tensor, whole: torch.Tensor, what: str) -> str:
 
 
 def _prompt(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The inputs of a forward over these tokens."""
+    """Returns the inputs of a forward over these tokens."""
     ids = torch.tensor(rows, device=next(model.parameters()).device)
     masked = "attention_mask" in inspect.signature(model.forward).parameters
     return {"input_ids": ids, "use_cache": True} | ({"attention_mask": (ids != 0).long()} if masked else {})
 
 
 def _step(model: Any, prompt: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """The inputs of a decode step behind the prompt: a token, or for a model that reads it anew all of them."""
+    """Returns the inputs of a decode step after the prompt: a token, or all for a model that reads them anew."""
     before = prompt["input_ids"]
     ids = torch.cat([before, torch.tensor(_NEXT, device=before.device)], dim=1)
     found = {"input_ids": ids if reads_all_tokens(model, ids, cache) else ids[:, -1:], "use_cache": True}

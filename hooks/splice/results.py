@@ -1,4 +1,4 @@
-"""What a stage makes of a forward."""
+"""The results of a stage's forward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What the next stage needs of this forward: the hidden states, [batch, tokens, width] as a rule, first, then what
-    else travels between layers, in the order of `Splice.travels`. `cache`: the stage's own, which the next forward of
-    the same requests is given; None where there is none."""
+    """The input of the next stage: the hidden states, [batch, tokens, width] as a rule, then the other tensors that
+    travel between layers, in the order of `Splice.travels`. `cache`: the stage's own, to pass to the next forward of
+    the same requests; None where there is none."""
 
     tensors: tuple[torch.Tensor, ...]
     cache: Any = None
@@ -20,7 +20,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What the model returned on the last stage. `cache`: as in Hidden."""
+    """The model's result on the last stage. `cache`: as in Hidden."""
 
     output: Any
     cache: Any = None

@@ -1,4 +1,4 @@
-"""The forward of a stage that a thread runs, and what is read from the arguments of a model and of its layers."""
+"""The forward of a stage that a thread runs, and the arguments of a model and of its layers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..compat import Cache
 from .results import Hidden
 from .trees import Call
 
-CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call what they keep between forwards
+CACHES: Final = ("past_key_values", "cache_params", "state")  # models' names for the cache
 
 
 @dataclass(slots=True)
 class Run:
-    """One forward of a stage: what it is given, and its cache as far as it is known."""
+    """One forward of a stage: the input from the stage before, and its cache once it is known."""
 
     given: Hidden | None
     cache: Any
 
 
 class Leaving(Exception):  # no error, but torch runs the hooks of modules that an Exception leaves
-    """The last layer of the span has run."""
+    """Ends a forward after the last layer of the span."""
 
     def __init__(self, run: Run, hidden: Hidden) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Now(threading.local):
     run: Run | None = None
 
     def running(self, run: Run) -> AbstractContextManager[Run]:
-        """Within it this thread runs that one."""
+        """A `with` block in which this thread runs `run`."""
         return _Within(self, run)
 
 
 class _Within:
-    """Within it a thread runs this forward."""
+    """The `with` block of `Now.running`."""
 
     def __init__(self, now: Now, run: Run) -> None:
         self._now = now
@@ -62,7 +62,7 @@ class _Within:
 
 
 def cache_name(model: nn.Module) -> str:
-    """What the forward of the model calls its cache."""
+    """Returns the name of the cache among the model's arguments."""
     known = inspect.signature(model.forward).parameters
     return next((name for name in CACHES if name in known), CACHES[0])
 
@@ -74,7 +74,7 @@ def cache_of(call: Call, name: str) -> Any:
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> int:
-    """How many tokens of each sequence a forward is given."""
+    """Returns the number of tokens of each sequence that a forward is given."""
     for name in ("input_ids", "inputs_embeds"):
         if (given := inputs.get(name)) is not None:
             return int(given.shape[1])

@@ -1,13 +1,13 @@
-"""A model of which only the layers of a span run here.
+"""Runs only the decoder layers of a span of a model.
 
 Note [Running layers a to b]
     The model's own forward runs: it embeds, makes masks and rotary tables, and calls its layers. Layers before the span
-    return what they are given (forms.py). A hook before the first layer of the span puts in what the stage before has
-    sent, and one before the first layer behind the span ends the forward by an exception that carries what that layer
-    was about to be called with. So what a model does between two layers is done on both sides, and what it does to the
-    states is done by the sender. On the last stage nothing ends the forward, which goes on to norm and head.
-    What a layer needs of those before it is found for each model once (trees.py, Note [What travels]) and proven to be
-    enough (proof.py), when its layers first run in parts.
+    return their input (forms.py). A hook before the first layer of the span puts in the tensors of the stage before,
+    and one before the first layer behind the span ends the forward by an exception that carries that layer's arguments.
+    So a model's work between two layers is done on both sides, and its work on the hidden states by the sender. On the
+    last stage the forward goes on to norm and head.
+    The tensors that a layer needs of earlier ones are found for each model once (trees.py, Note [What travels]) and
+    proven to be enough (proof.py), when its layers first run in parts.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
 from .results import Hidden, Logits
 from .running import Leaving, Now, Run, cache_name, cache_of, tokens_of
-from .trees import Call, Way, get, put
+from .trees import Call, TreePath, get, put
 
 
 class Splice:
-    """Runs a span of the decoder layers of a model; a context manager that puts everything back at its end.
+    """Runs a span of the decoder layers of a model; a context manager that undoes everything at its end.
 
     Forwards of the model that are not run by a Stage raise SpliceError while the span is not the whole model.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """SpliceError where the model has no decoder layers, or is spliced already."""
+        """Raises SpliceError where the model has no decoder layers, or is spliced already."""
         self.layers = decoder_layers(model)
         name = type(model).__name__
         if not self.layers:
             raise SpliceError(f"{name} has no decoder layers that could run in parts")
-        self._here: LocalLayers = local_layers_of(model)
-        if self._here.spliced_by() is not None:
+        self._local_layers: LocalLayers = local_layers_of(model)
+        if self._local_layers.spliced_by() is not None:
             raise SpliceError(f"this {name} is spliced already: close() the first Splice before, or change its span")
         self.model = model
         self.cache_name = cache_name(model)
         self._span = self.whole
         self._forms: tuple[LayerForm, ...] | None = None
         self._handles: list[RemovableHandle] = []
-        self._passing: list[tuple[nn.Module, object]] = []  # with what was in the place of its forward
+        self._passing: list[tuple[nn.Module, object]] = []  # (layer, what its forward was before)
         self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
         self._now = Now()
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
         self._closed = False
-        self._here.spliced_by = weakref.ref(self)
+        self._local_layers.spliced_by = weakref.ref(self)
 
     @property
     def whole(self) -> Span:
@@ -70,8 +70,8 @@ class Splice:
 
     @property
     def span(self) -> Span:
-        """The layers that run. To be set between forwards; what the layers need of each other is proven when some are
-        first left out. SpliceError where that fails, where a forward runs, or where there are no such layers."""
+        """The layers that run, to be set between forwards. The first time that layers are left out, the proof runs.
+        SpliceError where it fails, where a forward runs, or where there are no such layers."""
         return self._span
 
     @span.setter
@@ -89,9 +89,9 @@ class Splice:
             self._forms = proven(self)
         self.install(span, self._forms or ())
 
-    def travels(self, layer: int) -> tuple[Way, ...]:
-        """Where what is sent to this layer lies in its call, in the order of `Hidden.tensors`. Known once a span is
-        set."""
+    def travels(self, layer: int) -> tuple[TreePath, ...]:
+        """Returns the paths, in this layer's call, of the tensors that are sent to it, in the order of
+        `Hidden.tensors`. Known once a span is set."""
         return () if self._forms is None else self._forms[layer].travels
 
     def install(self, span: Span, forms: tuple[LayerForm, ...]) -> None:
@@ -103,7 +103,7 @@ class Splice:
             self._span, self._forms = span, forms or None
             if span == self.whole:
                 return
-            self._here.span = span
+            self._local_layers.span = span
             used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
             self._used = used[0], used[1] - used[0]
             for layer, form in zip(self.layers[: span.begin], forms, strict=False):
@@ -117,11 +117,11 @@ class Splice:
                 self._handles.append(self.layers[span.end].register_forward_pre_hook(leave, with_kwargs=True))
 
     def close(self) -> None:
-        """Puts the model back as it was. Idempotent. SpliceError where a forward runs."""
+        """Undoes all changes of the model. Idempotent. SpliceError where a forward runs."""
         if not self._closed:
             self.install(self.whole, self._forms or ())
             self._closed = True
-            self._here.spliced_by = lambda: None
+            self._local_layers.spliced_by = lambda: None
 
     def __enter__(self) -> Self:
         return self
@@ -135,14 +135,14 @@ class Splice:
         return f"<Splice of {type(self.model).__name__}: layers [{self._span.begin}, {self._span.end})>"
 
     def __reduce__(self) -> NoReturn:
-        """SpliceError: a copy of the model, which has the hooks of this one, would have them act on that model."""
+        """Raises SpliceError: the hooks of a copied model would act on this one."""
         raise SpliceError(
             f"only a part of this {type(self.model).__name__} runs: set the whole span, or close() its Splice, before "
             "it is copied or pickled"
         )
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        """See `Stage.run`."""
+        """Runs the span for `Stage.run`."""
         if self._closed:
             raise SpliceError("this Splice is closed: make another one of the model")
         if (given is None) != (self._span.begin == 0):
@@ -180,12 +180,12 @@ class Splice:
         return found
 
     def _pass(self, form: LayerForm, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the forward of a layer before the span."""
+        """Replaces the forward of a layer before the span."""
         self._check_run()
         return pass_through(form.answer, Call(args, kwargs))
 
     def _enter(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Before the first layer of the span."""
+        """The hook before the first layer of the span."""
         run = self._check_run()
         given = run.given
         assert given is not None
@@ -198,14 +198,14 @@ class Splice:
                 f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of "
                 f"{tuple(own.shape)}: all stages of a forward are called with the same tokens"
             )
-        for way, tensor in zip(form.travels, given.tensors, strict=True):
-            call = put(call, way, tensor)
+        for path, tensor in zip(form.travels, given.tensors, strict=True):
+            call = put(call, path, tensor)
         return call["args"], call["kwargs"]
 
     def _leave(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before the first layer behind the span."""
+        """The hook before the first layer behind the span."""
         run, call = self._check_run(), Call(args, kwargs)._asdict()
-        tensors = tuple(get(call, way) for way in form.travels)
+        tensors = tuple(get(call, path) for path in form.travels)
         raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
 
     def _check_run(self) -> Run:
@@ -218,7 +218,7 @@ class Splice:
         return run
 
     def _remove(self) -> None:
-        self._here.span = None
+        self._local_layers.span = None
         while self._passing:
             layer, before = self._passing.pop()
             if before is _NONE:
@@ -236,11 +236,11 @@ class Stage:
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None = None) -> Hidden | Logits:
         """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
-        stages but for the cache, which is the stage's own (where none is given, the model makes it: `Hidden.cache`,
-        `Logits.cache`); `given`: what the stage before returned.
+        stages except the cache, which is the stage's own (where none is given, the model makes it: `Hidden.cache`,
+        `Logits.cache`). `given`: the result of the stage before.
 
-        Raises what the model raises, and SpliceError; what has been written to the cache by then stays there, as in a
-        forward of the whole model, and the stage can be run again with another one.
+        Raises the model's errors, and SpliceError; tokens that have been written to the cache by then stay there, as
+        in a forward of the whole model, and the stage can be run again with another cache.
         """
         return self.splice.run(inputs, given)
 
@@ -249,5 +249,5 @@ _NONE: Final = object()
 
 
 def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
-    """Returns those of the span, and the others."""
+    """Returns the forms of the span, and the others."""
     return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]

@@ -1,18 +1,18 @@
-"""The layers of one model that stream, as they are arranged: where they lie, and what their calls read.
+"""The arrangement of one model's streamed layers: where their weights lie, and what their calls read.
 
-Note [Copies that are kept]
+Note [Host copies of returned layers]
     A layer that has left and come back is read from a slot of its own, and its parameters stay on the host (ring.py,
-    Note [Leaving and coming back]): so its weights go there once. That lasts while pages have been short not long ago
-    (`Pages.scarce`), and no longer than host pages are ample: such copies have no more of them than are free beside.
-    Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is resident again
-    (`make_resident`), and the next time that it leaves it is copied anew.
+    Note [Leaving and coming back]), so that its weights are copied there once. The host copy lasts while device pages
+    were short recently (`DevicePages.scarce`) and while all such copies take no more host pages than are free beside
+    them. When it ends, and before a forward with gradients or a capture, which read a layer's own addresses, the layer
+    is resident again (`make_resident`); the next time that it leaves it is copied anew.
 
 Note [Dropped layers]
-    A layer that another replica runs for this one is dropped: to the governor it is one with no pages, so that it is in
-    no plan, and whatever is free nobody brings it home but `restore`. In fact it streams, through one slot that all
-    dropped layers share, behind those of the plan. While it does not run here (hooks/forward/local_layers.py) it has no
-    turn in that slot and nothing is copied; where it runs after all, as the replica has lost its partner, it is as any
-    layer that streams: slow, and right.
+    A layer that another replica runs for this one is dropped. The governor counts no pages for it, so it is in no plan,
+    and only `restore` makes it resident again. In fact it streams, through one slot that all dropped layers share,
+    behind those of the plan. While this process does not run it (hooks/forward/local_layers.py) it has no place in that
+    slot's order and nothing is copied. If this process has to run it, having lost its partner, it streams as any layer:
+    slow, and right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError
 from ...offload.policy.plan import Plan, streaming
 from ...offload.residency.layer_parts import StreamedLayer, spans
-from ..weights import moving, room
+from ..weights import capacity, moving
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
 from ..weights.storages import members
@@ -37,33 +37,34 @@ from .streamed import CAPTURED, Layer, Streaming
 
 
 class Arrangement:
-    """`plan` is what streams, valid at any time; `pages` of each layer that could, and `order`, the ids of the decoder
-    layers' modules; `kept`: the layers that stay resident; `dropped`: see Note [Dropped layers]."""
+    """`plan`: what streams, valid at any time. `pages`: of each layer that could stream. `order`: the ids of the
+    decoder layers' modules. `in_graphs`: layers that CUDA graphs have captured, which stay resident. `dropped`: see
+    Note [Dropped layers]."""
 
     def __init__(self, model: nn.Module, weights: Weights, passes: Streaming) -> None:
         self.plan = Plan(())
         self.pages: tuple[int, ...] = ()
         self.order: list[int] = []
-        self.kept: frozenset[int] = frozenset()
+        self.in_graphs: frozenset[int] = frozenset()
         self.dropped: tuple[int, ...] = ()
-        self.tell: Callable[[int, bool], None] = lambda layer, here: None  # is told of layers that stream
+        self.tell: Callable[[int, bool], None] = lambda layer, on_host: None  # is told which layers stream
         self._model = weakref.ref(model)
         self._weights = weights
         self._passes = passes
 
     def follow(self, layers: Sequence[nn.Module], slots: int) -> None:
-        """Takes over these layers, whose ranges hold what the model says. `slots`: those of what streams, if there are
-        none yet. PoolExhausted, ManageError, DriverError: what streams is valid then."""
+        """Arranges these layers, whose ranges hold the model's weights. `slots`: how many to make if there are none
+        yet. Raises PoolExhausted, ManageError, DriverError; the arrangement is valid then, too."""
         self._passes.close()
         order = [id(layer) for layer in layers]
         if order != self.order:
-            self._weights.ring.release_layers()  # another layer has the number of one that streams
+            self._weights.ring.release_layers()  # the layers are numbered anew
             self.order, self.dropped = order, ()
         self.pages = self._weights.layer_pages(len(layers))
         self._arrange_away(len(self._weights.ring.shared.slots) - bool(self.dropped) or max(slots, 1))
 
     def arrange(self, plan: Plan) -> None:
-        """Streams what the plan says, as far as it can. Raises as `Ring.arrange`."""
+        """Makes the layers of `plan` stream. Raises as `Ring.arrange`."""
         weights, ring = self._weights, self._weights.ring
         layers = [
             StreamedLayer(layer, slot, weights.parts(layer))
@@ -90,9 +91,9 @@ class Arrangement:
         return sum(self.pages[layer] for layer in self._weights.on_host() if layer not in slotted)
 
     def drop(self, layers: Collection[int]) -> None:
-        """Drops these layers beside those that are, all or none, to backings that are ready: after a failure those that
-        have left stream. ManageError where a CUDA graph has captured one; else raises as `Ring.arrange`."""
-        if not self.kept.isdisjoint(layers):
+        """Drops these layers too, all or none; their backings are ready. After a failure, layers that have left the
+        device stream. ManageError where a CUDA graph has captured one; else raises as `Ring.arrange`."""
+        if not self.in_graphs.isdisjoint(layers):
             raise ManageError(CAPTURED)
         with self._weights.backings.leaving(self._weights.of(layers)):
             before, self.dropped = self.dropped, tuple(sorted({*self.dropped, *layers}))
@@ -104,8 +105,7 @@ class Arrangement:
                 raise
 
     def restore(self, layer: int, filled: Range) -> None:
-        """A dropped layer is resident again, with the pages of `filled`. Raises as `Ring.adopt`, which leaves it
-        dropped."""
+        """Makes a dropped layer resident with the pages of `filled`. Raises as `Ring.adopt`; it is dropped then."""
         self._passes.close()
         try:
             if self._weights.ring.layer(layer) is not None:
@@ -114,25 +114,25 @@ class Arrangement:
             self.dropped = tuple(each for each in self.dropped if each != layer)
         finally:
             self._bind()
-        self._arrange_away(max(1, len(self.plan.slot_pages)))  # the slot may go, too
+        self._arrange_away(max(1, len(self.plan.slot_pages)))  # gives up their slot with the last of them
 
     def release(self) -> None:
-        """No layer is dropped any more: those that were stream."""
+        """Turns dropped layers into layers that stream."""
         self.dropped = ()
         self._bind()
 
     def plainly(self, act: Callable[[], None]) -> None:
-        """Calls `act` while the modules of layers that stream hold plain dictionaries, so that whoever asks them is not
-        heard, and must not look at the bytes."""
+        """Calls `act` while the modules of streamed layers hold plain dictionaries, so that access to them is not
+        noticed. `act` must not read the weights."""
         self._passes.close()
         try:
             act()
         finally:
             self._bind()
 
-    def keep(self, layers: frozenset[int]) -> None:
-        """Says which layers stay resident."""
-        self.kept = layers
+    def keep_resident(self, layers: frozenset[int]) -> None:
+        """Sets the layers that stay resident, as graphs have captured them."""
+        self.in_graphs = layers
         self._plan_of(self.plan.streamed, self.plan.slots)
 
     def entry(self, layer: int) -> list[Any]:
@@ -144,18 +144,19 @@ class Arrangement:
         ]
 
     def returned(self, scarce: bool) -> tuple[int, ...]:
-        """The layers whose copies on the host are to be given up now. `scarce`: were pages short not long ago? See Note
-        [Copies that are kept]."""
+        """The layers whose host copies are to be given up now. `scarce`: were device pages short recently? See Note
+        [Host copies of returned layers]."""
         own = self._weights.ring.own
         layers = own.layers
         if not layers or not scarce or torch.is_grad_enabled():
             return layers
-        over = own.host_pages - room.host_pages_left(self._weights.device)
+        over = own.host_pages - capacity.host_pages_left(self._weights.device)
         pages = accumulate((self.pages[layer] for layer in layers), initial=0)
         return tuple(layer for layer, before in zip(layers, pages, strict=False) if before < over)
 
     def make_resident(self, layers: Iterable[int], tell: Callable[[int], None]) -> None:
-        """Makes layers resident that have come back. `tell(host pages)` hears of each. Raises as the ring's method."""
+        """Makes layers resident that have come back; calls `tell(host pages)` for each. Raises as
+        `Ring.make_resident`."""
         self._passes.close()
         try:
             for layer in layers:
@@ -174,13 +175,13 @@ class Arrangement:
         self._passes.close()
 
     def _arrange_away(self, slots: int) -> None:
-        """What is away streams through so many slots."""
+        """Makes all layers stream that are on the host, through so many slots."""
         streamed = [layer for layer in self._weights.away() if layer not in self.dropped]
         self.arrange(streaming(self.pages, streamed, slots))
 
     def _bind(self) -> None:
-        """The calls of its layers that are on the host read slots from now on."""
-        self._passes.close()  # who looks at the modules here is not heard
+        """Makes the calls of layers that are on the host read slots."""
+        self._passes.close()  # the modules are looked at below, which must not be noticed
         ring = self._weights.ring
         found = [each for layer in (*ring.streamed, *ring.own.layers) if (each := ring.layer(layer)) is not None]
         streamed = found[: len(ring.streamed)]
@@ -200,6 +201,6 @@ class Arrangement:
             self.tell(layer, layer in bound)
 
     def _plan_of(self, streamed: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        absent = self.kept.union(self.dropped)
+        absent = self.in_graphs.union(self.dropped)
         pages = (0 if layer in absent else pages for layer, pages in enumerate(self.pages))
         self.plan = Plan(tuple(pages), streamed, slots)

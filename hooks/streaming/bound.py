@@ -1,25 +1,25 @@
-"""What the own forward of a streamed layer reads in place of its parameters and buffers: views of its slot.
+"""Views of its slot, which a streamed layer's own forward reads in place of its parameters and buffers.
 
 Note [Who reads what]
-    The parameters of a streamed layer show its backing, for everyone and at any time. Only the layer's own call reads
-    its slot: from the moment its copy has arrived until the call ends, what is asked of its modules by frames that this
-    call has called is answered with views of the slot. Other threads, a user's code between two calls, and whatever
-    comes after an exception or Ctrl-C are not among these frames, so nothing has to be put back. With gradients enabled
-    nobody is given a view: backward would read it later.
-    The dictionaries of the modules hold the parameters themselves throughout. What looks past their methods, as the
+    The parameters of a streamed layer show its backing, at any time and to all code but the layer's own call. From the
+    moment its copy has arrived until that call ends, frames that the call has called get views of the slot from the
+    layer's modules. Other threads, a user's code between two calls, and code that runs after an exception or Ctrl-C are
+    not among these frames, so nothing has to be put back. With gradients enabled no view is given out: backward would
+    read it later.
+    The dictionaries of the modules hold the parameters themselves throughout. Code that bypasses their methods, as the
     interpreter and torch.compile's guards may, finds the backing: slower, and right.
 
-Note [A view that is kept]
-    Who keeps a view beyond the call (a hook that collects weights, an exception's traceback) would see the next layer's
-    bytes. So each call is given views of its own, made when they are asked for and dropped when it has ended. If torch
-    then counts more references to the memory of the slot than before the call, somebody keeps one: the slot's addresses
-    lead to the layer's backing from then on and the slot gets others.
+Note [Views that outlive their call]
+    A view that outlives the call (in a hook that collects weights, in an exception's traceback) would show the next
+    layer's bytes. So each call gets views of its own, made when they are asked for and dropped when it has ended. If
+    torch then counts more references to the memory of the slot than before the call, one is still held: the slot's
+    addresses lead to the layer's backing from then on and the slot gets others.
 
 Note [Written between two passes]
-    What a slot is given for the next pass may be written on the host before that begins. Writing takes a reference: who
-    has one is counted (`unheld`, by device/references.py), and who gets one through a module is noticed (`asked`).
-    Where there is nobody of either kind, from before the copy to the beginning of the pass, the slot is what the layer
-    is. Where there is, or perhaps is, the layer is copied again when the pass begins.
+    A layer that was copied to its slot for the next pass may be written on the host before that pass begins. Writing
+    takes a reference: those that exist are counted (`unheld`, by device/references.py), those that are got through a
+    module are noticed (`asked`). Where there are none of either kind, from before the copy to the beginning of the
+    pass, the slot equals the layer. Where there are, or may be, the layer is copied again when the pass begins.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Bound:
     def __init__(
         self, layer: nn.Module, tensors: Iterable[int], asked: Callable[[], None], interpreter: Interpreter = THIS
     ) -> None:
-        """`tensors`: ids of those in its ranges; `asked` is called before anyone else is handed one of them."""
+        """`tensors`: ids of those in its ranges; `asked` is called before code outside the layer's call gets one."""
         self.asked = asked
         self._interpreter = interpreter
-        self.call: FrameType | None = None  # that reads the slot
-        self.thread = 0  # of that call
-        self._makers: tuple[_Maker, ...] = ()  # of what the layer holds, in its order
-        self.now: dict[int, tuple[Any, _Maker]] = {}  # by id: what the layer holds, and what makes its view
+        self.call: FrameType | None = None  # the frame of the call that reads the slot
+        self.thread = 0  # the thread of that call
+        self._makers: tuple[_Maker, ...] = ()  # make the views of the layer's tensors, in their order
+        self.now: dict[int, tuple[Any, _Maker]] = {}  # by id: a tensor of the layer, and what makes its view
         self.given: dict[int, Any] = {}  # by id: the views that the call has been given
-        self._leaves: list[torch.Tensor] = []  # over the slot: a write to a view is one to them
+        self._leaves: list[torch.Tensor] = []  # over the slot; their versions count writes to views
         self._layouts: _Layouts | None = None
-        self._storage: torch.UntypedStorage | None = None  # of the slot
-        self._references = 0  # to the slot's memory while no call has views; 0 where that was not counted yet
+        self._storage: torch.UntypedStorage | None = None  # the slot's
+        self._references = 0  # counted to the slot's memory while no call has views; 0: not counted yet
         self._before = 0
         wanted = frozenset(tensors)
         self._modules: list[tuple[weakref.ref[nn.Module], str, tuple[str, ...]]] = []
@@ -83,7 +83,7 @@ class Bound:
         self.wraps = any(map(_wraps, self._held() or ()))
 
     def release(self) -> None:
-        """The modules have plain dictionaries again, and there are no views."""
+        """Gives the modules plain dictionaries again, and drops the views."""
         self.show(None, None)
         for reference, kind, _ in self._modules:
             module = reference()
@@ -94,7 +94,7 @@ class Bound:
         self._modules.clear()
 
     def show(self, flat: torch.Tensor | None, spot: Spot | None) -> None:
-        """From now on its call reads `flat`, a slot, where `spot` says; with None what the layer itself holds."""
+        """Has the layer's call read `flat`, a slot, at the offsets of `spot`; with None the layer's own tensors."""
         self.call, self.now, self.given, self._makers = None, {}, {}, ()
         self._leaves, self._layouts, self._storage, self._references = [], None, None, 0
         held = self._held()
@@ -111,14 +111,13 @@ class Bound:
         self._storage = flat.untyped_storage()
 
     def look(self) -> tuple[int, bool]:
-        """Returns a number that is another one once the layer's tensors have been written to, as far as torch counts
-        that, which is not through `data`; and whether there are views of what the layer holds now: not where something
-        in it has been given other memory."""
+        """Returns (a number that changes when the layer's tensors are written to, except through `data`, which torch
+        does not count; whether there are views of the layer as it is: False where a tensor has got other memory)."""
         held = self._held()
         if held is None:
             return 0, False
         leaves = self._flat(held) if self.wraps else held
-        written = sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # as `_versions`
+        written = sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # inlined `_versions`
         if (
             not self._makers
             or ([*map(_address, leaves)], [*map(_size, leaves)], [*map(_stride, leaves)]) != self._layouts
@@ -128,15 +127,15 @@ class Bound:
         return written, True
 
     def written(self) -> int:
-        """The first of what `look` returns."""
+        """Returns the number that changes with writes, as `look` does."""
         held = self._held()
         if held is None:
             return 0
         leaves = self._flat(held) if self.wraps else held
-        return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # as `_versions`
+        return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # inlined `_versions`
 
     def enter(self, call: FrameType | None) -> None:
-        """The slot holds the layer: the call with this frame reads it. Follows `look`, which found views."""
+        """Has the call with this frame read the slot, which holds the layer. Follows a `look` that found views."""
         if not self._references:  # all layers of the slot have theirs by now
             self._references = self._count()
         self._before = sum(map(_version, self._leaves))
@@ -144,19 +143,19 @@ class Bound:
         self.call = call
 
     def unheld(self) -> bool:
-        """Does nobody but the layer's modules refer to what it holds, or to its memory? Then only who asks a module for
-        it can write to it. False too where that cannot be told."""
+        """Do only the layer's modules refer to its tensors and their memory? Then they can be written to only through a
+        module. False where that cannot be told."""
         held = self._held()
         return held is not None and not self.wraps and not perhaps_referenced(held, self._interpreter)
 
     def examine(self) -> tuple[int, bool]:
-        """What `written` and `unheld` say, in one look."""
+        """Returns (`written`, `unheld`), in one call."""
         held = self._held()
         if held is None:
             return 0, False
         if self.wraps:
             return _versions(self._flat(held)), False
-        written = sum(map(_version, held)) if not any(map(_inference, held)) else 0  # as `_versions`
+        written = sum(map(_version, held)) if not any(map(_inference, held)) else 0  # inlined `_versions`
         return written, not perhaps_referenced(held, self._interpreter)
 
     def active(self, frame: FrameType | None) -> bool:
@@ -169,7 +168,7 @@ class Bound:
         return frame is not None
 
     def leave(self) -> tuple[bool, bool]:
-        """The call has ended, however. Has it written to the slot, and does someone keep what it has read?"""
+        """Ends the call. Returns (has it written to the slot?, is a view of it still held?)."""
         self.call, self.now, self.given = None, {}, {}
         return sum(map(_version, self._leaves)) != self._before, self._count() != self._references
 
@@ -189,17 +188,17 @@ class Bound:
         return found
 
     def _count(self) -> int:
-        """References to the slot's memory. In a method of its own: a variable of who asks would be one."""
+        """Counts references to the slot's memory. A method of its own: a variable of the caller would be one."""
         return 0 if self._storage is None else memory_references(self._storage, self._interpreter)
 
     def _flat(self, tensors: list[Any]) -> list[Any]:
-        """The tensors with memory: those inside of wrappers."""
+        """Returns the tensors that have memory, for a wrapper those inside of it."""
         return [leaf for each in tensors for leaf in _leaves(each)]
 
 
 class Shown(dict[str, Any]):
-    """The parameters or buffers of a module in a streamed layer: what is read depends on who reads, see Note [Who reads
-    what]. Copies and pickles are plain dictionaries."""
+    """The parameters or buffers of a module in a streamed layer, which show other tensors to the layer's call than to
+    other code: see Note [Who reads what]. Copies and pickles are plain dictionaries."""
 
     __slots__ = ("bound",)
 
@@ -208,7 +207,7 @@ class Shown(dict[str, Any]):
         self.bound = bound
 
     def plain(self) -> dict[str, Any]:
-        """What the module itself holds."""
+        """Returns the module's own tensors."""
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Any:
@@ -220,7 +219,7 @@ class Shown(dict[str, Any]):
         call = bound.call
         if call is not None and (found := bound.now.get(id(held))) is not None:
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame is not call:  # as `Bound.active`
+            while frame is not None and frame is not call:  # inlined `Bound.active`
                 frame = frame.f_back
             if frame is not None and bound.thread == threading.get_ident() and not torch.is_grad_enabled():
                 view = bound.given.get(id(held))
@@ -235,7 +234,7 @@ class Shown(dict[str, Any]):
         return held
 
     def __iter__(self) -> Iterator[str]:
-        """As it is. A dictionary without one is copied by C code past all methods (`dict(shown)`, `{**shown}`)."""
+        """Unchanged, but defined: C code copies a dictionary without it past all methods (`dict(shown)`)."""
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -298,7 +297,7 @@ def _wraps(tensor: Any) -> bool:
 
 
 def _layouts(leaves: Sequence[Any]) -> _Layouts:
-    """Where they lie and how."""
+    """Returns addresses, sizes and strides."""
     return [*map(_address, leaves)], [*map(_size, leaves)], [*map(_stride, leaves)]
 
 
@@ -307,8 +306,8 @@ def _versions(leaves: Sequence[Any]) -> int:
 
 
 def _maker(tensor: Any, flat: torch.Tensor, spot: Spot, leaves: list[torch.Tensor]) -> _Maker | None:
-    """Returns what makes a tensor like it over a slot; what is outside of the layer's ranges stays its own. None where
-    all is. Adds tensors to `leaves` that are written to where one that was made is."""
+    """Returns a function that makes a tensor like it over a slot, where memory outside of the layer's ranges stays as
+    it is; None where all of it is outside. Adds tensors to `leaves` whose versions count writes to what it makes."""
     if _wraps(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
@@ -333,7 +332,7 @@ def _inference_tensor(make: _Maker) -> Any:
 
 
 def _wrapper(tensor: Any, context: Any, inner: Mapping[str, Any], makers: Mapping[str, _Maker]) -> Any:
-    """A wrapper like this one, around what the makers make in the place of what is inside of it."""
+    """Makes a wrapper like this one around tensors of the makers."""
     made = dict(inner)
     for name, make in makers.items():
         made[name] = make()

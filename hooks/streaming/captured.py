@@ -1,9 +1,9 @@
 """The layers of one model that CUDA graphs have captured: the model's side of hooks/device/graphs.py.
 
 Note [Kept resident]
-    A layer that a graph has captured stays resident. To the governor it is one with no pages that could stream, so that
-    it is in no plan and not on the list; what is there of it already is withdrawn before anything is captured, and a
-    plan that was made before that is not arranged.
+    A layer that a graph has captured stays resident. The governor counts no pages for it that could stream, so it is in
+    no plan and not on the list of what may be taken. An entry of it on that list is withdrawn before anything is
+    captured, and a plan that was made before is not arranged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .streamed import CAPTURED
 
 
 class Captured:
-    """As `graphs.Model`, of one model."""
+    """The `graphs.CapturedModel` of one managed model."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Captured:
         prepare: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
-        """`prepare()` is called before a capture begins; `changed()`, under the lock, when other layers may stream than
-        before: it tells the governor, which withdraws what it has published of others."""
+        """`prepare()` is called before a capture begins; `changed()`, under the lock, when the layers that may stream
+        have changed: it tells the governor, which withdraws what it has published of other layers."""
         self.name = type(model).__name__
         self.followed = False
         self.lock = threading.RLock()  # held while layers come and go
@@ -65,12 +65,12 @@ class Captured:
         return self._weights.device
 
     @property
-    def here(self) -> bool:
+    def runs_on_this_thread(self) -> bool:
         return self.thread.open
 
     @property
     def kept_pages(self) -> int:
-        return sum(self._arrangement.pages[layer] for layer in self._arrangement.kept)
+        return sum(self._arrangement.pages[layer] for layer in self._arrangement.in_graphs)
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[graphs.CaptureRecord]) -> None:
         with self.lock:
@@ -82,7 +82,7 @@ class Captured:
                 each.add(self, [self._arrangement.order[layer] for layer in chosen])
             self._keep_resident()
 
-    def kept(self) -> bool:
+    def update_kept(self) -> bool:
         return if_free(self.lock, self._keep_resident)
 
     def listen(self) -> list[RemovableHandle]:
@@ -101,28 +101,28 @@ class Captured:
             governors.yield_pages(self.device, self._governor)
 
     def noticed(self, layer: int | None) -> None:
-        """Where this is captured: this layer is about to run, or to be looked at; None: something outside of layers.
-        ManageError where it cannot be."""
+        """Records, if a capture runs, that it includes this layer; None: a module outside of layers. ManageError where
+        the layer cannot be captured."""
         if self._pace.capturing():
             graphs.noticed(self, () if layer is None else (layer,))
 
     def attend(self) -> None:
         """Finds the layers of the model anew. The caller holds the lock, or has the model to itself."""
-        self._arrangement.keep(self._layers())
+        self._arrangement.keep_resident(self._layers())
         self.followed = True
         graphs.attend(self)
 
     def forget(self) -> None:
-        """The model is managed no more."""
+        """Ends this at the model's release."""
         self.followed = False
         graphs.forget(self)
 
     def _keep_resident(self) -> None:
-        """What graphs have captured by now stays, and nothing else. The caller holds the lock. See Note [Kept
+        """Keeps resident what graphs have captured by now, and nothing else. The caller holds the lock. See Note [Kept
         resident]."""
         now = self._layers()
-        if now != self._arrangement.kept:
-            self._arrangement.keep(now)
+        if now != self._arrangement.in_graphs:
+            self._arrangement.keep_resident(now)
             self._changed()
 
     def _layers(self) -> frozenset[int]:
@@ -131,4 +131,4 @@ class Captured:
 
 
 class _Thread(threading.local):
-    open = False  # is a forward?
+    open = False  # is a forward of the model open?

@@ -2,15 +2,16 @@
 
 Note [Streaming]
     A layer that streams is on the host, and its parameters show it there (offload/residency/ring.py). A forward without
-    gradients that has the slots (turns.py) brings each layer over before it runs, and the layer's own call reads the
-    copy (bound.py). Any other forward, and anyone who looks, reads the host: right, and slower.
-    Copies begin before their layers run. What torch counts of writes to such a layer meanwhile has it
-    copied again; a write through `weight.data` that another part of the model makes in the same forward is not counted.
+    gradients that has the slots (turns.py) copies each layer to a slot before it runs, and the layer's own call reads
+    the copy (bound.py). Any other forward, and any other code, reads the host: right, and slower.
+    Copies begin before their layers run. A layer that is written to meanwhile, as far as torch counts writes, is copied
+    again; a write through `weight.data` that another part of the model makes in the same forward is not counted.
 
-Note [Layers that nobody has seen]
-    A layer whose backing is a file (offload/residency/backing.py) has nothing at its addresses that could be read.
-    Whoever asks its modules for a weight, other than its own call with the slots, waits until host pages are filled
-    from the file. While another thread runs the model that cannot be; whoever waits too long for it is told.
+Note [Layers without bytes at their addresses]
+    A layer whose backing is a file (offload/residency/backing.py) has nothing at its addresses that could be read. A
+    thread that asks its modules for a weight, other than in the layer's own call with the slots, waits until host pages
+    are filled from the file. They are not filled while another thread runs the model; a wait that takes too long ends
+    with an error.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CAPTURED: Final = (
 
 
 class Layer(NamedTuple):
-    """A layer that streams: its module, the ids of the tensors in its ranges, and these."""
+    """A layer that streams: its module, the ids of the tensors in its ranges, and the parts of its ranges."""
 
     module: nn.Module
     tensors: frozenset[int]
@@ -66,12 +67,13 @@ class Streaming:
         capturing: Callable[[], bool],
         waiting: Waiting = DEFAULT.waiting,
         interpreter: Interpreter = THIS,
-        here: LocalLayers | None = None,
+        local_layers: LocalLayers | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
-        told before a layer is read while what this thread does is captured (`capturing`); ManageError where it cannot
-        be. `here`: which layers run here, None for all. `clock`: by which it is waited no longer."""
+        """`stream`: returns this thread's current one. `on_host`: returns the layers whose addresses lead to the host.
+        `captured`: called before a layer is read while this thread captures (`capturing`); raises ManageError where the
+        layer cannot be captured. `local_layers`: which layers this process runs, None for all. `clock`: seconds, for
+        timeouts."""
         self._ring = ring
         self._turns = turns
         self._stream = stream
@@ -81,21 +83,21 @@ class Streaming:
         self._waiting = waiting
         self._clock = clock
         self._interpreter = interpreter
-        self._here = LocalLayers() if here is None else here
-        self._span: Span | None = None  # for which layers have their turns
+        self._local_layers = LocalLayers() if local_layers is None else local_layers
+        self._span: Span | None = None  # the span for which the ring's order of slots was made
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
         self._parts: dict[int, tuple[LayerPart, ...]] = {}
-        self._hidden: set[int] = set()  # layers that nobody has seen
+        self._hidden: set[int] = set()  # layers without bytes at their addresses
         self._revealing = threading.RLock()
-        self._turn: Turn | None = None  # of the pass that reads slots
+        self._turn: Turn | None = None  # the turn of the pass that reads slots
         self.inside: int | None = None  # the layer that runs
         self._page = 0
         ring.loading = self._loading
-        self._versions: dict[int, int] = {}  # of layers when their copies began
-        self._unseen: set[int] = set()  # layers that nobody has been handed since
+        self._versions: dict[int, int] = {}  # versions of layers when their copies began
+        self._unseen: set[int] = set()  # layers whose weights no other code has got since
 
     def bind(self, layers: Mapping[int, Layer], page: int) -> None:
-        """The calls of these read slots from now on, as the ring has them, and no others. Nobody runs them."""
+        """Makes the calls of these layers, and no others, read the ring's slots. No thread runs them meanwhile."""
         self.close()
         self._page = page
         flats: dict[int, torch.Tensor] = {}
@@ -108,7 +110,7 @@ class Streaming:
             self._show(number, flats)
 
     def close(self) -> None:
-        """No layer is read from a slot any more; they stay where they are."""
+        """Makes every layer's call read the layer's own addresses."""
         self._turn = self.inside = None
         for bound in self.bound.values():
             bound.release()
@@ -118,38 +120,38 @@ class Streaming:
         self._unseen.clear()
 
     def check_capture(self) -> None:
-        """ManageError where this forward is captured, and layers are on the host: replays would read slots at any
+        """Raises ManageError where this forward is captured and layers are on the host: replays would read slots at any
         time."""
         if self.capturing() and self._on_host():
             raise ManageError(CAPTURED)
 
     def prepare(self, turn: Turn) -> None:
-        """A forward is about to begin, with no lease yet: it gets the slots, or will read the host. ManageError,
+        """Gets a forward the slots before it begins and has a lease; without them it reads the host. ManageError,
         torch.OutOfMemoryError, WeightsFileChanged, DriverError."""
         wanted = not (torch.is_grad_enabled() or self._turns.sections)
         if not (wanted and self._turns.take(turn)):
-            for layer in filter(self._here.runs, sorted(self._hidden)):
+            for layer in filter(self._local_layers.runs, sorted(self._hidden)):
                 self.reveal(layer)
 
     def begin(self, turn: Turn) -> None:
-        """The forward is about to run layers. DriverError."""
+        """Begins the pass of a forward that is about to run layers. DriverError."""
         if torch.is_grad_enabled() or self._turns.sections:
             return
         if not turn.asked:
             self._turns.take(turn)  # layers have begun to stream in this forward
         if not self._turns.has(turn):
             return
-        if self.inside is not None:  # it was interrupted
+        if self.inside is not None:  # an earlier call was interrupted
             self._end()
         self._turn = turn
-        if self._span is not self._here.span:
-            self._span = self._here.span
-            self._ring.share(self._here.runs)
+        if self._span is not self._local_layers.span:
+            self._span = self._local_layers.span
+            self._ring.share(self._local_layers.runs)
         self._ring.begin(self._stream(), self._unchanged)
 
     def end(self, turn: Turn) -> None:
-        """The forward has run its layers, or some. WeightsFileChanged where what they computed with may not have been
-        the weights; DriverError."""
+        """Ends the pass of a forward that has run some or all layers. WeightsFileChanged where the bytes that they read
+        may not have been the weights; DriverError."""
         if self._turn is turn:
             if self.inside is not None:
                 self._end()
@@ -157,8 +159,8 @@ class Streaming:
             self._ring.check()
 
     def enter(self, layer: int) -> Range | None:
-        """A layer is about to run. Returns the slot that its call reads, None where it reads its own addresses.
-        WeightsFileChanged, DriverError; ManageError where it is captured, and cannot be."""
+        """Returns the slot that the call of a layer that is about to run reads, None where it reads its own addresses.
+        WeightsFileChanged, DriverError; ManageError where a capture runs that cannot include it."""
         if self.capturing():
             self._captured(layer)
         bound = self.bound.get(layer)
@@ -181,19 +183,19 @@ class Streaming:
         return slot
 
     def leave(self, layer: int) -> None:
-        """The layer has run. ManageError where it has written to its slot, DriverError."""
+        """Ends the layer's use of its slot. ManageError where it has written to the slot, DriverError."""
         bound = self.bound[layer] if self.inside == layer else None
         if bound is None or bound.call is None or bound.thread != threading.get_ident():
             return
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not bound.call:  # as `Bound.active`, in one call
+        while frame is not None and frame is not bound.call:  # inlined `Bound.active`
             frame = frame.f_back
         if frame is not None and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:
-        """Whoever asks may read the layer from now on. See Note [Layers that nobody has seen]. torch.OutOfMemoryError
-        where the host has no pages for it."""
+        """Fills the layer's addresses from its file, so that any code may read it: see Note [Layers without bytes at
+        their addresses]. torch.OutOfMemoryError where the host has no pages for it."""
         end = self._clock() + self._waiting.reveal
         while layer in self._hidden:
             with self._revealing:
@@ -210,11 +212,11 @@ class Streaming:
                 threading.Event().wait(self._waiting.reveal_look)
 
     def _loading(self, layer: int, first: bool) -> None:
-        """The copy of a layer begins. See bound.py, Note [Written between two passes]."""
+        """Notes that the copy of a layer begins: see bound.py, Note [Written between two passes]."""
         if not first:
             self._versions[layer] = self.bound[layer].written()
             return
-        self._unseen.add(layer)  # before the look: whoever asks from now on takes it out
+        self._unseen.add(layer)  # before the look: `_asked` removes it from now on
         self._versions[layer], unheld = self.bound[layer].examine()
         if not unheld:
             self._unseen.discard(layer)
@@ -223,7 +225,7 @@ class Streaming:
         return layer in self._unseen and self.bound[layer].examine() == (self._versions.get(layer), True)
 
     def _asked(self, layer: int) -> None:
-        """Someone is handed a weight of the layer as it lies on the host."""
+        """Notes that code other than the layer's call gets a weight of it, as it lies on the host."""
         self._unseen.discard(layer)
         if layer in self._hidden:
             self.reveal(layer)
@@ -231,7 +233,7 @@ class Streaming:
             self._captured(layer)
 
     def _end(self) -> bool:
-        """The layer that ran runs no more, whether it has been left or not. Has it written to its slot?"""
+        """Ends the call of the layer that ran, whether it has been left or not. Has it written to its slot?"""
         layer, self.inside = self.inside, None
         if layer is None:
             return False
@@ -244,7 +246,8 @@ class Streaming:
         return written
 
     def _give_away(self, layer: int) -> None:
-        """See bound.py, Note [A view that is kept]."""
+        """Leaves the slot's addresses to views that outlive their call: see bound.py, Note [Views that outlive their
+        call]."""
         shared = self._ring.slot(layer)
         others = [] if shared is None else [each for each in self.bound if self._ring.slot(each) is shared]
         if layer in self._hidden:
@@ -254,13 +257,13 @@ class Streaming:
         try:
             self._ring.give_away(layer)
         except PoolExhausted:
-            return  # they are read on the host until layers come or go
+            return  # the layers are read on the host until the arrangement changes
         flats: dict[int, torch.Tensor] = {}
         for each in others:
             self._show(each, flats)
 
     def _show(self, layer: int, flats: dict[int, torch.Tensor]) -> None:
-        """`flats`: by address, those over slots so far."""
+        """Shows the layer's call its slot. `flats`: the tensors over slots that were made so far, by address."""
         slot = self._ring.slot(layer)
         if slot is None:
             return

@@ -4,8 +4,8 @@
         "kv_connector_module_path": "ballonet.hooks.vllm", "kv_connector_extra_config": {"budget": "8GiB"}}'
 
 The engine's cache is a reservation. A block has pages once the engine may hand it out, and gives them back when the
-load has gone. `python -m ballonet budget PID SIZE` changes the budget of the running engine. ImportError without vLLM,
-UnsupportedVersion for one that lacks what the connector stands on.
+load has dropped. `python -m ballonet budget PID SIZE` changes the budget of the running engine. ImportError without
+vLLM, UnsupportedVersion for a version that lacks names that the connector needs.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """The worker's side: the engine's KV cache as a reservation, a page under each block that may be handed out.
 
 Note [Beside vLLM's own memory]
-    Weights and activations stay where vLLM has them. Only the cache lies in the pool, whose budget is therefore what KV
-    may take. vLLM makes the cache by one `torch.zeros` of bytes, inside the context that its connector may give: there
-    the call returns the reservation.
+    Weights and activations stay in vLLM's memory. Only the cache lies in the pool, so the budget is that of KV alone.
+    vLLM makes the cache by one `torch.zeros` of bytes, inside a context that its connector may give: there the call
+    returns the reservation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..sectors.pages import RESERVED, SectorPages
 
 
 class EngineCache:
-    """The blocks of one worker of an engine. Used by the thread that computes."""
+    """The blocks of one worker of an engine. Used by the computing thread."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class EngineCache:
         model: str,
         share: int | bool | None = None,
     ) -> None:
-        """`blocks`: in all; `nbytes`: of one; `parts`: where they lie, see SectorPages; `model`: its name; `share`: the
-        budget that it shares with other processes, as `manage(shared_budget=)`. Starts a device, unless there is one.
-        BallonetError, torch.OutOfMemoryError."""
+        """`blocks`: their number; `nbytes`: of one; `parts`: where their bytes lie, see SectorPages; `model`: its name;
+        `share`: the budget that it shares with other processes, as `manage(shared_budget=)`. Starts a device, unless
+        there is one. BallonetError, torch.OutOfMemoryError."""
         found = devices.current()
         self._started = None if found is not None else devices.start(settings, torch.cuda.is_available())
         self._device = (found or self._started).device  # type: ignore[union-attr]
@@ -64,8 +64,8 @@ class EngineCache:
         return max(RESERVED, min(self._blocks, RESERVED + free // self._nbytes))
 
     def open(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """Backs these, in this order, as far as there are pages beside those of its own blocks; returns those that are.
-        A new page holds zeros, as vLLM's own."""
+        """Backs these blocks, in this order, as far as there are pages beside those of its own blocks, and returns the
+        backed ones. A new page holds zeros, as vLLM's own memory does."""
         blocks, done = list(blocks), list[int]()
         lacking = _count(self._pages.missing(each for each in blocks if each not in self._open))
         shared.lacks(self._device, max(0, lacking - self._device.available) * self._device.page_size)
@@ -88,7 +88,7 @@ class EngineCache:
 
     @property
     def away(self) -> frozenset[int]:
-        """Blocks of which something lies on the host."""
+        """Blocks that lie on the host, in part or whole."""
         client = self._pages.client
         if not client.displaced:
             return frozenset()
@@ -96,35 +96,35 @@ class EngineCache:
         return frozenset(each for each in self._open if not there.isdisjoint(self._pages.pieces(each)))
 
     def close(self, blocks: Iterable[int]) -> None:
-        """Nobody uses these any more; their pages go back, once the device is done with them."""
+        """Frees the pages of these blocks, which are not used any more, once the device is done with them."""
         gone = [each for each in blocks if each in self._open]
         self._open.difference_update(gone)
         self._pages.give(gone)
 
     def begin(self) -> None:
-        """A step begins: until `end` no page of it is moved. DriverError."""
+        """Begins a step: until `end` no page of the cache is moved. DriverError."""
         client = self._pages.client
         client.begins({piece for each in (*range(RESERVED), *self._open) for piece in self._pages.pieces(each)})
         self._lease.enter(self._group)
         client.uses()
 
     def end(self, idle: bool) -> None:
-        """What the step submits is submitted. `idle`: no request is left, so that free pages go back to the driver, for
-        other processes."""
+        """Ends a step, which has submitted its work. `idle`: no request is left, so free pages go back to the driver,
+        for other processes."""
         self._lease.close()
         self._lease = Lease()
         if idle:
-            with suppress(DriverError):  # they stay in the pool then
+            with suppress(DriverError):  # the pages stay in the pool then
                 self._device.trim()
 
     def shut(self) -> None:
-        """The engine ends."""
+        """Closes the cache when the engine ends."""
         self._lease.close()
         if self._started is not None:
             control.stop()
 
     def _room(self) -> int:
-        """Free pages, and those that others in this process would give."""
+        """Free pages, and those that other clients in this process would give."""
         client = self._pages.client
         return self._device.available + client.governor.reclaim.offered(client.number).pages
 
@@ -139,8 +139,8 @@ def _count(runs: Iterable[tuple[int, int]]) -> int:
 
 
 class Reserving(TorchFunctionMode):
-    """Within it the one `torch.zeros` of `cache`'s size returns its tensor. InstallError at the end where vLLM made
-    its cache in another way."""
+    """A `with` block in which the one `torch.zeros` of `cache`'s size returns its tensor. InstallError at the end where
+    vLLM made its cache in another way."""
 
     def __init__(self, cache: EngineCache) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The connector: what vLLM calls, on the side of the scheduler and on that of each worker."""
+"""The connector, whose methods vLLM calls in the scheduler's process and in each worker's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OPTIONS = ("budget", "page_size", "host_budget", "keep_prefixes", "shared_budget
 
 @dataclass
 class Changes(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers: the request of that number for blocks to open, and blocks that lose their
-    pages. `idle`: there is no request."""
+    """The scheduler's message to the workers: a numbered request for blocks to open, and blocks that lose their pages.
+    `idle`: there is no request."""
 
     number: int
     open: tuple[int, ...]
@@ -39,8 +39,8 @@ class Changes(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Opened(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The answer to the request of that number. `limit`: blocks that the budget has pages for; `away`: blocks whose
-    pages are on the host."""
+    """A worker's answer to the request of that number. `limit`: blocks that the budget has pages for; `away`: blocks
+    whose pages are on the host."""
 
     number: int
     blocks: frozenset[int]
@@ -48,7 +48,7 @@ class Opened(KVConnectorWorkerMetadata):  # type: ignore[misc]
     away: frozenset[int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """What holds for both workers."""
+        """Joins the answers of two workers: what holds for both."""
         assert isinstance(other, Opened)
         limit = min(self.limit, other.limit)
         return Opened(self.number, self.blocks & other.blocks, limit, self.away | other.away)
@@ -56,18 +56,18 @@ class Opened(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class _Scheduling:
-    """What the scheduler's side knows."""
+    """The state of the scheduler's side."""
 
     block: int  # tokens
     step: int  # tokens of a step at most
     together: int  # requests of a step at most
-    kinds: int  # groups of layers, each with blocks of its own
+    kinds: int  # groups of layers with separate blocks
     keep_prefixes: bool
     gate: BlockGate | None = None
     limit: int = RESERVED
     away: frozenset[int] = frozenset()
     requests: dict[str, Any] = field(default_factory=dict)
-    said: bool = False  # that there is too little for the requests that wait
+    said: bool = False  # was the user told that memory is too small for the waiting requests?
 
     @property
     def need(self) -> int:
@@ -80,7 +80,7 @@ class _Scheduling:
 
 
 class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The KV cache in the pool, with pages under the blocks that requests have, and a few ahead.
+    """A vLLM connector that puts the KV cache into the pool, with pages under the blocks of requests, and a few ahead.
 
     Options (`kv_connector_extra_config`): `budget`, `page_size` and `host_budget`, as of `ballonet.install`, for KV
     alone; `keep_prefixes`: blocks that hold prefixes of past requests keep their pages in an idle engine (false);
@@ -123,12 +123,12 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- a worker
 
     def get_mem_pool_context(self) -> Reserving | None:
-        """See cache.py, Note [Beside vLLM's own memory]."""
+        """Has vLLM make its cache in the pool: see cache.py, Note [Beside vLLM's own memory]."""
         return None if self._cache is None else Reserving(self._cache)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before a step: does what the scheduler asks for, and holds the pages where they are. vLLM calls it first in
-        every step; `start_load_kv` comes after the forward where nothing is loaded."""
+        """Opens and closes the scheduler's blocks before a step, and keeps pages in place. vLLM calls it first in every
+        step, but `start_load_kv` after the forward where nothing is loaded."""
         cache, changes = self._cache, kv_connector_metadata
         assert cache is not None
         assert isinstance(changes, Changes)
@@ -139,13 +139,13 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._answer = Opened(changes.number, opened, cache.limit, cache.away)
 
     def clear_connector_metadata(self) -> None:
-        """After a step."""
+        """Ends a step."""
         super().clear_connector_metadata()
         if self._cache is not None:
             self._cache.end(self._idle)
 
     def build_connector_worker_meta(self) -> Opened | None:
-        """What was opened in this step."""
+        """Returns the blocks that were opened in this step."""
         return self._answer
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Does nothing: nothing is saved."""
 
     def shutdown(self) -> None:
-        """The engine ends."""
+        """Closes the cache when the engine ends."""
         if self._cache is not None:
             self._cache.shut()
 
@@ -172,29 +172,29 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._plan.gate = BlockGate(gpu_block_pool, RESERVED)
 
     def on_new_request(self, request: Any) -> None:
-        """Notes what will need blocks."""
+        """Notes a request that will need blocks."""
         self._plan.requests[request.request_id] = request
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Says that the blocks of the request may be freed at once."""
+        """Returns that the blocks of the request may be freed at once."""
         self._plan.requests.pop(request.request_id, None)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`."""
+        """Ends a request as `request_finished` does."""
         return self.request_finished(request, [])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Nothing comes from outside."""
+        """Returns 0 tokens: nothing comes from outside."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Does nothing: nothing comes from outside."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Changes:
-        """What is to change before this step: see gate.py, Note [Only what has pages]."""
+        """Returns the blocks to open and close before this step: see gate.py, Note [Only what has pages]."""
         plan, gate = self._plan, self._plan.gate
         assert gate is not None
         need = plan.need
@@ -211,12 +211,12 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Changes(*gate.ask(need, plan.limit), closed, not plan.requests)
 
     def has_pending_push_work(self) -> bool:
-        """Is there to be one more step, although there is no request? As long as an idle engine has pages to give."""
+        """Should one more step run without a request? True while an idle engine has pages to give."""
         plan, gate = self._plan, self._plan.gate
         return gate is not None and not plan.requests and gate.gives(RESERVED, not plan.keep_prefixes)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """The workers have answered."""
+        """Opens the blocks that the workers have backed."""
         answer, gate = connector_output.kv_connector_worker_meta, self._plan.gate
         if isinstance(answer, Opened) and gate is not None:
             self._plan.limit, self._plan.away = answer.limit, answer.away
@@ -224,8 +224,8 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _parts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Where the bytes of a block lie in the cache, as (offset, stride, bytes): together where blocks are outermost,
-    else one part for each layer. Groups of layers that share a place are counted once."""
+    """Returns where the bytes of a block lie in the cache, as (offset, stride, bytes): one part where blocks are the
+    outermost dimension, else one for each layer. Groups of layers that share memory are counted once."""
     found: set[tuple[int, int, int]] = set()
     for each in tensors:
         layers = range(len(each.layers))

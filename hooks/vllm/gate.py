@@ -1,12 +1,12 @@
-"""Which blocks of a vLLM engine may be handed out: those whose pages the worker has said are there.
+"""Which blocks of a vLLM engine may be handed out: those that the worker has reported to have pages.
 
 Note [Only what has pages]
-    vLLM's scheduler hands out whatever is in the queue of free blocks, and kernels of the same step write to it. So a
-    block without pages is *closed*: out of the queue, and no part of the pool's size. The scheduler asks the worker to
-    open some, ahead of need, and they come into the queue with the answer. Where no page is left nothing comes: vLLM
-    then finds too few free blocks and preempts, as it does with a cache of a fixed size.
-    The scheduler may be some steps ahead of the workers. So a request to open is numbered, and a block is asked for
-    once until its answer is there: an answer that comes late never opens a block that was closed meanwhile.
+    vLLM's scheduler hands out any block of the queue of free blocks, and kernels of the same step write to it. So a
+    block without pages is *closed*: not in the queue, and not counted in the pool's size. The scheduler asks the worker
+    to open some, ahead of need, and puts them into the queue with the answer. Where no page is left vLLM finds too few
+    free blocks and preempts, as it does with a cache of a fixed size.
+    The scheduler may be some steps ahead of the workers. So requests to open are numbered, and a block is in one
+    unanswered request at most: a late answer never opens a block that was closed meanwhile.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Blocks(Protocol):
 
 
 class BlockGate:
-    """Opens and closes blocks. See Note [Only what has pages]. Used by the thread that schedules."""
+    """Opens and closes blocks, see Note [Only what has pages]. Used by the scheduling thread."""
 
     def __init__(self, pool: Blocks, first: int) -> None:
-        """Closes all free blocks but those numbered below `first`, whose pages are always there."""
+        """Closes all free blocks except those numbered below `first`, which always have pages."""
         self._pool = pool
         self._closed: dict[int, Any] = {}
         self._asked: dict[int, tuple[int, ...]] = {}  # by the number of the request, until it is answered
@@ -52,8 +52,8 @@ class BlockGate:
         return len(self._pool.blocks) - len(self._closed)
 
     def ask(self, need: int, limit: int) -> tuple[int, tuple[int, ...]]:
-        """A numbered request for the closed blocks that are to be opened so that `need` are free, the lowest first; no
-        more than that `limit` are open then."""
+        """Returns a numbered request for closed blocks to open, the lowest first, so that `need` are free and at most
+        `limit` open."""
         awaited = {each for blocks in self._asked.values() for each in blocks}
         count = min(need - self._pool.get_num_free_blocks(), limit - self.open) - len(awaited)
         self._number += 1
@@ -62,22 +62,22 @@ class BlockGate:
         return self._number, blocks
 
     def answered(self, number: int, blocks: Collection[int]) -> None:
-        """Opens those blocks of the request of that number that have pages now: the scheduler may hand them out."""
+        """Opens the blocks of the request of that number that have pages now: the scheduler may hand them out."""
         found = [self._closed.pop(each) for each in self._asked.pop(number, ()) if each in blocks]
         self._pool.free_block_queue.prepend_n(found)
         self._pool.num_gpu_blocks += len(found)
 
     def gives(self, first: int, cached: bool) -> bool:
-        """Would an idle engine close anything? See `close`."""
+        """Would `close` close any block of an idle engine?"""
         free = self._pool.free_block_queue.get_all_free_blocks()
         return any(each.block_id >= first and (cached or each.block_hash is None) for each in free)
 
     def close(
         self, need: int, limit: int, first: int, cached: bool, away: Collection[int] = frozenset()
     ) -> tuple[int, ...]:
-        """Closes free blocks until no more than `need` are free and no more than `limit` open, and returns which: those
-        that hold no prefix first, the highest number first. Those that hold one only where `cached`, or where the limit
-        asks for it; and all that are `away`, on the host: no request is to begin there. Blocks below `first` stay."""
+        """Closes free blocks until at most `need` are free and at most `limit` open, and returns them: those that hold
+        no prefix first, the highest number first; those that hold one only where `cached`, or the limit demands it; and
+        all that are `away`, on the host, as no request is to begin there. Blocks below `first` stay open."""
         free = [each for each in self._pool.free_block_queue.get_all_free_blocks() if each.block_id >= first]
         empty = sorted((each for each in free if each.block_hash is None), key=lambda each: -each.block_id)
         kept = [each for each in free if each.block_hash is not None]  # the least recently used first

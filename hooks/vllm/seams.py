@@ -1,4 +1,4 @@
-"""What the connector stands on in vLLM, looked for when it is imported: a version that lacks any of it is refused."""
+"""The names of vLLM that the connector needs, checked at import: a version that lacks any is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES: Final = {  # by module
 
 
 def check() -> None:
-    """UnsupportedVersion where something is missing, with what. ImportError without vLLM."""
+    """Raises UnsupportedVersion with the missing names, ImportError without vLLM."""
     version = importlib.import_module("vllm").__version__
     if missing := [each for module, names in _NAMES.items() for each in _missing(module, names)]:
         raise UnsupportedVersion(
@@ -41,7 +41,7 @@ def _missing(module: str, names: tuple[str, ...]) -> Iterator[str]:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
-            raise  # of another package, which lacks whatever the version
+            raise  # another package is missing, for any version
         yield module
         return
     for name in names:

@@ -1,4 +1,4 @@
-"""What the keys of `top` do: pure states, from one key to the next."""
+"""The dialog of `top`: pure states, from one key to the next."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SINGLE: Final = {"\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A process is to have another budget, in bytes. The user has confirmed it. `device`: the number of its runtime
-    where it has several, else None."""
+    """A new budget of a process, in bytes, which the user has confirmed. `device`: the number of its runtime where it
+    has several, else None."""
 
     pid: int
     nbytes: int
@@ -30,9 +30,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Dialog:
-    """`stage`: watching; a size is typed; it is to be confirmed. `pid`, `device`, `had`: whose budget, and what that
-    is, in bytes; `text`: what was typed; `said`: the answer to the last key or change, "" for none. `step`: by how many
-    places another process is chosen; `done`: the user has had enough; `act`: what is to be done now."""
+    """The state of the dialog. `stage`: watching, typing a size, or confirming it. `pid`, `device`, `had`: whose
+    budget, and its bytes. `text`: the typed text. `said`: the answer to the last key or change, "" for none. `step`: by
+    how many places the choice of a process moves. `done`: has the user quit? `act`: the change to make now."""
 
     stage: Literal["watch", "type", "confirm"] = "watch"
     pid: int = 0
@@ -46,7 +46,7 @@ class Dialog:
 
     @property
     def whose(self) -> str:
-        """Whose budget it is about, in words."""
+        """Names the process and device of the budget, in words."""
         return whose(self.pid, self.device)
 
     @property
@@ -62,13 +62,13 @@ class Dialog:
 
 
 def whose(pid: int, device: int | None) -> str:
-    """A process, and the number of its device where it has several, in words."""
+    """Names a process, and the number of its device where it has several, in words."""
     return f"process {pid}" if device is None else f"device {device} of process {pid}"
 
 
 def pressed(dialog: Dialog, key: str, pid: int | None, budget: int, device: int | None = None) -> Dialog:
-    """Returns what comes after a key. `pid`, `budget`: of the process that is chosen, None for none; `device`: the
-    number of the chosen device where it has several."""
+    """Returns the state after a key. `pid`, `budget`: of the chosen process, None for none; `device`: the number of the
+    chosen device where it has several."""
     now = replace(dialog, step=0, act=None, said="")
     if now.stage == "type":
         return _typed(now, key)
@@ -105,7 +105,7 @@ def _typed(now: Dialog, key: str) -> Dialog:
 
 
 def keys_of(data: str) -> list[str]:
-    """The keys in what a terminal sent, which may be several."""
+    """Splits a terminal's input into keys."""
     found = list[str]()
     while data:
         length = next((size for size in (3, 1) if data[:size] in _SEQUENCES and len(data) >= size), 1)

@@ -1,4 +1,4 @@
-"""A port at which Prometheus finds the figures of this process, whatever it does: `ballonet.metrics.serve()`."""
+"""A port that serves the metrics of this process to Prometheus: `ballonet.metrics.serve()`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where the figures are."""
+        """The URL of the metrics."""
         return f"http://{self.host}:{self.port}/metrics"
 
     def close(self) -> None:
@@ -35,11 +35,11 @@ class Endpoint:
 
 
 def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
-    """Serves the figures of this process at `http://host:port/metrics` until what is returned is closed, or the process
-    ends. They are there from `install()` on.
+    """Serves the metrics of this process at `http://host:port/metrics` until the returned object is closed, or the
+    process ends. They are empty before `install()`.
 
-    `port`: 0 for any that is free. `host`: "0.0.0.0" has other machines ask, too; whoever reaches it may. PortInUse;
-    ConfigError where it cannot listen there; ExtraMissing without prometheus-client.
+    `port`: 0 for any free one. `host`: "0.0.0.0" serves other machines, too, without any check. PortInUse; ConfigError
+    where it cannot listen there; ExtraMissing without prometheus-client.
     """
     try:
         from prometheus_client import start_http_server

@@ -1,4 +1,4 @@
-"""What those who watch a process are told of one managed model, as plain values that are there already."""
+"""The facts of one managed model for `top` and metrics, as plain values that are known already."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from ...offload.governor.kv_read_plan import Streamed
 from ..batching import seams
 from ..measure.report import interval_of
 from ..prefix.store import PrefixStore
-from ..streaming.elastic import Elastic
+from ..streaming.model_residency import ModelResidency
 from ..weights.ranges import Weights
 
 
-def model_facts(model: nn.Module, elastic: Elastic, weights: Weights, prefixes: PrefixStore | None) -> dict[str, Any]:
-    """Keys: `name`, for readers; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without
-    device pages of their own), `interval`, `slots`, `why` it is so; `pages`, `host_pages` of weights; `copied`: bytes
-    of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
+def model_facts(
+    model: nn.Module, residency: ModelResidency, weights: Weights, prefixes: PrefixStore | None
+) -> dict[str, Any]:
+    """Keys: `name`; `path`, that it was loaded by, else its class; `layers`, `streamed` (those without device pages of
+    their own), `interval`, `slots`, `why` (the reason of that decision); `pages`, `host_pages` of weights; `copied`:
+    bytes of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
     `prefixes`; `latencies`: histograms in seconds."""
-    batched, last = seams.batched(model), dict(elastic.timings.last)
-    histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in elastic.timings.histograms().items()}
+    batched, last = seams.batched(model), dict(residency.timings.last)
+    histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in residency.timings.histograms().items()}
     if batched is not None:
         latencies = batched.latencies
         histograms |= {"ttft": latencies.ttft.to_dict(), "tpot": latencies.tpot.to_dict()}
     return {
-        "name": elastic.name,
+        "name": residency.name,
         "path": str(getattr(getattr(model, "config", None), "name_or_path", "")) or type(model).__name__,
-        "layers": len(elastic.plan.pages),
+        "layers": len(residency.plan.pages),
         "streamed": list(weights.away()),
-        "interval": interval_of(elastic.plan),
-        "slots": len(elastic.plan.slot_pages),
-        "why": "" if elastic.decision is None else elastic.decision.why,
+        "interval": interval_of(residency.plan),
+        "slots": len(residency.plan.slot_pages),
+        "why": "" if residency.decision is None else residency.decision.why,
         "pages": weights.pages,
         "host_pages": weights.backings.host_pages,
         "copied": weights.ring.copied,
         "seconds": {phase: measured.total for phase, measured in last.items()},
-        "slo": {"decode": elastic.tpot_slo, "prefill": elastic.ttft_slo},
-        "kv": [cache_facts(each) for each in elastic.caches()],
+        "slo": {"decode": residency.tpot_slo, "prefill": residency.ttft_slo},
+        "kv": [cache_facts(each) for each in residency.caches()],
         "prefixes": None if prefixes is None else prefix_facts(prefixes),
         "latencies": histograms,
     }
 
 
 def cache_facts(cache: Streamed) -> dict[str, Any]:
-    """How one KV cache is read: `way`, pages `away`, `slots`, bytes `copied`."""
+    """The facts of one KV cache: the `way` it is read, pages `away`, `slots`, bytes `copied`."""
     return {"way": str(cache.way), "away": cache.away, "slots": cache.slots, "copied": cache.copied}
 
 
 def prefix_facts(store: PrefixStore) -> dict[str, Any]:
-    """What is kept for prompts: `counts` of tokens, by where they were found; `hits`, `hit_rate`; `tokens`, `nbytes`
-    that are kept; `files`: [folder, bytes], None where there are none."""
+    """The facts of kept prefixes: `counts` of tokens, by where they were found; `hits`, `hit_rate`; kept `tokens` and
+    `nbytes`; `files`: [folder, bytes], None where there are none."""
     counts = asdict(store.counts)
     del counts["why_not"]
     saver = store.contents.saver
@@ -67,7 +69,7 @@ def prefix_facts(store: PrefixStore) -> dict[str, Any]:
 
 
 def with_names(models: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives models of one name or path others, so that each has its own: "llama", "llama (2)"."""
+    """Makes names and paths of models unique: "llama", "llama (2)"."""
     found = list[dict[str, Any]]()
     for each in models:
         for key in ("name", "path"):

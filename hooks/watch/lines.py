@@ -1,4 +1,4 @@
-"""What `top` says where there is no terminal: a line for each process, and one for each new decision."""
+"""The output of `top` without a terminal: a line for each process, and one for each new decision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .wording import decision, sections_of, title_of
 
 
 def lines_of(seen: SeenProcess) -> Iterator[str]:
-    """Yields what one look says: all that is shown but the bars, and the decisions that it brought."""
+    """Yields the lines of one look: all that is shown except bars, and its new decisions."""
     parts = [title_of(seen)]
     if seen.trouble:
         parts.append(seen.trouble)

@@ -17,11 +17,11 @@ from .wording import bar, sections_of, title_of
 
 
 class Watched:
-    """What `watch()` returns: a notebook shows it as tables, `print` as lines. Each look is a new one; `stop()` ends
-    what is live. `live`: does it change by itself?"""
+    """The result of `watch()`: a notebook shows it as tables, `print` as lines, each time by a new look. `stop()` ends
+    live updates. `live`: does it change by itself?"""
 
     def __init__(self, processes: WatchedProcesses, period: float, widget: Any = None) -> None:
-        """`widget`: an ipywidgets.HTML that is kept up to date; None: there is none."""
+        """`widget`: an ipywidgets.HTML to keep up to date, or None."""
         self._processes = processes
         self._period = period
         self._widget = widget
@@ -38,7 +38,7 @@ class Watched:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Changes no more. Idempotent."""
+        """Stops live updates. Idempotent."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
@@ -56,7 +56,7 @@ class Watched:
         return "".join(_shown(each) for each in self._processes.seen) or f"<p>{NOBODY}</p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """What a notebook shows: the widget, or a table of this moment."""
+        """Renders the widget, or a table of this moment, for a notebook."""
         if self._widget is not None:
             found: dict[str, Any] = self._widget._repr_mimebundle_()
             return found
@@ -68,11 +68,11 @@ class Watched:
 
 
 def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Watched:
-    """Shows who owns the pages, copies per second, layers that stream, KV by tier and the last decisions, of this
-    process and all others of this user that run ballonet, or of one.
+    """Shows pages by owner, copies per second, streamed layers, KV by tier and the last decisions, of this process and
+    all others of this user that run ballonet, or of one.
 
     `pid`: of that one; `every`: seconds between looks. With ipywidgets it is live until `stop()`; without, a table of
-    the moment in which it is shown. NoSuchProcess, NotPermitted, NotReachable where the one cannot be looked at.
+    the moment in which it is shown. NoSuchProcess, NotPermitted, NotReachable for a `pid` that cannot be looked at.
     """
     processes = WatchedProcesses(pid)
     processes.look()

@@ -1,4 +1,4 @@
-"""Ports that this process is to listen at: whether one is free, and what is wrong where it is not."""
+"""Checks whether a port is free to listen at, and words the error where it is not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...allocator.errors import ConfigError, PortInUse
 
 
 def check_free(host: str, port: int) -> None:
-    """Listens there for a moment, before anything else takes its time. PortInUse, ConfigError."""
+    """Listens at the port for a moment, before slow work begins. PortInUse, ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()
@@ -19,7 +19,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def refused(host: str, port: int, error: OSError) -> ConfigError:
-    """Returns what an error of listening there means, and what to do."""
+    """Returns the typed error for an OSError of listening there, with a remedy."""
     if error.errno == errno.EADDRINUSE:
         return PortInUse(host, port)
     why = str(error) if error.errno is None or isinstance(error, socket.gaierror) else os.strerror(error.errno)

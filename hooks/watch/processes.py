@@ -1,4 +1,4 @@
-"""The processes of this user that run ballonet, as they are seen from here: what each said last, and before that."""
+"""The processes of this user that run ballonet: the last two looks at each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SeenProcess:
         return self.pid, self.number
 
     def after(self, now: dict[str, Any], most: int) -> SeenProcess:
-        """The same with one look more, and so many decisions at most."""
+        """Returns this with one more look, and at most so many decisions."""
         return replace(self, now=now, before=self.now, decisions=last(self.decisions, now, most), trouble="")
 
 
@@ -71,14 +71,14 @@ class WatchedProcesses:
         self.seen: tuple[
             SeenProcess, ...
         ] = ()  # by pid, ascending, and of each its devices, in the order of their start
-        self.ended = False  # is the one gone?
+        self.ended = False  # has the process `pid` ended?
         self._folders = folders
         self._tuning = tuning
 
     def look(self) -> None:
-        """Looks at each. The first time NoSuchProcess, NotPermitted, NotReachable, ControlRefused where the one that is
-        wanted cannot be looked at; later it has `trouble`, or is `ended`. Of all, those that never answered are left
-        out."""
+        """Looks at each process. NoSuchProcess, NotPermitted, NotReachable, ControlRefused where `pid` cannot be looked
+        at the first time; later it has `trouble`, or is `ended`. Without a `pid`, processes that never answered are
+        left out."""
         found = list[SeenProcess]()
         for pid in self._pids():
             known = [each for each in self.seen if each.pid == pid]
@@ -96,13 +96,13 @@ class WatchedProcesses:
         self.seen = tuple(found)
 
     def _looked(self, pid: int, known: Sequence[SeenProcess]) -> list[SeenProcess]:
-        """Looks at all devices of a process, of which so much is `known`. Raises as `_ask`."""
+        """Looks at all devices of a process. `known`: earlier looks. Raises as `_ask`."""
         first = self._ask(pid, known[0].now["cursor"] if known else None)
         before, looks = {each.number: each for each in known}, [first]
         for number in first["devices"]:
             if number != first["device"]["number"]:
                 each = before.get(number)
-                with suppress(NotInstalled, ControlRefused):  # it was stopped in between
+                with suppress(NotInstalled, ControlRefused):  # the device was stopped in between
                     looks.append(self._ask(pid, None if each is None else each.now["cursor"], number))
         return [self._seen(pid, before.get(now["device"]["number"]), now) for now in looks]
 
@@ -127,8 +127,8 @@ class WatchedProcesses:
 
 
 def program_of(pid: int, read: Callable[[Path], bytes] = Path.read_bytes) -> str:
-    """What a process runs, in a word or two: its script, or `-m` and its module with the first argument. Other
-    arguments are not shown, as some are secret."""
+    """Names the program of a process: its script, or `-m` and its module with the first argument. Other arguments are
+    not shown, as some are secret."""
     try:
         words = [word.decode(errors="replace") for word in read(Path(f"/proc/{pid}/cmdline")).split(b"\0")[:-1]]
     except OSError:

@@ -1,4 +1,4 @@
-"""How fast something happens, from two looks at a process: pure arithmetic over their counters."""
+"""Rates from the counters of two looks at a process: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Look = Mapping[str, Any]
 
 
 def copy_rates(before: Look | None, after: Look) -> dict[str, float]:
-    """Returns bytes per second between the looks, by way; nothing where there is no time between them, or they are not
-    of one life of the device: a counter that fell was begun anew."""
+    """Returns bytes per second between the looks, by direction; empty where no time is between them, or a counter fell,
+    as the device was started anew."""
     if before is None or after["when"] <= before["when"]:
         return {}
     seconds = (after["when"] - before["when"]) / 1e9
@@ -19,5 +19,5 @@ def copy_rates(before: Look | None, after: Look) -> dict[str, float]:
 
 
 def plain_look(look: Look, before: Look | None) -> dict[str, Any]:
-    """Returns the look for scripts: with its `rates` in bytes per second, and without the cursor."""
+    """Returns a look for scripts, with its `rates` in bytes per second and without the cursor."""
     return {key: value for key, value in look.items() if key != "cursor"} | {"rates": copy_rates(before, look)}

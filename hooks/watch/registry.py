@@ -22,7 +22,7 @@ PLACES: Final = ("device", "peer", "host", "disk")  # where tokens of prompts ar
 
 
 class ProcessCollector(Collector):
-    """What a look says. Nothing before `install()`."""
+    """Collects the facts of a look; none before `install()`."""
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""
@@ -43,20 +43,19 @@ REGISTRY.register(ProcessCollector())
 
 
 class Addition(Collector):
-    """Figures that someone adds to the registry, from now until `close()`. Subclasses say in `collect` which, when they
-    are asked."""
+    """Further metrics in the registry, from construction until `close()`; subclasses implement `collect`."""
 
     def __init__(self) -> None:
         REGISTRY.register(self)
 
     def close(self) -> None:
-        """Takes them out of the registry. Idempotent."""
+        """Takes the metrics out of the registry. Idempotent."""
         with suppress(KeyError):
             REGISTRY.unregister(self)
 
 
 def text() -> bytes:
-    """All figures, as the page at `/metrics`."""
+    """Returns all metrics, as the page at `/metrics`."""
     return generate_latest(REGISTRY)
 
 

@@ -1,8 +1,8 @@
-"""`top` in a terminal: looks at processes in a thread, draws what they say, and does what keys ask.
+"""`top` in a terminal: a thread looks at processes, the main thread draws and handles keys.
 
-Note [Who waits for whom]
-    A process that hangs must not keep `q` from working. So one thread looks, another one asks for a budget, which may
-    take a minute, and the main one only draws and reads keys. Neither of the others is waited for at the end.
+Note [Three threads]
+    A process that hangs must not keep `q` from working. So one thread looks, another one changes budgets, which may
+    take a minute, and the main one only draws and reads keys. It does not wait for the others at the end.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .view import screen
 
 
 def usable(console: Console) -> bool:
-    """Can it be drawn on, and are there keys?"""
+    """Can the console be drawn on, and does it give keys?"""
     return console.is_terminal and not console.is_dumb_terminal and sys.stdin is not None and sys.stdin.isatty()
 
 
 class Top:
-    """One run of it. `processes` has been looked at once."""
+    """One run of `top`. `processes` has been looked at once."""
 
     def __init__(self, processes: WatchedProcesses, console: Console, period: float, tuning: Watching) -> None:
         """`period`: seconds between looks."""
@@ -46,13 +46,13 @@ class Top:
         self._tuning = tuning
         self._dialog = Dialog()
         self._chosen = processes.seen[0].key if processes.seen else None
-        self._answers: list[str] = []  # of changed budgets, that are not shown yet
+        self._answers: list[str] = []  # to changes of budgets, not shown yet
         self._looked = threading.Event()
         self._error: BaseException | None = None
         self._end = threading.Event()
 
     def run(self) -> None:
-        """Until the user has enough, or the one process has ended."""
+        """Runs until the user quits, or the one process has ended."""
         threading.Thread(target=self._look, name="ballonet-top", daemon=True).start()
         fd = sys.stdin.fileno()
         try:
@@ -71,11 +71,11 @@ class Top:
             self._console.print(f"process {self._processes.pid} has ended")
 
     def _step(self, fd: int) -> bool:
-        """Waits a moment for keys. Is there something new to draw?"""
+        """Waits a moment for keys. Returns whether there is something new to draw."""
         ready, _, _ = select.select([fd], [], [], self._tuning.keys)
         if ready:
             data = os.read(fd, 1024)
-            if not data:  # the terminal is gone
+            if not data:  # the terminal was closed
                 self._dialog = replace(self._dialog, done=True)
             for key in keys_of(data.decode(errors="replace")):
                 self._press(key)
@@ -102,7 +102,7 @@ class Top:
             threading.Thread(target=self._change, args=(act,), name="ballonet-budget", daemon=True).start()
 
     def _place(self) -> int:
-        """Returns the place of the chosen one among those that are seen; the first where it is gone."""
+        """Returns the place of the chosen process in the list; 0 where it has ended."""
         return next((at for at, each in enumerate(self._processes.seen) if each.key == self._chosen), 0)
 
     def _draw(self, live: Live) -> None:
@@ -129,7 +129,7 @@ class Top:
 
 @contextlib.contextmanager
 def _ended_well() -> Iterator[None]:
-    """SIGTERM leaves the terminal as it was, too."""
+    """A `with` block in which SIGTERM, too, leaves the terminal as it was."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -139,7 +139,7 @@ def _ended_well() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unbuffered(fd: int) -> Iterator[None]:
-    """Keys come one by one and are not echoed; afterwards the terminal is as before."""
+    """A `with` block in which keys come one by one and are not echoed; then the terminal is as before."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)

@@ -1,4 +1,4 @@
-"""Where KV lies, in bytes by tier, of one look at a process (allocator/looks.py)."""
+"""Bytes of KV by tier, from one look at a process (allocator/looks.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def kv_tiers(look: Mapping[str, Any]) -> dict[str, int]:
-    """Returns bytes on the `device`, the `peer` and the `host`, whole pages, and in files on `disk`: there all that the
-    folders of its models hold, of other processes too. Folders that models share count once."""
+    """Returns bytes on the `device`, the `peer` and the `host`, in whole pages, and on `disk`: all files in the folders
+    of its models, of other processes too. A shared folder counts once."""
     page = look["page_size"]
     peer = (look["peer_pages"] - look["peer_free"]) * page
     away = look.get("kv", {}).get("displaced", 0) * page

@@ -1,5 +1,4 @@
-"""What `top` shows in a terminal: a list of processes and their devices where there are several, and one of them in
-full."""
+"""The screen of `top` in a terminal: a list of processes and devices if there are several, and one of them in full."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CO
 def screen(
     seen: Sequence[SeenProcess], chosen: int, footer: str, tuning: Watching = DEFAULT.watching
 ) -> RenderableType:
-    """All of it. `chosen`: the place in `seen` of the one that is shown in full; `footer`: the last line."""
+    """Draws the whole screen. `chosen`: the place in `seen` of the process shown in full; `footer`: the last line."""
     parts: list[RenderableType] = [Text(footer, style="reverse")]
     if not seen:
         return Group(*parts, Text(NOBODY))
@@ -33,7 +32,7 @@ def screen(
 
 
 def process(seen: SeenProcess, tuning: Watching = DEFAULT.watching) -> RenderableType:
-    """One process in full."""
+    """Draws one process in full."""
     trouble = [Text(seen.trouble, style="red")] if seen.trouble else []
     return Group(Rule(Text(title_of(seen), style="bold"), align="left"), *trouble, *_sections(seen, tuning.bar))
 

@@ -1,4 +1,4 @@
-"""What is shown of a process, as rows of text: the same in a terminal, on plain lines and in a notebook."""
+"""The facts of a process as rows of text: the same in a terminal, on plain lines and in a notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Look = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """`part`: of 1, how much of a bar is full; None for no bar. `kind`: what the bar is of, for its colour."""
+    """A row of text. `part`: how full its bar is, of 1; None for no bar. `kind`: of the bar, for its colour."""
 
     name: str
     text: str
@@ -30,13 +30,13 @@ class Section(NamedTuple):
 
 
 def title_of(seen: SeenProcess) -> str:
-    """Which process, on what, and its budget."""
+    """Names the process, its device and its budget."""
     parts = [f"process {seen.pid}", seen.program, device_of(seen), f"budget {format_size(seen.now['budget'])}"]
     return " · ".join(filter(None, parts))
 
 
 def device_of(seen: SeenProcess) -> str:
-    """Which device: its number is told where its process has several."""
+    """Names the device, with its number where the process has several."""
     device = seen.now["device"]
     if device["kind"] == "cuda":
         return f"GPU {device['ordinal']}"
@@ -44,7 +44,7 @@ def device_of(seen: SeenProcess) -> str:
 
 
 def sections_of(seen: SeenProcess) -> list[Section]:
-    """All that is shown."""
+    """Returns all sections of a process."""
     now = seen.now
     return [
         Section("pages", list(_owners(now))),
@@ -56,7 +56,7 @@ def sections_of(seen: SeenProcess) -> list[Section]:
 
 
 def decision(event: Mapping[str, Any], now: Look) -> tuple[str, str]:
-    """(when, what and why)."""
+    """Words an event as (when, what and why)."""
     age = format_age((now["when"] - event["when"]) / 1e9)
     what = f"{event['pages']:,} pages ({format_size(event['pages'] * now['page_size'])})"
     whose = f" of {event['what']}" if event["what"] else ""
@@ -67,7 +67,7 @@ def decision(event: Mapping[str, Any], now: Look) -> tuple[str, str]:
 
 
 def format_age(seconds: float) -> str:
-    """In whole units: "3 s", "5 min", "2 h"."""
+    """Formats seconds in whole units: "3 s", "5 min", "2 h"."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -75,7 +75,7 @@ def format_age(seconds: float) -> str:
 
 
 def bar(part: float, columns: int) -> str:
-    """Blocks for a part of 1, of as many columns; what is more than nothing has one at least."""
+    """Draws a bar for a part of 1 on so many columns; any part above 0 has one block at least."""
     full = min(columns, round(part * columns))
     full = 1 if part > 0 and not full else full
     return "█" * full + "░" * (columns - full)

@@ -1,9 +1,10 @@
-"""Where the weights of one model lie beside their ranges: host pages and files, by the address of the range.
+"""The backings of one model's weights beside their ranges: host pages and files, by the address of the range.
 
 Note [Which backing]
-    A resident layer has a backing without pages: the addresses where its weights go when it gives its own. Where all
-    of a range lies in weights files byte for byte, of a model that was just loaded and that nobody has seen yet, its
-    backing is those files, and no second copy is in memory until somebody looks. All others have host pages.
+    A resident layer has a backing without pages: the addresses to which its weights go when its pages are taken. Where
+    all of a range lies in weights files byte for byte, and the model was just loaded and not handed out yet, its
+    backing is those files, and there is no second copy in memory until the weights are read. All others have host
+    pages.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
 
 
 class WeightBackings:
-    """The backings of one model's ranges, and what moves bytes to and from them. A range has one in use, and may have
-    another that is ready. See Note [Which backing]."""
+    """The backings of one model's ranges, and the movers of bytes to and from them. A range has one backing in use, and
+    may have another that is ready. See Note [Which backing]."""
 
     def __init__(self, device: Device) -> None:
         self.files = FileBackings(device)
-        # Have the bytes of layers that are to be dropped at once, and are not shown to the core.
+        # These hold the bytes of layers that may be dropped at once; the core does not know them.
         self.ready: dict[int, Backing] = {}
         self._device = device
-        self._group = device.group()  # no lease keeps backings where they are
+        self._group = device.group()  # never leased: backings may move at any time
         self._movers: dict[int, Mover] = {}
         self._moving = threading.Lock()
         self._blank: Range | None = None  # a page, see backing.py, Note [File backings]
@@ -56,20 +57,20 @@ class WeightBackings:
         return [*(mover.backing for mover in list(self._movers.values())), *list(self.ready.values())]
 
     def mover(self, opened: Range) -> Mover:
-        """What moves the range: as it was made, or a new one where its backing was closed."""
+        """Returns the range's mover, a new one where its backing was closed."""
         found = self._movers.get(opened.address)
         return self.make(opened) if found is None or found.backing.closed else found
 
     def make(self, opened: Range, file: FileBacking | None = None) -> Mover:
-        """Makes what moves the range, to a backing that has no pages or lies in `file`."""
+        """Makes the range's mover, to a backing that has no pages or lies in `file`."""
         made = Mover(self._device, opened, self.new(opened, file), self._moving)
         before = self._movers.get(opened.address)
         if before is not None and before.backing.closed:
             self._movers.pop(opened.address, None)
-        return self._movers.setdefault(opened.address, made)  # another thread may have been here
+        return self._movers.setdefault(opened.address, made)  # another thread may have made one
 
     def new(self, opened: Range, file: FileBacking | None = None) -> Backing:
-        """A backing for a range beside the one that it has."""
+        """Makes a further backing for a range."""
         if file is not None and self._blank is None:
             blank = self._device.reserve(self._device.page_size, "weights", self._group)
             (blank.map_host if self._device.host_pages else blank.map)(0, 1)
@@ -87,7 +88,7 @@ class WeightBackings:
     def in_files(
         self, layout: Layout, found: Sequence[TensorSpan], streamed: Collection[int], known: Files
     ) -> dict[int, FileBacking]:
-        """By layer, of those that stream: what has all of their ranges. WeightsFileChanged."""
+        """Returns the file backings of layers that stream, by layer, where files hold all of it. WeightsFileChanged."""
         ranges = [each for each in layout.ranges if each.layer in streamed]
         lying = {each.layer: [(at.offset, found[at.block.key]) for at in each.placements] for each in ranges}
         twins = {layer: self._file(at, known) for layer, at in lying.items() if layer is not None}
@@ -98,8 +99,8 @@ class WeightBackings:
         return self._file([(span.start - opened.address, span) for span in found], files)
 
     def _file(self, at: Iterable[tuple[int, TensorSpan]], files: Files) -> FileBacking | None:
-        """Returns the file twin of a range in which these spans lie; None where not all of them are in files that can
-        be registered, or nobody says what lies there."""
+        """Returns the file backing of a range in which these spans lie; None where not all of them are in files that
+        can be registered, or their place there is unknown."""
         places: list[Place] = []
         for offset, span in at:
             found = _in_file(span, files)
@@ -110,8 +111,8 @@ class WeightBackings:
         return twin if twin is not None and twin.registered else None
 
     def leaving(self, ranges: Sequence[Range]) -> Guarded[None]:
-        """Within it these ranges leave to backings that are ready; those of ranges that have not left are set aside
-        again at the end. Nothing of them is taken meanwhile."""
+        """A `with` block in which these ranges leave to backings that are ready. At the end backings of ranges that
+        have not left are ready again. No page of them is taken meanwhile."""
 
         def begin() -> None:
             for opened in ranges:
@@ -132,8 +133,7 @@ class WeightBackings:
         return guarded(begin, end)
 
     def set_aside(self, ranges: Iterable[Range]) -> None:
-        """Notes that the ranges are resident again: what they were copied from is ready for the next time, if it was
-        before."""
+        """Notes that the ranges are resident again: their backings are ready for the next time, if they were before."""
         for opened in ranges:
             if (mover := self._movers.get(opened.address)) is not None and not is_away(opened):
                 if mover.backing.sums:
@@ -143,7 +143,7 @@ class WeightBackings:
                 del self._movers[opened.address]
 
     def forget_ready(self, ranges: Iterable[Range]) -> None:
-        """What was ready of them is not what it is, or not needed."""
+        """Drops their ready backings, which are out of date or not needed."""
         for opened in ranges:
             if (backing := self.ready.pop(opened.address, None)) is not None:
                 backing.drop()
@@ -151,36 +151,36 @@ class WeightBackings:
         self.files.keep(self.in_use())
 
     def trim(self, opened: Range) -> None:
-        """Gives up what backs pieces that no tensor lies on any more."""
+        """Frees the backing of pieces that no tensor lies on any more."""
         if opened.address in self._movers:
             self._movers[opened.address].backing.trim(live(opened, 0, opened.pieces))
 
     def drop(self, address: int) -> None:
-        """Closes those of a range. Pages that tensors still show stay until those are gone."""
+        """Closes the backings of a range. Pages under live tensors stay until those are freed."""
         if (mover := self._movers.pop(address, None)) is not None:
             mover.backing.close()
         if (ready := self.ready.pop(address, None)) is not None:
             ready.close()
 
     def close(self) -> None:
-        """All ranges are gone."""
+        """Closes all backings; the ranges are closed already."""
         self._blank = None
         self.files.close()
 
 
 def is_away(opened: Range) -> bool:
-    """Do its addresses lead to pages of another range?"""
+    """Do the range's addresses lead to pages of another range?"""
     return any(opened.backing(first) == "alias" for first, _ in live(opened, 0, opened.pieces)[:1])
 
 
 def _in_file(span: TensorSpan, files: Files) -> FileSpan | None:
-    """Returns the span's bytes in a file, None where they do not lie there as they lie in memory."""
+    """Returns the span's bytes in a file, None where the file does not hold them in the order of memory."""
     found: FileSpan | None = None
     for tensor in sorted(span.tensors, key=lambda tensor: tensor.data_ptr()):
         of_tensor = files.get(id(tensor))
         if of_tensor is None:
             return None
-        start = of_tensor.start - (tensor.data_ptr() - span.start)  # of the span, in the file
+        start = of_tensor.start - (tensor.data_ptr() - span.start)  # the span's first byte in the file
         end = of_tensor.start + of_tensor.nbytes
         if found is None:
             found = FileSpan(of_tensor.file, start, end - start)

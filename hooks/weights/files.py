@@ -1,8 +1,8 @@
 """Which weights of a model lie in the files they were loaded from, byte for byte.
 
-Names say where to look, bytes decide: transformers may rename, convert or merge weights while it loads them, and anyone
-may have changed them since. A tensor that was not loaded from a file of safetensors on this machine, or is not what
-that file holds, is left out with the reason.
+Names say where to look, bytes decide: transformers may rename, convert or merge weights while it loads them, and they
+may have been changed since. A tensor that was not loaded from a safetensors file on this machine, or does not equal the
+file's bytes, is left out with the reason.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Found:
 
 
 def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
-    """Looks for every parameter and buffer of `model`, and compares what is found with the file. `wanted`: ids of the
-    only tensors to look for.
+    """Looks for every parameter and buffer of `model` in its files, and compares the bytes. `wanted`: ids of the only
+    tensors to look for.
 
     Reads the files once, and on a GPU sends them there to be compared; nothing comes back. WeightsFileChanged where a
     file changes meanwhile.
@@ -79,8 +79,8 @@ def compared(
     memory: BinaryIO,
     told: Callable[[], object] = lambda: None,
 ) -> FileSpan | str:
-    """Where the tensor lies of these, byte for byte; else why nowhere. `memory`, `told`: as for `same`.
-    WeightsFileChanged."""
+    """Returns which of the possible places equals the tensor byte for byte, else the reason why none does. `memory`,
+    `told`: as for `same`. WeightsFileChanged."""
     if not has_bytes(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return "its memory is not laid out as in the file"
     if not (alike := [span for entry, span in possible if _alike(tensor, entry)]):
@@ -90,13 +90,13 @@ def compared(
 
 
 def possible_places(model: nn.Module) -> dict[int, list[tuple[TensorEntry, FileSpan]]]:
-    """By the id of a parameter or buffer: what the files hold that the model was loaded from, as far as they can be
-    told, under any name that it was loaded by. Nothing is compared; every module is asked for what it holds."""
+    """Returns, by the id of a parameter or buffer, its entries in the files that the model was loaded from, as far as
+    those are known, under any name that it was loaded by. Compares no bytes, but reads every module's tensors."""
     return candidates(model, _files(model)[0])
 
 
 def candidates(model: nn.Module, files: list[WeightsFile]) -> dict[int, list[tuple[TensorEntry, FileSpan]]]:
-    """By the id of a parameter or buffer: what the files hold under any name that it was loaded by."""
+    """Returns, by the id of a parameter or buffer, its entries in `files` under any name that it was loaded by."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     found: dict[int, list[tuple[TensorEntry, FileSpan]]] = {}
@@ -107,7 +107,7 @@ def candidates(model: nn.Module, files: list[WeightsFile]) -> dict[int, list[tup
 
 
 def _files(model: nn.Module) -> tuple[list[WeightsFile], str]:
-    """The files that `from_pretrained` reads, and why one of them cannot be used, else empty."""
+    """Returns the files that `from_pretrained` reads, and the reason why one cannot be used, else empty."""
     folder = checkpoint_folder(model)
     opened, broken = [], ""
     for path in () if folder is None else _paths(folder):
@@ -134,8 +134,8 @@ def _alike(tensor: torch.Tensor, entry: TensorEntry) -> bool:
 
 
 def finder(model: weakref.ref[nn.Module]) -> Callable[[Set[int]], dict[int, FileSpan]]:
-    """Where tensors of the model lie in files, by their ids, of those whose ids are asked for: told by address where
-    they are views of a file, else looked for and compared."""
+    """Returns a function from ids of tensors to their places in files: known from the address for views of a file, else
+    looked for and compared."""
 
     def find_them(ids: Set[int]) -> dict[int, FileSpan]:
         alive = model()

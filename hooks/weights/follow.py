@@ -1,23 +1,24 @@
-"""Follows a managed model through its changes: what is new in it is moved into ranges before it is used again.
+"""Follows a managed model through its changes: moves new tensors into ranges before they are used again.
 
 Note [A model that changes]
     Nothing is intercepted. `half()`, `load_state_dict(assign=True)`, `resize_token_embeddings`, an adapter: torch puts
-    what is new where it puts everything, and the pages of what is replaced go with its tensors (ranges.py, Note [Whose
-    pages they are]). At the next outermost forward, if no other thread runs one, the model is looked through: tensors
+    new tensors into its own memory, and the pages of replaced tensors go with those (ranges.py, Note [Whose pages they
+    are]). At the next outermost forward, if no other thread runs one, all of the model's tensors are looked at: those
     outside of the ranges are moved into new ones, addresses of the others stay, and the decoder layers are found anew.
-    What does not fit, or lies on another device, is used where it is, and `left` says why.
+    A tensor that does not fit, or lies on another device, is used where it is, and `left` says why.
 
 Note [Noticing a change]
-    must cost nothing per parameter and forward. There are three signs: a tensor over the ranges is gone (counted by the
-    core), a parameter, buffer or module is registered in a module of the model (torch's global registration hooks), and
-    a list of decoder layers has another length (`ModuleList.insert` registers nothing). Memory that is replaced while
-    someone holds the old (`weight.data = x` beside a view of it) shows none of them: it is moved with the next sign.
+    A check for changes must cost nothing per parameter and forward. There are three signs: a tensor over the ranges was
+    freed (counted by the core), a parameter, buffer or module was registered in a module of the model (torch's global
+    registration hooks), or a list of decoder layers has another length (`ModuleList.insert` registers nothing). Memory
+    that is replaced while the old is still referred to (`weight.data = x` beside a view of it) shows none of them; it
+    is moved with the next sign.
 
 Note [Left for good]
-    What could have been moved at one look and was not stays until it is replaced: a CUDA graph may have been captured
-    with its address meanwhile. For the same reason nothing is moved while one is being captured, and everything that is
-    outside of the ranges then stays there. And what is replaced again and again, as by a module that assigns a buffer
-    in its forward, stays where it is once it was moved some times.
+    A tensor that could have been moved at one look and was not stays outside until it is replaced: a CUDA graph may
+    have been captured with its address meanwhile. For the same reason nothing is moved during a capture, and tensors
+    that are outside of the ranges then stay there. A tensor that is replaced again and again, as by a module that
+    assigns a buffer in its forward, stays outside after a number of moves.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ...allocator.errors import BallonetError, ManageError
 from ...allocator.patches import Seam, Undo
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
-from . import room
+from . import capacity
 from .backings import Files
 from .layers import decoder_layers, layer_lists
 from .moving import tenants_of
@@ -61,7 +62,7 @@ class WeightsFollower:
         self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
         self._unpinned = 0
         self.registered = False
-        self._settled: dict[int, str] = {}  # address of what was left for good -> why
+        self._settled: dict[int, str] = {}  # address of a tensor left for good -> why
         self._moved: Counter[str] = Counter()
 
     def adopt(
@@ -73,8 +74,8 @@ class WeightsFollower:
     ) -> Plan:
         """Moves every parameter and buffer of `model` into ranges, all or none, and follows it until `close()`.
 
-        `rule`: which of its decoder layers stream. `files`: what lies in files, where the model was just loaded from
-        some, and may be on the CPU; `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
+        `rule`: which of its decoder layers stream. `files`: tensors that lie in files, for a model that was just loaded
+        and may be on the CPU. `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
         BudgetError, torch.OutOfMemoryError, WeightsFileChanged, DriverError.
         """
         refuse_what_moves_weights(model)
@@ -85,7 +86,7 @@ class WeightsFollower:
         found = survey(_without(shared, all_members), device, from_host=files is not None)
         if found.refused is not None:
             raise found.refused
-        working = room.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
+        working = capacity.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
         plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
@@ -94,7 +95,7 @@ class WeightsFollower:
 
     @property
     def pending(self) -> bool:
-        """Is there to be a look at the model? See Note [Noticing a change], Note [Left for good]."""
+        """May the model have changed? See Note [Noticing a change], Note [Left for good]."""
         if self.registered or self._weights.group.unpinned != self._unpinned or (self._cuda and _capturing()):
             return True
         for reference, length in self._lists:
@@ -104,7 +105,7 @@ class WeightsFollower:
         return False
 
     def catch_up(self, model: nn.Module) -> None:
-        """Moves what is new into ranges, as far as it can be; nothing else may use the model meanwhile."""
+        """Moves new tensors into ranges, as far as they can be moved; no other thread may use the model meanwhile."""
         layers = decoder_layers(model)
         self._remember(model)
         found = members(model, layers)
@@ -113,11 +114,11 @@ class WeightsFollower:
         self._weights.sort(tenants_of(self._weights.all_ranges(), found))
 
     def close(self) -> None:
-        """Follows the model no more. Again: does nothing."""
+        """Stops following the model. Idempotent."""
         _followers.remove(id(self))
 
     def _remember(self, model: nn.Module) -> None:
-        """First of all, so that what changes during a look is seen at the next one."""
+        """Notes the model's present state. Called before a look, so that a change during it is noticed."""
         self._unpinned = self._weights.group.unpinned
         self.registered = False
         self.parts = {id(module) for module in model.modules()}
@@ -131,7 +132,7 @@ class WeightsFollower:
             found = survey(_without(shared, new), torch_device(self._weights.device))
         except ManageError as error:
             self.left = dict.fromkeys(names.values(), str(error))
-            self.registered = True  # nothing may show that it is no longer so
+            self.registered = True  # the end of that refusal may leave no sign
             return
         reasons = [self._reason_to_leave(span, names) for span in found.spans]
         chosen = [span for span, reason in zip(found.spans, reasons, strict=True) if reason is None]
@@ -146,7 +147,7 @@ class WeightsFollower:
                     _still(layers),
                 )
         except (BallonetError, torch.OutOfMemoryError) as error:
-            # Undone, which let go of what had been moved and may have put the tensors elsewhere.
+            # The move was undone, which freed the ranges and may have given the tensors other memory.
             self._unpinned = self._weights.group.unpinned
             stay += [(next(spans(span.tensors, {})), str(error)) for span in chosen]
         else:
@@ -156,14 +157,14 @@ class WeightsFollower:
         self.left |= {names[id(tensor)]: reason for span, reason in stay for tensor in span.tensors}
 
     def _of_others(self, found: Sequence[TensorMember]) -> dict[int, str]:
-        """id -> name of those that another managed model has brought into its ranges, and may be using now."""
+        """Returns, id -> name, the tensors that lie in another managed model's ranges, and may be in use."""
         others = [
             each for follower in _followers.users if follower is not self for each in follower._weights.all_ranges()
         ]
         return {id(member.tensor): member.name for member, _ in tenants_of(others, found)}
 
     def _reason_to_leave(self, span: TensorSpan, names: Mapping[int, str]) -> str | None:
-        """See Note [Left for good]."""
+        """Returns why the span is not moved, None where it is: see Note [Left for good]."""
         if span.start in self._settled:
             return self._settled[span.start]
         if self._cuda and _capturing():
@@ -175,7 +176,7 @@ class WeightsFollower:
 
 
 def _still(layers: Sequence[nn.Module]) -> set[int]:
-    """Returns the layers that must stay resident: what can have no hooks."""
+    """Returns the layers that must stay resident, as they cannot have hooks."""
     return {index for index, layer in enumerate(layers) if isinstance(layer, torch.jit.ScriptModule)}
 
 
@@ -193,13 +194,13 @@ _followers: Final = Seam[WeightsFollower](_listen)  # by id
 
 
 def _registered(module: nn.Module, *_: Any) -> None:
-    # Models make lists of their layers in each forward: that of another's module is to cost nothing.
+    # Models make lists of their layers in each forward: modules of other models must cost nothing.
     for follower in _followers.users:
         if id(module) in follower.parts:
             follower.registered = True
 
 
 def _buffer_registered(module: nn.Module, name: str, *_: Any) -> None:
-    """Modules assign buffers as they run: one that was there before is noticed by what it replaces."""
+    """Notes a new buffer. One that is assigned again, as modules do while they run, is noticed by the freed tensor."""
     if name not in module._buffers:
         _registered(module)

@@ -1,4 +1,4 @@
-"""The decoder layers of a model: what is hooked, streamed and moved one at a time."""
+"""The decoder layers of a model, which are hooked, streamed and moved one at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The decoder layers of `model` in order, each once; empty where it says nothing of having any."""
+    """The decoder layers of `model` in order, each once; empty where its configuration names none."""
     return tuple(dict.fromkeys(layer for each in layer_lists(model) for layer in each))
 
 
 def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     """The ModuleLists that hold the decoder layers of `model`, in order.
 
-    They are the outermost ones as long as the configuration's `num_hidden_layers` (of its text part in a multimodal
-    model): those whose children the model names in `_no_split_modules` where there are such, else all of them. Where
-    none is as long, layers were added or taken out since: then those of any length whose children are all named. A
-    module that has no such configuration may contain modules that do.
+    The outermost ones whose length is the configuration's `num_hidden_layers` (of the text part of a multimodal model):
+    those whose children the model names in `_no_split_modules` if there are such, else all of them. If none has that
+    length, as layers were added or removed, those of any length whose children are all named. A module without such a
+    configuration may contain modules with one.
     """
     return _lists_of(model) or [each for child in model.children() for each in layer_lists(child)]
 
@@ -45,7 +45,7 @@ def _lists_of(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _only_of(lists: Iterable[nn.ModuleList], named: set[str]) -> list[nn.ModuleList]:
-    """Returns the modules that hold something, and nothing but modules of the classes that are named."""
+    """Returns the lists that are not empty and hold only modules of the named classes."""
     return [each for each in lists if len(each) and all(type(child).__name__ in named for child in each)]
 
 
@@ -57,7 +57,7 @@ def text_config(model: nn.Module) -> object:
 
 
 def _outermost_lists(module: nn.Module, length: int | None) -> Iterable[nn.ModuleList]:
-    """Outermost among those of that length; None: of any."""
+    """Returns the outermost lists of that length; None: of any length."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) and length in (None, len(child)):
             yield child

@@ -1,11 +1,11 @@
 """Which tensors of a model are views of the files that they were loaded from, told by their addresses.
 
 Note [Views of a file]
-    transformers maps the files of a model and hands out views of them, on the CPU and for as long as nothing has to be
-    converted. What lies at an address of the mapping is what the file holds at that place, whatever it is called by
-    then: a renamed weight, one of two names, a part of a fused one. No byte of it is read to find that out. The mapping
-    is private, so that whoever wrote to it has pages of his own (the kernel counts them): what lies in such a mapping
-    is compared with the file, and what differs is not what the file holds.
+    transformers maps the files of a model and hands out views of them, on the CPU and as long as nothing has to be
+    converted. The address in the mapping says where in the file a tensor's bytes lie, whatever its name is by then: a
+    renamed weight, one of two names, a part of a fused one. No byte is read to find that out. The mapping is private,
+    so a page that was written to belongs to the process (the kernel counts them): tensors on such a mapping are
+    compared with the file, and those that differ are not views of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mapped:
 
 
 def mapped(text: str) -> list[Mapped]:
-    """The mapped files in a text like /proc/self/maps, by address. What the kernel has cut in pieces is one again."""
+    """The mapped files in a text like /proc/self/maps, by address; joins mappings that the kernel has split."""
     found: list[Mapped] = []
     for line in _LINE.finditer(text):
         first, end, offset, path = int(line[1], 16), int(line[2], 16), int(line[3], 16), line[4].replace("\\012", "\n")
@@ -57,10 +57,10 @@ def mapped(text: str) -> list[Mapped]:
 
 
 def file_spans(found: Iterable[TensorMember]) -> dict[int, FileSpan]:
-    """By the id of a tensor: its bytes in the safetensors file that it is a view of. Others are not listed.
+    """Returns, by the id of a tensor, its bytes in the safetensors file that it is a view of. Other tensors are left
+    out, as are those that do not use every byte between their first and last.
 
-    Those listed use every byte of theirs, in whatever order. WeightsFileChanged where a file is not what was mapped, so
-    that what is mapped must not be touched.
+    WeightsFileChanged where a file is not the mapped one any more, so that the mapping must not be touched.
     """
     maps = mapped(Path("/proc/self/maps").read_text())
     views: dict[Mapped, list[torch.Tensor]] = {}
@@ -83,7 +83,7 @@ def file_spans(found: Iterable[TensorMember]) -> dict[int, FileSpan]:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Does it use every byte from its first to its last, as they are?"""
+    """Does the tensor use every byte from its first to its last, with no conjugation or negation?"""
     reached = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -99,14 +99,14 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _opened(place: Mapped, tensors: Iterable[torch.Tensor], memory: BinaryIO) -> WeightsFile | None:
-    """The file that is mapped, None where it is none of safetensors, or cannot be found any more: then what is mapped
-    stays as it is. WeightsFileChanged."""
+    """Opens the mapped file; None where it is no safetensors file, or was removed, so that the mapping cannot change.
+    WeightsFileChanged."""
     try:
         length = int.from_bytes(os.pread(memory.fileno(), 8, place.first), "little")
         if place.offset or not 2 <= length <= min(LONGEST_HEADER, place.end - place.first - 8):
             return None
         header = os.pread(memory.fileno(), 8 + length, place.first)
-    except OSError as error:  # there is nothing behind it any more
+    except OSError as error:  # the file was cut short
         raise _changed(place.path, "became shorter") from error
     if not header[8:].startswith(b"{") or not os.path.exists(place.path):
         return None
@@ -124,7 +124,7 @@ def _changed(path: str, what: str) -> WeightsFileChanged:
 
 
 def _may_be_written(tensor: torch.Tensor) -> bool:
-    """Are there pages under it that are not the file's any more? True where the kernel does not tell."""
+    """Were pages under the tensor written to, so that they are not the file's? True where the kernel does not tell."""
     first = tensor.data_ptr() // _PAGE
     pages = -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE) - first
     try:
@@ -144,8 +144,8 @@ def same(
     told: Callable[[], object] = lambda: None,
     most: int = DEFAULT.files.compared,
 ) -> bool:
-    """Does the file hold what the tensor holds, byte for byte? `memory`: /proc/self/mem; `told`: is called after each
-    `most` bytes. WeightsFileChanged.
+    """Does the tensor equal the file, byte for byte? `memory`: /proc/self/mem. `told` is called after each `most`
+    bytes. WeightsFileChanged.
 
     On the CPU a tensor may itself be a view of the mapped file, so its bytes are read without touching them, too.
     """
@@ -156,7 +156,7 @@ def same(
         if flat.device.type == "cpu":
             try:
                 equal = data == os.pread(memory.fileno(), nbytes, flat.data_ptr() + first)
-            except OSError:  # there is nothing behind it any more
+            except OSError:  # the file was cut short
                 equal = False
         else:
             sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(flat.device)

@@ -2,10 +2,10 @@
 
 Note [Moving a model]
     A tensor keeps its identity, its names, its gradient and its hooks, and `tensor.data` is pointed at other bytes, as
-    `Module.to` does. A model moves step by step (a layer, or one block of no layer): map the pages, copy, swap, let go
-    of the source, and give the source's pages back before the next step, so that no more than one step exists twice
-    even where the sources lie in the same pool. A step that fails has changed nothing, and those before it are undone
-    in reverse. Moving out is the same with the sides exchanged.
+    `Module.to` does. A model moves step by step (a layer, or one block of no layer): map the pages, copy, swap, free
+    the source, and give the source's pages back before the next step, so that at most one step exists twice even where
+    the sources lie in the same pool. A step that fails changes nothing, and those before it are undone in reverse.
+    Moving out is the same with the sides exchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .storages import TensorMember, TensorSpan, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
 
-Step = list[tuple[Range, int, TensorSpan]]  # (range, offset in it, what lies or goes there), moved together
+Step = list[tuple[Range, int, TensorSpan]]  # (range, offset in it, span to move there or from there), moved together
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def run(device: Device, steps: Iterable[Step], do: Callable[[Step], None], undo: Callable[[Step], None]) -> None:
-    """All steps or none. torch.OutOfMemoryError, and what `do` raises. See Note [Moving a model]."""
+    """Runs all steps or none. torch.OutOfMemoryError, and errors of `do`. See Note [Moving a model]."""
     done: list[Step] = []
     try:
         for step in steps:
             do(step)
             done.append(step)
-            # The pages of what was let go of are room for the next step, once the copies from them are done.
+            # The freed source's pages serve the next step once the copies from them are done.
             device.trim()
             device.reap(wait=True)
     except BaseException as error:
@@ -53,13 +53,13 @@ def run(device: Device, steps: Iterable[Step], do: Callable[[Step], None], undo:
 
 
 def flat_over(opened: Range, offset: int, nbytes: int) -> torch.Tensor:
-    """uint8[nbytes] over what is mapped of the range at `offset`."""
+    """Makes a uint8[nbytes] over mapped pages of the range, at `offset`."""
     flat: torch.Tensor = from_dlpack(opened.tensor(offset, (nbytes,), (1,), *_UINT8))
     return flat
 
 
 class MoveIn:
-    """Steps from wherever a model's tensors are into ranges."""
+    """Steps that move a model's tensors into ranges."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class MoveIn:
         progress: Callable[[int], object],
         read: int = DEFAULT.files.read,
     ) -> None:
-        """`back(range, first, count)` puts pages behind pieces and says whether they are to be filled. `known`: id of a
-        tensor whose bytes are read from a file, and not from its memory -> those bytes. `progress` is told the bytes of
-        each step; `read`: as many are read at once from a file that cannot be copied from."""
+        """`back(range, first, count)` maps pages to pieces and returns whether they are to be filled. `known`: id of a
+        tensor whose bytes are read from a file, not from its memory -> those bytes. `progress` is called with the bytes
+        of each step. `read`: bytes read at once from a file that cannot be copied from."""
         self._back = back
         self._note = note
         self._known = known
         self._loader = loader
         self._progress = progress
         self._read = read
-        self._before: dict[int, torch.Tensor] = {}  # id of a tensor in a file -> what it was: no memory of its own
+        self._before: dict[int, torch.Tensor] = {}  # id of a tensor in a file -> its old view of that file
 
     def do(self, step: Step) -> None:
         page = step[0][0].nbytes // step[0][0].pieces
@@ -97,11 +97,11 @@ class MoveIn:
                         self._before[id(tensor)] = tensor.data
                 pairs.extend(zip(span.tensors, span.over(flat), strict=True))
                 del flat
-        self._loader.wait(but=running)  # what the step before it copied is there
+        self._loader.wait(but=running)  # the step before this one is copied
         self._progress(sum(span.nbytes for _, _, span in step))
 
     def undo(self, step: Step, out: Callable[[Step], None]) -> None:
-        """`out` takes a step to torch's memory."""
+        """Undoes a step. `out` moves its tensors to torch's memory."""
         with suppress(DriverError, WeightsFileChanged):
             self._loader.wait()
         from_files = [each for each in step if all(id(tensor) in self._before for tensor in each[2].tensors)]
@@ -127,7 +127,7 @@ class MoveIn:
 
 
 def out(device: Device, step: Step, note: Callable[[int, int, bool], None]) -> None:
-    """The tensors of a step go to torch's memory."""
+    """Moves the tensors of a step to torch's memory."""
     with swapping() as pairs:
         for _, _, span in step:
             note(span.start, span.nbytes, False)
@@ -159,28 +159,29 @@ def tenants_of(ranges: Iterable[Range], found: Iterable[TensorMember]) -> list[t
 
 
 def swapping() -> Guarded[Pairs]:
-    """At the end points each tensor that was listed at the bytes of the other, all or none, whatever interrupts it.
+    """Yields a list of pairs; at the end each first tensor gets the memory of the second, all or none, whatever
+    interrupts it.
 
-    The lists are emptied in any case: a traceback that someone keeps must not keep the memory of what failed.
+    The list is emptied in any case: a traceback must not keep the memory of a failed move.
     """
     pairs: Pairs = []
     before: Pairs = []
 
     def end(failed: bool) -> None:
-        if failed or before:  # something came between when this was called before: it is called again
+        if failed or before:  # repeats an interrupted call
             for tensor, old in before:
                 tensor.data = old
         else:
             for tensor, new in pairs:
                 _exchange(tensor, new, before)
-        pairs[:] = ()  # no interrupt comes between assignments: all is done, or done again
+        pairs[:] = ()  # one assignment: after an interrupt this runs again
         before[:] = ()
 
     return guarded(lambda: pairs, end)
 
 
 def _exchange(tensor: torch.Tensor, new: torch.Tensor, before: Pairs) -> None:
-    """Gives the tensor the memory of the other; notes what it had. ManageError where its class does not allow."""
+    """Gives the tensor the memory of the other and notes its old memory. ManageError where its class forbids that."""
     try:
         before.append((tensor, tensor.data))
         tensor.data = new
@@ -193,7 +194,7 @@ def _exchange(tensor: torch.Tensor, new: torch.Tensor, before: Pairs) -> None:
 
 @contextmanager
 def _noted(error: BaseException) -> Iterator[None]:
-    """Undoing after `error`: should that fail too, `error` is still what is raised, and says so."""
+    """A `with` block for undoing after `error`: if undoing fails too, `error` is still raised, with a note of that."""
     try:
         yield
     except Exception as second:

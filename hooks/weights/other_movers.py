@@ -1,4 +1,4 @@
-"""Models whose weights are moved about by someone else: told so before anything is touched."""
+"""Refuses models whose weights another library moves, before anything is touched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...allocator.errors import ManageError
 
 
 def refuse_what_moves_weights(model: nn.Module) -> None:
-    """ManageError where another library puts other memory behind the weights of `model` while it runs."""
+    """Raises ManageError where another library gives the weights of `model` other memory while it runs."""
     for name, module in model.named_modules():
         where = f"{type(module).__name__} {name!r}" if name else type(module).__name__
         if getattr(module, "_is_fsdp_managed_module", False):  # FSDP1 and fully_shard alike
@@ -38,5 +38,5 @@ def _accelerate_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _offloads(hook: Any) -> bool:
-    """AlignDevicesHook says so itself; CpuOffload moves the whole model and has nothing else to tell it by."""
+    """Does the hook offload weights? AlignDevicesHook has an attribute for it; CpuOffload is known by its class."""
     return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"

@@ -1,14 +1,14 @@
-"""Weights in ranges: where a model's parameters and buffers lie in the pool, and where they are beside that.
+"""Weights in ranges: where a model's parameters and buffers lie in the pool, and their backings.
 
 Note [Weights that stream]
-    The addresses of a layer that streams lead to its backing for as long as it does, and what its own forward
-    reads instead is told in hooks/streaming. Everything here treats its ranges as any other.
+    The addresses of a layer that streams lead to its backing; its own forward reads a slot instead (hooks/streaming).
+    This module treats its ranges as any other.
 
 Note [Whose pages they are]
-    A page belongs to the tensors over it and goes with the last of them (`auto_retire`): at once where a weight is
-    given other memory (`half()`, `load_state_dict(assign=True)`) or is removed, with `release()`, when the model is
-    collected. So a view that someone took of a weight keeps its memory, and so does a weight that outlives its model. A
-    page that several small tensors share stays until none of them needs it.
+    A page belongs to the tensors over it and is freed with the last of them (`auto_retire`): at once where a weight is
+    given other memory (`half()`, `load_state_dict(assign=True)`) or is removed, with `release()`, or when the model is
+    collected. So a view of a weight keeps its memory, and so does a weight that outlives its model. A page that several
+    small tensors share stays until the last of them is freed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...offload.residency.file_backing import FileLoader
 from ...offload.residency.layer_parts import LayerPart, live
 from ...offload.residency.ring import Ring
 from ..device import streams
-from . import moving, room
+from . import capacity, moving
 from .backings import Files, WeightBackings, is_away
 from .moving import MoveIn, Step
 from .storages import TensorMember, TensorSpan, members, spans
@@ -48,7 +48,7 @@ class Weights:
         self._standin = device.kind == "standin"
         self.stream = streams.stream_of(device)
         self._note = streams.note_of(device)
-        # Of each decoder layer by its index; under None those of no layer, or of several.
+        # By the index of the decoder layer; under None ranges of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
         self.ring = Ring(device, self.group, waiting)
         self.backings = WeightBackings(device)
@@ -63,7 +63,7 @@ class Weights:
 
     @property
     def pages(self) -> int:
-        """Device pages that are behind the ranges now, and behind the slots."""
+        """Device pages of the ranges and of the slots, now."""
         return sum(each.backed for each in self.all_ranges() if not is_away(each)) + self.ring.pages
 
     def adopt(
@@ -76,20 +76,20 @@ class Weights:
         known: Files | None = None,
         progress: Callable[[int], object] = int,
     ) -> Plan:
-        """Moves the spans into new ranges, all or none: one for each of the `layers` decoder layers, one for what
-        belongs to no layer.
+        """Moves the spans into new ranges, all or none: one for each of the `layers` decoder layers, one for tensors of
+        no layer.
 
         `working`: pages that using the model needs beside them. `rule`: which layers stream; their weights stay on the
-        host. `still`: layers that must not. `known`: tensors whose bytes are in files, of a model that nobody has seen
-        yet: they are read from there and not from the tensor's memory. `progress` is told the bytes of each step.
-        Returns what was planned. BudgetError before anything is moved; torch.OutOfMemoryError, WeightsFileChanged,
+        host. `still`: layers that must not. `known`: tensors whose bytes are in files, of a model that was not handed
+        out yet: they are read from there and not from the tensor's memory. `progress` is called with the bytes of each
+        step. Returns the plan. BudgetError before anything is moved; torch.OutOfMemoryError, WeightsFileChanged,
         DriverError, ManageError.
         """
         blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
         layout = place(blocks, self.device.page_size, self.plans.large)
-        plan = room.plan_under_budget(self.device, layout, found, working, layers, rule)
+        plan = capacity.plan_under_budget(self.device, layout, found, working, layers, rule)
         twins = self.backings.in_files(layout, found, plan.streamed, known or {})
-        room.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
+        capacity.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
         made: dict[int | None, Range] = {}
         loader = FileLoader(self.device, self.backings.files, self.stream())
         move = MoveIn(self._back, self._note, {} if known is None else known, loader, progress)
@@ -108,7 +108,7 @@ class Weights:
                     self.backings.make(opened, twins.get(each.layer))
                     undo.callback(self.backings.drop, opened.address)
             ranges = list(made.values())
-            leaving = slot_of.keys() - twins.keys()  # for host pages: where they lie now is room for the others
+            leaving = slot_of.keys() - twins.keys()  # to host pages: their present memory serves the others
 
             def steps() -> Iterator[Step]:
                 for leave in True, False:
@@ -116,7 +116,7 @@ class Weights:
                         moves = [(n, spot) for n, spot in step.moves if (layout.ranges[n].layer in leaving) == leave]
                         if moves:
                             yield [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in moves]
-                self.ring.shared.make(slots)  # the pages that layers have left are there by now
+                self.ring.shared.make(slots)  # in pages that layers have left by now
 
             moving.run(self.device, steps(), do=move.do, undo=lambda step: move.undo(step, self._step_out))
             loader.finish([*self.backings.in_use(), *twins.values()])
@@ -126,9 +126,9 @@ class Weights:
         return plan
 
     def parts(self, layer: int) -> tuple[LayerPart, ...]:
-        """The ranges of a layer, with what moves them."""
+        """The ranges of a layer, with their movers."""
         parts: list[LayerPart] = []
-        for opened in list(self.ranges.get(layer, ())):  # which a finalizer may empty at any moment
+        for opened in list(self.ranges.get(layer, ())):  # a copy, as a finalizer may empty it at any moment
             if not opened.backed:
                 continue
             mover = self.backings.mover(opened)
@@ -151,20 +151,20 @@ class Weights:
         )
 
     def layer_pages(self, layers: int) -> tuple[int, ...]:
-        """Pages of each of so many decoder layers that can be streamed."""
+        """Returns the pages of each of so many decoder layers that can be streamed."""
         return tuple(sum(each.backed for each in self.ranges.get(layer, ())) for layer in range(layers))
 
     def use(self, layer: int | None) -> None:
-        """Says that this thread is about to read the weights of `layer`, with None those of no layer."""
+        """Tells the core that this thread is about to read the weights of `layer`, with None those of no layer."""
         if opened := self.ranges.get(layer):
             stream = 0 if self._standin else self.stream()
             for each in opened:
                 each.note_use(stream, False)
 
     def sort(self, tenants: Iterable[tuple[TensorMember, Range]]) -> None:
-        """Finds out anew which layer each range belongs to, and closes those that nothing is left of.
+        """Finds out anew which layer each range belongs to, and closes empty ranges.
 
-        What was resident once stays so: it holds what is too small to be streamed.
+        A range under None stays there: it holds tensors that are too small to stream.
         """
         users: dict[int, set[int | None]] = {}
         for member, opened in tenants:
@@ -181,9 +181,9 @@ class Weights:
                     self.backings.drop(opened.address)
 
     def restore(self, model: nn.Module) -> None:
-        """Moves out whatever tensor of `model` lies in a range now, wherever in the model it has got to meanwhile.
+        """Moves every tensor of `model` that lies in a range out of it, wherever in the model it is by now.
 
-        On the stand-in it goes to torch's own memory, on CUDA to blocks of torch's allocator. All or none: raises
+        On the stand-in to torch's own memory, on CUDA to blocks of torch's allocator. All or none: raises
         torch.OutOfMemoryError, DriverError, WeightsFileChanged or ManageError with the weights in the pool as before.
         """
         try:
@@ -193,7 +193,7 @@ class Weights:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of every range. Where a tensor still lies, the pages stay until it is gone."""
+        """Closes every range. Pages under a live tensor stay until it is freed."""
         for opened in self.all_ranges():
             opened.close()
             self.backings.drop(opened.address)
@@ -202,14 +202,14 @@ class Weights:
         self.backings.close()
 
     def _back(self, opened: Range, first: int, count: int) -> bool:
-        """Puts pages behind pieces, of the device or of the backing. False where they need not be filled."""
+        """Maps pages to pieces, of the device or of the backing. False where they need not be filled."""
         if opened.address not in self._hosted:
             opened.map(first, count)
             return True
         return self.backings.back(opened, first, count)
 
     def _steps_out(self, model: nn.Module) -> list[Step]:
-        """What lies in the ranges: layers first, whose pages are room for the rest, which goes one by one."""
+        """Returns the steps that empty the ranges: layers first, whose pages serve the rest, which moves one by one."""
         tenants = moving.tenants_of(self.all_ranges(), members(model, ()))
         range_of = {id(member.tensor): opened for member, opened in tenants}
         layer_of = {opened.address: layer for layer, ranges in self.ranges.items() for opened in ranges}
@@ -228,7 +228,7 @@ class Weights:
     def _step_out(self, step: Step) -> None:
         for layer, ranges in self.ranges.items():
             if layer is not None and step[0][0] in ranges:
-                self.ring.reveal(layer)  # one at a time: what has its backing in a file needs host pages to be read
+                self.ring.reveal(layer)  # one at a time: reading a file backing takes host pages
         self._hosted.update(opened.address for opened, _, _ in step if is_away(opened))
         moving.out(self.device, step, self._note)
 

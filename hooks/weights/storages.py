@@ -25,8 +25,8 @@ _WIDEST = 16  # bytes of the widest element (complex128): a span starts at a mul
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """Bytes [start, start + nbytes) and the tensors that use them. `layer`: index of the only decoder layer that
-    does."""
+    """Bytes [start, start + nbytes) and the tensors that use them. `layer`: index of the only decoder layer that uses
+    them, else None."""
 
     start: int
     nbytes: int
@@ -38,7 +38,7 @@ class TensorSpan:
         return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors}
 
     def sources(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The bytes themselves: (offset in the span, uint8 view of what one storage holds of it)."""
+        """The bytes themselves: (offset in the span, uint8 view of one storage's part of it)."""
         for base, storage in self.bases().items():
             first = max(base, self.start)
             last = min(base + storage.nbytes(), self.start + self.nbytes)
@@ -47,13 +47,13 @@ class TensorSpan:
             yield first - self.start, view
 
     def over(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """For each tensor its like over `flat`, a uint8[nbytes] that has its storage to itself."""
+        """Makes a like of each tensor over `flat`, a uint8[nbytes] that has its storage to itself."""
         return [like_over(tensor, flat, tensor.data_ptr() - self.start) for tensor in self.tensors]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMember:
-    """A tensor of a model. `layers`: the indices of the decoder layers that use it, None where something else does."""
+    """A tensor of a model. `layers`: the indices of the decoder layers that use it, None for use outside of layers."""
 
     name: str
     tensor: torch.Tensor
@@ -62,8 +62,8 @@ class TensorMember:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What tensors are for a device. `left`: name of one that cannot be moved -> why. `refused`: the error to raise
-    where all of them have to be on that device, with their values."""
+    """Which tensors can be moved to a device: `spans`. `left`: name of one that cannot -> why. `refused`: the error to
+    raise where all of them have to be on that device, with their values."""
 
     spans: tuple[TensorSpan, ...]
     left: Mapping[str, str]
@@ -84,11 +84,11 @@ def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[TensorMember]
 
 
 def survey(found: Iterable[TensorMember], device: torch.device, *, from_host: bool = False) -> Survey:
-    """Which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can hold.
+    """Finds out which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can
+    hold.
 
-    Left where they are: tensors with no plain memory of their own (sparse, of torch's quantized dtypes), those shared
-    with other processes, those without a value yet and those on another device, unless they come `from_host` and are
-    on the CPU.
+    Tensors stay where they are that have no plain memory of their own (sparse, of torch's quantized dtypes), are shared
+    with other processes, have no value yet, or are on another device, except the CPU with `from_host`.
     """
     movable: list[torch.Tensor] = []
     layers_of: dict[int, set[int | None]] = {}
@@ -107,7 +107,7 @@ def survey(found: Iterable[TensorMember], device: torch.device, *, from_host: bo
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
-    """Has the tensor memory of its own that can be looked at?"""
+    """Has the tensor memory of its own that can be read?"""
     if is_lazy(tensor) or tensor.device.type == "meta":
         return False
     return tensor.numel() > 0 and _reason_to_leave(tensor) is None
@@ -188,14 +188,13 @@ def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
 
 
 def in_graphs(model: nn.Module) -> bool:
-    """Does torch hold any tensor of it, as an autograd graph does?"""
+    """Does torch refer to any tensor of the model, as an autograd graph does?"""
     return any(inner._use_count() != 1 for _, inner in held(model))  # type: ignore[attr-defined]
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter and buffer, of a wrapper of every tensor inside it, under each of its names, as
-    the dictionaries of the modules hold it: no streamed layer hears that it was asked for (hooks/streaming/bound.py).
-    """
+    """(name, tensor) of every parameter and buffer, of a wrapper of every tensor inside it, under each of its names,
+    read from the modules' dictionaries so that no streamed layer notices it (hooks/streaming/bound.py)."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for kind in ("_parameters", "_buffers"):
             for name, tensor in dict.items(module.__dict__[kind]):
@@ -204,7 +203,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int | None]]:
-    """id of each module -> the indices of the layers that contain it, with None where it can be reached around them."""
+    """Returns, id of a module -> indices of the layers that contain it, and None if it is reached outside of them."""
     found: dict[int, set[int | None]] = {}
 
     def visit(module: nn.Module, layer: int | None) -> None:
@@ -226,7 +225,7 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 def _elsewhere(member: TensorMember, device: torch.device) -> ManageError | None:
-    """What to say of a tensor that has no values, or not on `device`."""
+    """Returns the error for a tensor that has no values, or is not on `device`."""
     if is_lazy(member.tensor):
         return ManageError(
             f"{member.name} has no shape yet: run the model once, so that its lazy modules know their sizes"

@@ -16,9 +16,9 @@ from ...allocator.errors import PoolExhausted
 from ...offload.policy.interval import Costs
 from ..batching.cache import ElasticPagedCache
 from ..forward.lease import GroupLease
-from ..managed import Managed, elastic_of, pace_of
+from ..managed import Managed, pace_of, residency_of
 from ..sectors.client import SectorClient
-from ..streaming.elastic import Elastic
+from ..streaming.model_residency import ModelResidency
 from .loops import VirtualLoop
 from .machine import Machine
 from .virtual_model import Clock
@@ -48,7 +48,7 @@ class Charges:
     def step(self, loop: VirtualLoop, handle: Managed) -> None:
         """Computes a step of a loop: allocates its activations, and advances the clock. torch.OutOfMemoryError."""
         cache: ElasticPagedCache = loop.processor.cache
-        elastic = elastic_of(handle)
+        residency = residency_of(handle)
         self._device.synchronize()  # all copies have ended: otherwise the figures depended on this machine's speed
         with GroupLease(cache.group):
             cache.pages.client.uses()
@@ -61,15 +61,15 @@ class Charges:
                 seconds = loop.seconds
                 self._clock.now += seconds
                 with pace_of(handle).waiting():
-                    self._clock.now += self._waits(cache.pages.client, elastic, seconds)
+                    self._clock.now += self._waits(cache.pages.client, residency, seconds)
             finally:
                 self._device.deallocate(block)
 
-    def _waits(self, client: SectorClient, elastic: Elastic, seconds: float) -> float:
-        plan, before = elastic.plan, self._streamed.get(id(elastic), frozenset())
+    def _waits(self, client: SectorClient, residency: ModelResidency, seconds: float) -> float:
+        plan, before = residency.plan, self._streamed.get(id(residency), frozenset())
         stall = Costs(plan.pages, seconds, self._page).expected(plan) - seconds
-        away = client.read_displaced + elastic.arrangement.read_in_place
-        self._streamed[id(elastic)] = frozenset(plan.streamed)
+        away = client.read_displaced + residency.arrangement.read_in_place
+        self._streamed[id(residency)] = frozenset(plan.streamed)
         back = sum(plan.pages[layer] for layer in before.difference(plan.streamed))
         copied, self._copied = self._copied, self._total()
         moved = (self._copied - copied) / self._link + back * self._page

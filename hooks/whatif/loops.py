@@ -84,7 +84,7 @@ class VirtualLoop:
             self._by_name[name] = self.answers[-1]
             if isinstance(self.processor.scheduler, ElasticScheduler) and self._asks != NOTHING:
                 slo = RequestSLO(self._asks.ttft, self._asks.tpot, arrival.at)
-                self.processor.scheduler.promises.note(name, slo)
+                self.processor.scheduler.slos.note(name, slo)
             self._manager.input_queue.put(_state(name, arrival, number))
 
     def prepare(self) -> bool:

@@ -108,7 +108,7 @@ class WeightPlans:
     # Times that one tensor that a model replaces in its forward is moved in again. Chosen: what a model replaces in
     # each forward reaches it at once, what is converted or given adapters by hand does not.
     moves: int = 8
-    # Tokens of the short `generate()` that a model has to have room for beside its weights (hooks/weights/room.py).
+    # Tokens of the short `generate()` that a model has to have room for beside its weights (hooks/weights/capacity.py).
     # Chosen: a prompt and an answer of a line.
     short_use: int = 64
     # Pages for the allocator's small blocks in that. Chosen.

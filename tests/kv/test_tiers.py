@@ -20,7 +20,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
-from ballonet.hooks.kv import room as kv_room
+from ballonet.hooks.kv import find_pages
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_client
@@ -267,7 +267,7 @@ def test_pages_of_the_host_are_the_last_resort_and_are_restored(
 ) -> None:
     said: list[bool] = []
     other = hog(device, BUDGET - 2)
-    monkeypatch.setattr(kv_room, "spilled", lambda: said.append(True))
+    monkeypatch.setattr(find_pages, "spilled", lambda: said.append(True))
     pair = Pair(60)
     assert said == [True]
     assert pair.places() == "hhhhh"
@@ -281,7 +281,7 @@ def test_pages_of_the_host_are_the_last_resort_and_are_restored(
 
 
 def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_room, "spilled", lambda: None)
+    monkeypatch.setattr(find_pages, "spilled", lambda: None)
     pair = Pair(60)
     pair.tier.governor.link.bandwidth = 2.0**20  # a page takes 1/256 s
     pair.tier.client.write_behind(3)

@@ -97,14 +97,14 @@ def test_a_replica_keeps_or_refuses_what_a_request_asks() -> None:
         with pytest.raises(SLOError, match="ttft of 8 s"):
             leader.requests.add(replace(late, ttft=8.0, waited=7.5))
         assert late.name not in leader.requests.by_name
-        assert scheduler.promises.asked(late.name) == NOTHING
+        assert scheduler.slos.asked(late.name) == NOTHING
         leader.requests.add(replace(late, ttft=8.0, waited=2.0))
-        assert scheduler.promises.asked(late.name).ttft == 8.0
+        assert scheduler.slos.asked(late.name).ttft == 8.0
         given = leader.requests.release(late.name)
         assert given.waited >= 2.0
-        assert scheduler.promises.asked(late.name) == NOTHING
+        assert scheduler.slos.asked(late.name) == NOTHING
         while not leader.idle:
             stage.step()
-        assert len(scheduler.promises) == 0
+        assert len(scheduler.slos) == 0
         del stage, leader, scheduler
     assert told.over == {loose.name}

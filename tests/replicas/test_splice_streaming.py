@@ -15,7 +15,7 @@ from ballonet import testing
 from ballonet.allocator import devices, install
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.managed import elastic_of, managed_as
+from ballonet.hooks.managed import managed_as, residency_of
 from ballonet.hooks.splice.elsewhere import Elsewhere
 from ballonet.hooks.splice.results import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, Stage
@@ -144,7 +144,7 @@ def test_layers_from_files_that_do_not_run_are_not_read(tmp_path: Path, monkeypa
     model = ballonet.from_pretrained(tmp_path, interval=1)
     managed = managed_as(model)
     assert managed is not None
-    streaming = elastic_of(managed).streaming
+    streaming = residency_of(managed).streaming
     with Splice(model) as splice:
         splice.span = Span(0, 2)
         assert streaming._hidden == set(range(LAYERS))

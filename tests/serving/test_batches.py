@@ -76,7 +76,7 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
 def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that are admitted find their pages: no step lacks any in the middle."""
     lacked = list[object]()
-    monkeypatch.setattr(ElasticScheduler, "lacked", lacked.append)
+    monkeypatch.setattr(ElasticScheduler, "raise_reserve", lacked.append)
     model = build("llama", num_hidden_layers=4)
     asked = prompts(24, 60)
     expected = stock(model, asked, 40)
@@ -278,19 +278,19 @@ def test_requests_wait_for_what_others_are_promised(
                 pass
             schedule = manager.batch_processor.scheduler
             for n, prompt in enumerate(asked):
-                schedule.promises.note(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
+                schedule.slos.note(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
                 manager.add_request(prompt, request_id=str(n))
-            schedule.promises.note("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
+            schedule.slos.note("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
             manager.add_request(asked[0], request_id="late")
             while len(found) < len(asked) + 1:
                 if (answer := manager.get_result(timeout=1)) is not None:
                     found[answer.request_id] = answer
             manager.add_request(asked[1], request_id="long", max_new_tokens=400)
-            schedule.promises.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
+            schedule.slos.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
             manager.add_request(asked[2], request_id="alone")
             while "alone" not in schedule.waiting_requests:
                 time.sleep(0.001)
-            schedule.promises.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
+            schedule.slos.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
             while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
                 pass
             found["alone"] = answer
@@ -317,7 +317,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
         with looping(model, 40) as manager:
             schedule = manager.batch_processor.scheduler
             for n, prompt in enumerate(asked):
-                schedule.promises.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
+                schedule.slos.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
                 manager.add_request(prompt, request_id=str(n), streaming=True)
             found: dict[str, list[int]] = {}
             while len(found) < len(asked):
@@ -344,7 +344,7 @@ def test_nothing_streams_because_it_may_while_others_wait(tuned: Tuned) -> None:
         with looping(model, 40) as manager:
             schedule = manager.batch_processor.scheduler
             for n, prompt in enumerate(asked):
-                schedule.promises.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
+                schedule.slos.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
                 manager.add_request(prompt, request_id=str(n))
             done = 0
             while done < len(asked):
@@ -370,7 +370,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
                 sizes.clear()
                 found: dict[str, Any] = {}
                 for n, prompt in enumerate(asked):
-                    schedule.promises.note(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
+                    schedule.slos.note(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
                     manager.add_request(prompt, request_id=f"{n} {slo}")
                 while len(found) < len(asked):
                     if (answer := manager.get_result(timeout=1)) is not None:
@@ -396,11 +396,11 @@ def test_what_a_model_promises_its_requests_are_promised() -> None:
             schedule = manager.batch_processor.scheduler
             names = iter(("none",) * 4 + ("own",) * 4)
             watch = model.register_forward_pre_hook(
-                partial(lambda it, *_: asked.append(it.promises.asked(next(names))), schedule)
+                partial(lambda it, *_: asked.append(it.slos.asked(next(names))), schedule)
             )
             manager.add_request([5, 6, 7], request_id="none")
             assert manager.get_result(timeout=600).error is None
-            schedule.promises.note("own", RequestSLO(tpot=50.0))
+            schedule.slos.note("own", RequestSLO(tpot=50.0))
             manager.add_request([5, 6, 7], request_id="own")
             assert manager.get_result(timeout=600).error is None
         watch.remove()

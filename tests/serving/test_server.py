@@ -232,7 +232,7 @@ def test_nothing_stays_promised_to_a_request_that_is_not_taken(
         with ballonet.manage(model):
             loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), 8)
             loop.init_cb(model, settings)
-            slos = loop._scheduler.promises
+            slos = loop._scheduler.slos
             monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
             asked_slo.set((60.0, 60.0))
             ask = model, None, {"input_ids": [3, 4]}, settings, "one"

@@ -370,9 +370,9 @@ def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> Non
 def kept_by(model: Any) -> ElasticPagedCache:
     known = seams.batched(model)
     assert known is not None
-    assert known.living is not None
-    assert known.living._cache is not None
-    return known.living._cache
+    assert known.loop_caches is not None
+    assert known.loop_caches._cache is not None
+    return known.loop_caches._cache
 
 
 def index_of(managed: Managed) -> PrefixIndex:

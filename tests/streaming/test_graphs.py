@@ -352,7 +352,7 @@ def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expec
 
 def test_whatever_is_planned(model: Any, managed: ballonet.Managed, original: Any, expected: torch.Tensor) -> None:
     states, right = hidden(model), of_stock(original, 3)
-    elastic = managed._elastic
+    elastic = managed._residency
     before = elastic.plan.pages
     captured = Captured(lambda: model.model.layers[3].mlp(states))
     pages = elastic.plan.pages
@@ -373,9 +373,9 @@ def test_whatever_is_planned(model: Any, managed: ballonet.Managed, original: An
 
 def test_a_floor_counts_what_is_kept(model: Any) -> None:
     with ballonet.manage(model, floor=20 * PAGE) as managed:
-        assert managed._elastic.floor == 20
+        assert managed._residency.floor == 20
         captured = Captured(lambda: model.model.layers[3].mlp(hidden(model)))
-        assert managed._elastic.floor == 20 - managed._weights.ranges[3][0].backed
+        assert managed._residency.floor == 20 - managed._weights.ranges[3][0].backed
         del captured
 
 

@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.device import governors
-from ballonet.hooks.weights.room import host_pages_left
+from ballonet.hooks.weights.capacity import host_pages_left
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -88,12 +88,12 @@ def copies_given_up() -> int:
 
 def stream(managed: ballonet.Managed, *layers: int) -> None:
     """As between two iterations."""
-    pages = managed._elastic.plan.pages
-    managed._elastic._change(streaming(pages, layers, 1) if layers else Plan(pages))
+    pages = managed._residency.plan.pages
+    managed._residency._change(streaming(pages, layers, 1) if layers else Plan(pages))
 
 
 def pages_of(managed: ballonet.Managed, *layers: int) -> int:
-    return sum(managed._elastic.plan.pages[layer] for layer in layers)
+    return sum(managed._residency.plan.pages[layer] for layer in layers)
 
 
 @contextmanager
@@ -380,7 +380,7 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
             with less(pages_of(managed, 0) // 2):
                 pass
             for count in (n % 4, 0):
-                stream(managed, *spread(managed._elastic.plan.pages, count))
+                stream(managed, *spread(managed._residency.plan.pages, count))
                 assert torch.equal(logits(model), expected)
             if n % 2:  # resident again
                 scarce.calm()
@@ -411,9 +411,9 @@ def test_a_model_is_not_released_while_another_thread_reads_it_in_resident(
         assert inside.wait(600)
         with pytest.raises(ModelInUse):
             managed.release()
-        pages = managed._elastic.plan.pages
+        pages = managed._residency.plan.pages
         with pytest.raises(Exception, match="cannot be exchanged"):
-            managed._elastic._change(streaming(pages, (1,), 1))
+            managed._residency._change(streaming(pages, (1,), 1))
         assert managed._weights.on_host() == ()
     finally:
         go.set()

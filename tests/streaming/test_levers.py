@@ -119,7 +119,7 @@ def test_an_idle_model_gives_and_gets_back(model: Any, larger: Any, stock: Outpu
             assert 0 < len(other.report().streamed) < 2 * LAYERS, "never a whole model"
             assert active.report().streamed == ()
             assert bytes_that_exist() <= BUDGET
-            gone = sum(other._elastic.arrangement.pages[layer] for layer in other.report().streamed)
+            gone = sum(other._residency.arrangement.pages[layer] for layer in other.report().streamed)
             assert ballonet.stats().copied.weights_d2h - moved == gone * PAGE, "once, when they leave"
         clock.now += 5
         assert say(idle).agrees(stock_of_larger)
@@ -135,7 +135,7 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, clock: Clock) 
     with install.stock():
         idle = copy.deepcopy(larger)
     with ballonet.manage(idle) as other:
-        layers = sum(other._elastic.plan.pages)
+        layers = sum(other._residency.plan.pages)
     floor = layers * PAGE - 2 * PAGE
     with ballonet.manage(idle, floor=floor) as other, ballonet.manage(model, floor=f"{PAGE * layers}"):
         assert ballonet.manage(idle) is other

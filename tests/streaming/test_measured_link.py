@@ -70,7 +70,7 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
         report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
-        governors.of(devices.require()).link.bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
+        governors.of(devices.require()).link.bandwidth = sum(found._residency.plan.pages) * PAGE / (resident * ratio)
         passes = 0
         while passes < 2 * DEFAULT.weights.look:
             assert say(model).agrees(stock_of_larger)
@@ -80,7 +80,7 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
         assert found.report().pages == pages, "as many as before"
         assert ballonet.stats().copied.weights_h2d > moved
         assert report.times["decode"].resident == pytest.approx((after[0] + 1) * 1e-3), "as a rule"
-        elastic, point = found._elastic, found._elastic.timings.last["decode"].point
+        elastic, point = found._residency, found._residency.timings.last["decode"].point
         assert point is not None
         for _ in range(2):
             assert elastic.timings.record is not None

@@ -17,7 +17,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.errors import BudgetError, ManageError
-from ballonet.hooks.weights import room
+from ballonet.hooks.weights import capacity
 from ballonet.offload.policy.plan import spread
 
 from ..models import MODES, Output, ask, build, generate
@@ -78,7 +78,7 @@ def test_layers_that_are_not_alike_stream_by_their_sizes(name: str, monkeypatch:
         model = build(name, **UNEVEN[name])
         expected = {way: ask(model, name, way) for way in ("padded", "beam")}
     with ballonet.manage(model, interval=None) as managed:
-        pages, resident = managed._elastic.plan.pages, managed.report().pages
+        pages, resident = managed._residency.plan.pages, managed.report().pages
     assert name == "qwen3_next" or 2 * max(pages) > 3 * min(pages), "they are alike"
     moved = copied()
     for count, slots in ((2, 2), (len(pages), 1), (len(pages), 2)):
@@ -211,7 +211,7 @@ def test_an_interval_by_number(model: Any, stock: Output) -> None:
 
 
 def test_too_little_host_memory_is_said_before_anything_moves(model: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(room, "host_pages_left", lambda device: 3)
+    monkeypatch.setattr(capacity, "host_pages_left", lambda device: 3)
     before = Portrait(model)
     with pytest.raises(ManageError, match="host"):
         ballonet.manage(model, interval=1)

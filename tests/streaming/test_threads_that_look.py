@@ -44,7 +44,7 @@ class Told:
 
     def __init__(self, model: Any, it: ballonet.Managed, patch: pytest.MonkeyPatch) -> None:
         self.model, self.it = model, it
-        self.pages = it._elastic.plan.pages
+        self.pages = it._residency.plan.pages
         self.plan = Plan(self.pages)
         governor = governors.of(devices.require())
         before = governor.before
@@ -52,7 +52,7 @@ class Told:
 
     def stream(self, *layers: int) -> torch.Tensor:
         """Runs the model, with these streaming from now on."""
-        self.it._elastic._patience = 0
+        self.it._residency._patience = 0
         self.plan = streaming(self.pages, layers, 1) if layers else Plan(self.pages)
         return logits(self.model)
 
@@ -93,7 +93,7 @@ def test_nothing_comes_or_goes_in_a_section(told: Told, stock: torch.Tensor) -> 
         for layers in ((), (1, 2)):
             assert torch.equal(told.stream(*layers), stock)
             assert list(told.it.report().streamed) == [1]
-        assert told.it._elastic.entry(0) is None
+        assert told.it._residency.entry(0) is None
     assert torch.equal(told.stream(), stock)
     assert list(told.it.report().streamed) == []
 

@@ -63,7 +63,7 @@ def copied(way: str) -> int:
 
 
 def pages_of(managed: ballonet.Managed) -> tuple[int, ...]:
-    return managed._elastic.arrangement.pages
+    return managed._residency.arrangement.pages
 
 
 def stocks_logits(original: Any, act: Callable[[Any], object] = lambda model: None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, turns
 from ballonet.hooks.replicas import held_layers, ready_layers
 from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.hooks.streaming import arrangement, elastic, streamed
+from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import ranges
 from ballonet.offload.governor import governor
 from ballonet.offload.policy.replicas.groups import Span
@@ -83,7 +83,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
             """Whatever has left comes back, and nothing is ready."""
             held.close()
             if it._weights.on_host():
-                with it._elastic.changing() as layers:
+                with it._residency.changing() as layers:
                     layers.drop(it._weights.on_host())
                 list(held.restore(range(LAYERS)))
                 held.close()
@@ -146,7 +146,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 
 # -- Ctrl-C
 
-LINES = (held_layers, ready_layers, managing, elastic, arrangement, ranges, ring, layer_parts, mover, backing)
+LINES = (held_layers, ready_layers, managing, model_residency, arrangement, ranges, ring, layer_parts, mover, backing)
 LOCKS = (interrupts, gate, governor, streamed, turns)
 
 
@@ -174,7 +174,7 @@ def test_ctrl_c_at_any_line_leaves_all_valid(
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     device = devices.require()
     with ballonet.manage(model) as it:
-        seat = governors.of(device)._known.clients.of_model(it._elastic)
+        seat = governors.of(device)._known.clients.of_model(it._residency)
         held = HeldLayers(it)
         at, came = 0, True
         while came:

@@ -157,7 +157,7 @@ def test_an_slo_that_allows_it_streams_layers_of_the_span_only(model: Any, stock
         for _ in range(4):
             assert say(model).agrees(stock)
             clock.now += 2 * DEFAULT.pages.forget
-        assert {*managed._elastic.plan.streamed} <= {1, 2, 3, 4}
+        assert {*managed._residency.plan.streamed} <= {1, 2, 3, 4}
         assert {0, 5} <= {*managed.report().streamed}
         assert held.dropped == (0, 5)
         list(held.restore([0, 5]))

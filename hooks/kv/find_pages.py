@@ -1,13 +1,13 @@
-"""Where pages for new tokens come from when there are none: what is tried, in this order.
+"""Where pages for new tokens come from when none is free: the steps, in this order.
 
-1  what torch caches goes back to the pool
-2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that
-3  prefixes that are only kept in case that a prompt begins with them are forgotten
-4  what nobody can reach any more is collected: caches of calls that were interrupted hang on their tracebacks
-5  whoever controls replicas of a model is told that pages are lacking (duplicates.py); what other threads lease is
-   requested of them, and waited for, while they may be waiting for what this one leases
-6  pages of the host
-7  torch.OutOfMemoryError
+1  torch's cached blocks go back to the pool
+2  pages that are full by now are offered, those of the asking forward too, and the core takes some
+3  prefixes that are only kept for later prompts are dropped
+4  unreachable objects are collected: caches of calls that were interrupted are kept alive by tracebacks
+5  the controller of the model's replicas is told that pages are lacking (duplicates.py)
+6  pages that other threads lease are requested of them, and waited for
+7  host pages are mapped
+8  torch.OutOfMemoryError
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..device import graphs
 from ..device.pressure import give_up
 
 
-def find_room(
+def find_pages(
     device: Device,
     tier: KVTier | None,
     range_: Range,
@@ -35,7 +35,7 @@ def find_room(
     reason: PoolExhausted,
     goal: int,
 ) -> None:
-    """Maps the pieces (first, count) of `range_`, which found no page. `goal`: tokens that the cache is to have.
+    """Maps the pieces (first, count) of `range_`, for which no page was free. `goal`: tokens that the cache is to have.
     torch.OutOfMemoryError, DriverError."""
 
     def tried() -> bool:
@@ -70,8 +70,8 @@ def find_room(
 
 
 def map_device(range_: Range, runs: Iterable[tuple[int, int]]) -> None:
-    """Backs these pieces with pages of the device, but for those that a call that was interrupted has backed with pages
-    of the host. PoolExhausted, DriverError."""
+    """Backs these pieces with device pages, except those that an interrupted call has backed with host pages.
+    PoolExhausted, DriverError."""
     for first, count in runs:
         for piece in range(first, first + count):
             if range_.backing(piece) == "host":
@@ -90,7 +90,7 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
             most = max(most, requested)
             if requested:
                 tier.governor.pages.wait(min(left, waiting.room_look))
-            if tried():  # also where they were given since
+            if tried():  # also without a request, as pages may have been given since
                 tier.patient = True
                 return True
             if not requested and not device.page_request:

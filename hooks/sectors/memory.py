@@ -1,4 +1,4 @@
-"""What there is for KV and activations of requests on a device at this moment."""
+"""The memory for KV and activations of requests on a device now."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ...offload.policy.admission import Memory
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device import governors
 from ..device.shared import reach
-from ..weights.room import host_pages_left
+from ..weights.capacity import host_pages_left
 from .client import SectorClient
 
 
 def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
-    """Free pages, and those that clients but this one have published to give: Algorithm 1's P_T. Of its own pages
-    those count that no request of the batch reads. Free blocks of the heap are for activations."""
+    """Returns Algorithm 1's P_T: free pages, pages that other clients have published to give, and own pages that no
+    request of the batch reads. Free blocks of the heap are for activations."""
     idle: int = device.snapshot()["heap"]["cached"]
     page, host = device.page_size, host_pages_left(device)
     resting, offered = min(client.resting, host), governors.of(device).reclaim.offered(client.number)
@@ -30,8 +30,8 @@ def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.se
 
 
 def most_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
-    """What a request could have once all others, of all models, have ended: all but weights, in so far as they are not
-    given, and what keeps their bytes on the host."""
+    """Returns the memory that a request could use once all others, of all models, have ended: all except weights that
+    no client gives; on the host the pages that are left and those of displaced bytes."""
     pages, governor = device.snapshot()["pages"], governors.of(device)
     given = min(pages["weights"], governor.reclaim.offered(client.number).pages)
     total = reach(device) - (pages["weights"] - given) * device.page_size

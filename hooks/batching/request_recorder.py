@@ -1,5 +1,5 @@
-"""Tells what becomes of the requests of a generation loop: timelines (offload/timeline/served.py) and histograms of
-latencies (measure/histogram.py)."""
+"""Records the requests of a generation loop in timelines (offload/timeline/served.py) and in histograms of latencies
+(measure/histogram.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...offload.timeline.series import End
 from ..measure.histogram import Latencies, RequestTimes
 
 
-class Noting:
-    """What one loop tells. `loop`: the name of its model; `latencies`: of its model's requests; `on`: where it runs."""
+class RequestRecorder:
+    """Records the requests of one loop. `loop`: the name of its model. `latencies`: of its model's requests."""
 
     def __init__(self, loop: str, latencies: Latencies, on: Runtime) -> None:
         self._loop = loop
@@ -23,18 +23,17 @@ class Noting:
         self._times = RequestTimes(latencies)
 
     def came(self, state: Any) -> None:
-        """A request waits that is new."""
+        """Records a new request, which waits."""
         came, prompt = round(state.created_time * 1e9), len(state.initial_tokens)
         self._times.came(state.request_id, state.created_time)
         self._recorders.served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
 
     def again(self, state: Any) -> None:
-        """A request that has begun waits again."""
+        """Records that a request that has begun waits again."""
         self._recorders.served(lambda all_: all_.again(self._loop, state.request_id))
 
     def batch(self, states: Iterable[Any], tokens: int) -> None:
-        """A batch is computed next. Its thread is called after the model, so that decisions that it asks for say whose
-        they are."""
+        """Records a batch that is computed next. Names its thread after the model, for the log of decisions."""
         thread = threading.current_thread()
         if "_run_generation_loop" in thread.name:
             thread.name = f"batches of {self._loop}"
@@ -44,11 +43,11 @@ class Noting:
         self._recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
 
     def rests(self) -> None:
-        """There is nothing to compute."""
+        """Records that there is nothing to compute."""
         self._recorders.served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
 
     def ended(self, state: Any, end: End = "finished") -> None:
-        """A request is over; it has failed where it has an error."""
+        """Records the end of a request, which has failed if it has an error."""
         tokens, how = generated(state), "failed" if end == "finished" and state.error is not None else end
         now = time.monotonic_ns()
         self._times.ended(state.request_id, now / 1e9, tokens, how == "finished")
@@ -56,6 +55,6 @@ class Noting:
 
 
 def generated(state: Any) -> int:
-    """Tokens that a request has got, also before it began anew."""
+    """Tokens generated for a request, including those before it was computed again."""
     before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
     return before + len(state.generated_tokens)

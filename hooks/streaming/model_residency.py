@@ -2,12 +2,12 @@
 governor decides (offload/governor/governor.py).
 
 Note [Between iterations]
-    An outermost forward that holds the only lease of its model asks what to stream, before it runs: then no kernel of
-    the model is about to be launched. Where another thread runs the model too, or a change cannot be made now, all
-    stays as it is and is asked again at the next.
+    An outermost forward that holds the only lease of its model asks the governor what to stream, before it runs: then
+    no kernel of the model is about to be launched. Where another thread runs the model too, or a change cannot be made
+    now, nothing changes and the next forward asks again.
 
 Note [Nothing is prepared]
-    A resident layer may be taken at any moment: its bytes go to the host then, by the core, which waits for everything
+    A resident layer may be taken at any moment: the core then copies its bytes to the host, and waits for everything
     that was submitted. So no host memory is used, and nothing is copied or watched, before pages have really run out.
 """
 
@@ -43,8 +43,8 @@ from .captured import Captured
 from .streamed import Streaming
 
 
-class Elastic:
-    """The residency of one model's layers, as `governor` sees it (`seat.ModelClient`), from `follow` until `close`."""
+class ModelResidency:
+    """The residency of one model's layers, decided by `governor` (`client.ModelClient`), from `follow` to `close`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Elastic:
         self.others_wait = False  # see ModelClient.others_wait
         self.decision: StreamDecision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted_until
-        self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
+        self.keeper: Callable[[], Giver | None] = lambda: None  # the store of kept prefixes
         self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
         self.streaming = Streaming(
             weights.ring,
@@ -85,11 +85,9 @@ class Elastic:
         self._governor = governor
         self._turns = turns
         self._tuning = governor.tuning.weights
-        self._arranged: StreamDecision | None = (
-            None  # all is as this one says: whatever changes it has another one made
-        )
+        self._arranged: StreamDecision | None = None  # the decision that is in force; any change makes a new one
         self._patience = 0
-        self._unmeasured = 0  # iterations to which a link matters that nobody has measured
+        self._unmeasured = 0  # iterations to which the link matters while it is not measured
         self._governed = self._was_governed = False
 
     # What the governor asks
@@ -100,7 +98,7 @@ class Elastic:
 
     @property
     def floor(self) -> int:
-        """See ModelClient.floor: of it, what is beyond layers that stay resident, which its plan does not count."""
+        """Device pages to keep, less those of captured layers, which `plan` does not count; see `ModelClient`."""
         return max(0, -(-self.options.floor // self._weights.device.page_size) - self.captured.kept_pages)
 
     @property
@@ -114,7 +112,7 @@ class Elastic:
         return self._weights.group.leases > self._turns.leases
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer in self.arrangement.kept or layer in self.arrangement.dropped or self._turns.sections:
+        if layer in self.arrangement.in_graphs or layer in self.arrangement.dropped or self._turns.sections:
             return None
         parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
@@ -126,14 +124,14 @@ class Elastic:
     # What the model does
 
     def follow(self, layers: Sequence[nn.Module], slots: int) -> None:
-        """Takes over these layers, now and after each change of the model. Nothing of it is taken meanwhile (`change`).
-        `slots` and what is raised: as `Arrangement.follow`."""
+        """Arranges these layers, at first and after each change of the model (`change`). `slots`, errors: as
+        `Arrangement.follow`."""
         self.arrangement.follow(layers, slots)
         self.captured.attend()
 
     def before(self, point: Point | None) -> None:
-        """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
-        captured, and cannot be."""
+        """Begins an iteration, see Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where a
+        capture runs and layers stream."""
         self.captured.thread.open = True
         if graphs.GRAPHS.loosened:
             graphs.tell_of_dropped()
@@ -158,9 +156,8 @@ class Elastic:
         self._pace.begin(point)
 
     def require(self, tpot: float | None, ttft: float | None, others: bool) -> None:
-        """Takes note of what requests of the next iteration ask beside what the model was given, in seconds, and
-        whether `others` wait for it. Where the link cannot be measured, or intervals are fixed, there is nothing to
-        choose."""
+        """Notes the SLOs of the next iteration's requests, in seconds, beside the model's own, and whether `others`
+        wait for its end. Does nothing where the link cannot be measured, or the interval is fixed."""
         if others != self.others_wait:
             self.others_wait = others
             self._governor.changed(self)
@@ -181,9 +178,9 @@ class Elastic:
             self._governor.after(self)
 
     def start(self, measured: Callable[[], Record], always: bool = False) -> None:
-        """The governor may change it from now on. `measured` is called for what its iterations take, where it has an
-        SLO, or `always`. SLOError where that cannot be kept; ManageError where it, or the link, cannot be measured: a
-        warning without an SLO, as it is assumed then."""
+        """Lets the governor change the residency. `measured` returns the measured times of iterations; it is called if
+        there is an SLO, or `always`. SLOError where the SLO cannot be kept; ManageError where times or the link cannot
+        be measured, which without an SLO is a warning, as they are assumed then."""
         governor, device = self._governor, self._weights.device
         try:
             record = measured() if self.options.slo or always else None
@@ -197,7 +194,7 @@ class Elastic:
             governor.link.bandwidth = record.bandwidth
         elif governor.link.bandwidth is None and self.plan.streamed:
             governors.measure_link(device, governor)
-            device.trim()  # what was measured with
+            device.trim()  # the memory of the measurement
         if self.options.slo:
             pages = device.snapshot()["pages"]
             others = sum(pages.values()) - pages["free"] - self.plan.device_pages
@@ -208,7 +205,7 @@ class Elastic:
         self._governed = True
 
     def change(self, act: Callable[[], None]) -> None:
-        """Nothing of the model is taken meanwhile, and its modules have plain dictionaries. `act` follows it anew."""
+        """Calls `act`, which calls `follow`, while no layer is taken and the modules have plain dictionaries."""
         with self.captured.lock:
             self.streaming.close()
             with self.changing():
@@ -216,16 +213,16 @@ class Elastic:
 
     @contextmanager
     def changing(self) -> Iterator[Arrangement]:
-        """Hands out the arrangement, to be changed while no forward runs and none begins: meanwhile nobody else takes
-        or arranges a layer."""
+        """Yields the arrangement, to be changed while no forward runs or begins; no other thread takes or arranges a
+        layer meanwhile."""
         with self.captured.lock, self._governor.changing(self) if self._governed else nullcontext():
             yield self.arrangement
 
     def report(self) -> Report:
-        """What streams, why, and what it costs."""
+        """Makes the report: which layers stream, why, and at which cost."""
         graphs.tell_of_dropped()
         self.timings.learn()
-        weights, last = self._weights, dict(self.timings.last)  # to which others add
+        weights, last = self._weights, dict(self.timings.last)  # a copy, as other threads add to it
         why = "" if self.decision is None else self.decision.why
         return Report.of(
             self.name,
@@ -238,18 +235,18 @@ class Elastic:
             link_bytes=weights.ring.copied,
             file_bytes=weights.backings.file_bytes,
             host_bytes=weights.backings.host_pages * weights.device.page_size,
-            kept=tuple(sorted(self.arrangement.kept)),
+            kept=tuple(sorted(self.arrangement.in_graphs)),
             kv=self.caches(),
             lending=self._governor.exchange.lending_of(self),
             why=why,
         )
 
     def caches(self) -> tuple[Streamed, ...]:
-        """How each KV cache of the model reads what of it lies on the host."""
+        """How each KV cache of the model reads its pages that are on the host."""
         return self._governor.caches_of(self)
 
     def stop(self, *, collected: bool = False) -> None:
-        """Nothing of it changes any more by itself; what streams goes on streaming. `collected`: by a finalizer."""
+        """Stops changes by the governor; layers that stream go on streaming. `collected`: called by a finalizer."""
         self._was_governed, self._governed = self._governed, False
         if collected:
             self._governor.collected(self)
@@ -257,7 +254,7 @@ class Elastic:
             self._governor.remove(self)
 
     def resume(self) -> None:
-        """Lets layers come and go again, if they did before `stop`."""
+        """Undoes `stop`: the governor changes the residency again, if it did before."""
         if self._was_governed:
             self._governor.add(self)
             self._governed = True
@@ -268,7 +265,7 @@ class Elastic:
         self.arrangement.close()
 
     def _arrange(self, decision: StreamDecision) -> None:
-        """Streams what was decided, if that can be done now."""
+        """Carries out a decision, if that can be done now."""
         self.decision, self._arranged, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
@@ -284,28 +281,32 @@ class Elastic:
             except WeightsFileChanged:
                 raise
             except (PoolExhausted, ManageError):
-                self._patience = self._tuning.again  # all is valid as it is
+                self._patience = self._tuning.again  # the arrangement is valid as it is
         if decision.plan == self.arrangement.plan and not self._weights.ring.own.layers:
             self._arranged = decision
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
-            if (back := self._weights.ring.own.layers) and not self.captured.here and not self._turns.sections:
+            if (
+                (back := self._weights.ring.own.layers)
+                and not self.captured.runs_on_this_thread
+                and not self._turns.sections
+            ):
                 self._make_resident(back)
 
     def _measure_link(self) -> None:
-        """See governors.py, Note [The link of a model that runs]. Where it cannot be it is tried again later."""
+        """Measures the link, now and then until it succeeds; see governors.py, Note [The link of a model that runs]."""
         self._unmeasured += 1
         if self._unmeasured % self._tuning.again == 1:
             governors.measure_link(self._weights.device, self._governor, leave=self._governor.pages.mark)
 
     def _change(self, plan: Plan) -> None:
-        if self.arrangement.kept.isdisjoint(plan.streamed):  # else one was captured after that was decided
+        if self.arrangement.in_graphs.isdisjoint(plan.streamed):  # else a layer was captured after the decision
             with self._governor.changing(self):
                 self.arrangement.arrange(plan)
 
     def _make_resident(self, layers: Iterable[int]) -> None:
-        """Notes that these have come back, and are resident again."""
+        """Makes layers resident that have come back, and logs that."""
         with self.changing() as arrangement:
             arrangement.make_resident(
                 layers, lambda pages: self._governor.events.decided("host copies", "revert", pages, what=self.name)
@@ -314,7 +315,7 @@ class Elastic:
     def _replanned(self) -> None:
         if self._governed:
             with suppress(_Later), self._governor.changing(self):
-                raise _Later  # nothing is arranged now
+                raise _Later
             self._governor.changed(self)
 
 
@@ -323,7 +324,7 @@ def _strictest(*slos: float | None) -> float | None:
 
 
 class _Later(Exception):
-    """What was taken is arranged another time."""
+    """Raised to withdraw published layers without arranging any."""
 
 
 def _refused(refusal: Refusal, device: Device, others: int) -> SLOError:

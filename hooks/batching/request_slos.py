@@ -1,4 +1,4 @@
-"""What requests of a loop were promised: the SLO of each, whether it can be kept, what it asks of the next step."""
+"""The SLOs of a loop's requests: whether each can be kept, and what they ask of the next step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 Required = tuple[float | None, float | None, bool]
 
 
-class Promises:
-    """SLOs by request. The server notes them on any thread; the loop asks."""
+class RequestSLOs:
+    """SLOs by request. The server notes them on any thread; the loop reads them."""
 
     def __init__(self, cache: ElasticPagedCache, clock: Callable[[], float]) -> None:
-        """`clock`: seconds, as the governor has them."""
+        """`clock`: the governor's, in seconds."""
         self._cache = cache
         self._clock = clock
         self._slos: dict[str, RequestSLO] = {}
-        self._required: Required = (None, None, False)  # what the governor was told last
+        self._required: Required = (None, None, False)  # the last call of `require`
 
     def __len__(self) -> int:
         return len(self._slos)
@@ -33,7 +33,7 @@ class Promises:
         return request in self._slos
 
     def note(self, request: str, slo: RequestSLO, *, unless: bool = False) -> None:
-        """Notes what a request asks, or that it asks nothing; `unless`: only where nothing is noted of it."""
+        """Notes the SLO of a request, which may be NOTHING; `unless`: only where none is noted."""
         if slo == NOTHING:
             self._slos.pop(request, None)
         elif unless:
@@ -42,18 +42,18 @@ class Promises:
             self._slos[request] = slo
 
     def asked(self, request: str) -> RequestSLO:
-        """What the request asks."""
+        """Returns the SLO of the request."""
         return self._slos.get(request, NOTHING)
 
     def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
-        """Says why a request that waits cannot have what it asks; None where it can. On any thread."""
+        """Returns why the SLO of a waiting request cannot be kept; None where it can. On any thread."""
         slo, batch = self.asked(request), self._cache.max_batch_tokens
         found = refused(self._cache.model.costs.parts, slo, prompt, new, batch, self._clock())
         return None if found is None else SLOError(f"request {request}: {found}", found.possible, None)
 
     def require(self, scheduled: Sequence[Any], others: bool) -> None:
-        """Tells the governor what the batch asks, and whether `others` wait for its end. Of the time to a first token
-        what is left, in steps of a third."""
+        """Tells the governor the SLOs of the batch, and whether `others` wait for its end. The time to a first token is
+        what is left of it, in steps of a third."""
         if self._slos or self._required != (None, None, False):
             slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()
             prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
@@ -63,8 +63,8 @@ class Promises:
             self._cache.model.require(*self._required)
 
     def limits(self, scheduled: Sequence[Any], known: Sequence[Any]) -> tuple[float, float]:
-        """Seconds that the step may take for those of it that decode, and the moment until which the next first token
-        has to be there, of all requests that are `known`; infinity where nothing is asked."""
+        """Returns (seconds that the step may take for its decoding requests, the earliest deadline of a first token
+        among the `known` requests), infinity where there is no SLO."""
         if not self._slos:
             return math.inf, math.inf
         decoding = tightest(self.asked(state.request_id) for state in scheduled if state.generated_tokens).tpot

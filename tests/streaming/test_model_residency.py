@@ -16,7 +16,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks.weights import room
+from ballonet.hooks.weights import capacity
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.residency.weights_file import WeightsFile
 
@@ -46,14 +46,14 @@ def tensors(model: Any) -> dict[str, bytes]:
 
 def plans(managed: ballonet.Managed) -> Iterator[Plan]:
     """Every number of layers and slots."""
-    pages = managed._elastic.plan.pages
+    pages = managed._residency.plan.pages
     for count, slots in product(range(LAYERS + 1), (1, 2)):
         yield streaming(pages, spread(pages, count), slots)
 
 
 def change(managed: ballonet.Managed, plan: Plan) -> None:
     """As between two iterations."""
-    managed._elastic._change(plan)
+    managed._residency._change(plan)
 
 
 LOOKS: dict[str, Callable[[Any], object]] = {
@@ -100,7 +100,7 @@ def test_a_look_that_the_host_has_no_page_for_is_out_of_memory(loaded: Any, orig
     device = devices.require()
     taken = []
     with ballonet.manage(loaded):
-        while room.host_pages_left(device):
+        while capacity.host_pages_left(device):
             taken.append(device.reserve(PAGE, "kv", device.group()))
             taken[-1].map(0, 1)
             taken[-1].move(0, "host")
@@ -245,6 +245,6 @@ def test_a_release_that_fails_leaves_a_model_whose_layers_come_and_go(
                 managed.release()
         assert tensors(model) == tensors(original)
         assert say(model).agrees(stock)
-        managed._elastic.decision = None
+        managed._residency.decision = None
         assert say(model).agrees(stock)
-        assert managed._elastic.decision is not None, "it is asked about again"
+        assert managed._residency.decision is not None, "it is asked about again"

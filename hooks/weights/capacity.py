@@ -1,13 +1,13 @@
-"""Whether a model fits under the budget: asked before anything is moved, so that the answer names the budget that
-would do.
+"""Whether a model fits under the budget: checked before anything is moved, so that the error names a budget that would
+be enough.
 
-Note [Working room]
-    Beside its weights a model needs its KV cache and its activations. What is asked for here is what a short
-    `generate()` takes, of a few tokens of one sequence. The cache: a token of a layer is at most two hidden states
-    wide, layers share pages that would be mostly empty (geometry.choose), so pages are at least half full, but for
-    the last. The activations: two float32 copies of the widest, as a rule the logits, which are as wide as the
-    largest dimension of any weight, and a few pages for the allocator's small blocks. A longer prompt or a larger
-    batch needs more, and is told so by torch.OutOfMemoryError when there is no more.
+Note [Working pages]
+    Beside its weights a model needs its KV cache and its activations. The check asks for what a short `generate()`
+    takes, of a few tokens of one sequence. The cache: a token of a layer is at most two hidden states wide, layers
+    share pages that would be mostly empty (geometry.choose), so pages are at least half full, but for the last. The
+    activations: two float32 copies of the widest, as a rule the logits, which are as wide as the largest dimension of
+    any weight, and a few pages for the allocator's small blocks. A longer prompt or a larger batch needs more, and
+    raises torch.OutOfMemoryError where there is no more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOGITS = 2 * 4  # bytes per element: two copies in float32
 def working_pages(
     model: nn.Module, layers: Sequence[nn.Module], page_size: int, plans: WeightPlans = DEFAULT.weights
 ) -> int:
-    """Pages that a short use of `model` takes beside its weights; see Note [Working room]."""
+    """Pages that a short use of `model` takes beside its weights; see Note [Working pages]."""
     widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
     itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
     configs = map(text_config, model.modules())
@@ -48,12 +48,11 @@ def working_pages(
 def plan_under_budget(
     device: Device, layout: Layout, spans: Sequence[TensorSpan], working: int, layers: int, rule: Rule
 ) -> Plan:
-    """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
-    device's budget. Others that are idle make room for all of it, those that are not for as much as it needs at least.
-    BudgetError where that cannot be.
+    """Chooses which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under
+    the device's budget. Idle models give pages for all of it, others only for the least that it needs. BudgetError
+    where it does not fit.
 
-    Sources that are blocks of the pool themselves are not counted as used by others: each is given up once it is
-    copied.
+    Sources that are blocks of the pool are not counted as used by others: each is freed once it is copied.
     """
     device.trim()
     page = device.page_size
@@ -62,12 +61,12 @@ def plan_under_budget(
     own = layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
 
     def missing(wanted: int) -> int:
-        """Pages for so many of layers."""
+        """Pages that lack where layers take `wanted` pages."""
         return max(0, _used(device) - sources) + own + wanted - device.budget // page
 
     reserve(device, missing(sum(pages)))
     if (lack := missing(sum(pages))) > 0:
-        give_up(device, lack)  # prefixes that are only kept
+        give_up(device, lack)  # prefixes that are only kept for later prompts
         if (lack := missing(sum(pages))) > 0:
             governors.of(device).ladder.make_room(lack, Rung.IDLE_KV)
     if (lack := missing(rule.smallest(pages))) > 0:
@@ -82,14 +81,14 @@ def plan_under_budget(
 
 
 def _used(device: Device) -> int:
-    """Pages that somebody has."""
+    """Pages of all owners."""
     device.reap(wait=True)
     pages: dict[str, int] = device.snapshot()["pages"]
     return sum(count for owner, count in pages.items() if owner != "free")
 
 
 def check_host(device: Device, pages: int) -> None:
-    """ManageError where so many host pages for weights cannot be had."""
+    """Raises ManageError where there are not so many host pages for weights."""
     left = host_pages_left(device)
     if pages and device.host_refused:
         raise ManageError(
@@ -107,7 +106,7 @@ def check_host(device: Device, pages: int) -> None:
 
 
 def host_pages_left(device: Device) -> int:
-    """Host pages that can still be had; none where the driver cannot map them at a device address."""
+    """Host pages that are left; 0 where the driver cannot map them at a device address."""
     snapshot = device.snapshot()
     used = snapshot["host_pages"] - snapshot["host_free"]
     left: int = snapshot["host_budget"] // device.page_size - used

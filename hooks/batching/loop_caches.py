@@ -1,12 +1,12 @@
-"""What continuous batching keeps of one model as long as it is managed: the cache that outlives its generation loops,
-and what it shares with `generate()` (SwiftCache §4, over turns).
+"""The paged cache of one managed model, which outlives its generation loops and shares blocks with `generate()`
+(SwiftCache §4, over turns).
 
 Note [What is found again]
-    transformers shares full blocks of one loop by hashes of their tokens. Here the next loop with blocks of the same
-    size gets the same cache, with the blocks that nobody uses any more. They are void once the model is another:
-    weights that were written to, adapters, settings (prefix/identity.py). Between loops they are a client that rests:
-    whoever needs pages has them, and their bytes are on the host then. `generate()` finds them in the same index
-    (sectors/listed_blocks.py), and files are the same ones.
+    transformers shares full blocks of one loop by hashes of their tokens. With ballonet the next loop with blocks of
+    the same size gets the same cache, with its unused blocks. They are dropped once the model has changed: weights that
+    were written to, adapters, settings (prefix/identity.py). Between loops their pages may be taken for any use, and
+    their bytes are on the host then. `generate()` finds the blocks in the same index (sectors/listed_blocks.py), and
+    they share files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .cache import ElasticPagedCache
 
 
-class Living:
-    """Keeps the cache of one model. Loops are made one at a time."""
+class LoopCaches:
+    """Hands the cache of one model from loop to loop. Loops are made one at a time."""
 
     def __init__(self) -> None:
         self._store: Callable[[], PrefixStore | None] = lambda: None
@@ -33,16 +33,16 @@ class Living:
         self._closed = False
 
     def share(self, store: PrefixStore) -> None:
-        """`store`: what is kept of the model, which knows what the model is at any moment."""
+        """Shares blocks with `store`, the prefixes of the model."""
         self._store = weakref.ref(store)
 
     @property
     def store(self) -> PrefixStore | None:
-        """What is kept of the model, with the blocks of the cache; None where it is managed no more."""
+        """The prefixes of the model, with the blocks of the cache; None once it is not managed any more."""
         return self._store()
 
     def take(self, settings: Any, dtype: object, make: Callable[[], ElasticPagedCache]) -> ElasticPagedCache:
-        """Returns the cache for a loop with these settings, a ContinuousBatchingConfig: the living one, or a new one
+        """Returns the cache for a loop with these settings, a ContinuousBatchingConfig: the present one, or a new one
         where that is in use or of other sizes."""
         cache = self._cache
         if cache is not None and cache.user() is None and _fits(cache, settings, dtype):
@@ -56,15 +56,15 @@ class Living:
         return made
 
     def ended(self, ids: Sequence[int], now: Identity) -> None:
-        """Blocks hold these tokens, which a request has computed: they are written to files, if there are any."""
+        """Has the blocks with these tokens, which a request has computed, written to files, if there are any."""
         store = self.store
         if store is not None and store.contents.saver is not None:
             numbers = array("q", ids)
             store.contents.saver.stored(numbers, chain(numbers, store.block, now.settings), now)
 
     def rests(self, cache: ElasticPagedCache) -> None:
-        """No request has blocks of a cache any more: what is kept is cut to its limit; all of a cache that does not
-        outlive its loop, if there is a limit. DriverError."""
+        """Cuts the kept blocks to their limit when no request has blocks of `cache` any more; drops all blocks of a
+        cache that does not outlive its loop, if there is a limit. DriverError."""
         if (store := self.store) is not None and store.limit is not None:
             if cache is self._cache:
                 store.enforce()
@@ -72,7 +72,7 @@ class Living:
                 cache.evict_kept(cache.pages.nbytes)
 
     def close(self) -> None:
-        """Forgets it: its memory is free once the loop that has it is gone."""
+        """Drops the cache: its memory is freed with the loop that uses it."""
         self._closed, self._cache = True, None
 
 

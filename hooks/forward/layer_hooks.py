@@ -1,0 +1,60 @@
+"""The hooks before and after each decoder layer of a managed model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from .hook_base import Hook, opaquely
+
+if TYPE_CHECKING:
+    from .forwards import Forwards
+
+
+class EnterLayer(Hook):
+    """The hook before a decoder layer: lets chaos move pages, gives pages that other threads request, copies a streamed
+    layer to its slot, and tells the core which pages the layer reads. Runs for each token, so it is one call, which
+    makes others only where they have something to do. `opaque`: the compiler breaks its graph at this hook, see
+    hook_base.py, Note [Streaming and torch.compile]."""
+
+    opaque = False
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+    def __call__(self, *_: Any) -> None:
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
+            if self.opaque:
+                opaquely(self)
+            return
+        forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
+        if (span := forwards.local_layers.span) is not None and layer not in span:  # passes its input through
+            return
+        if forwards.chaos is not None:
+            forwards.move_pages_randomly(forwards.chaos)
+        # Another thread found no free pages: this one may have some to spare.
+        if weights.device.page_request:
+            forwards.yield_pages()
+        # A resident layer reads its own addresses, but a capture is announced to every layer.
+        slot = forwards.layers.enter(layer) if self.opaque or forwards.layers.capturing() else None
+        if slot is None:
+            weights.use(layer)
+        else:
+            slot.note_use(weights.stream(), False)
+
+
+class LeaveLayer(Hook):
+    """The hook after a decoder layer that streams: frees its slot. The compiler breaks its graph at it, too."""
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+    def __call__(self, *_: Any) -> None:
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            opaquely(self)
+        elif self._forwards.layers.inside == self._layer:
+            self._forwards.layers.leave(self._layer)
