@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Owner = Literal["weights", "activations", "kv"]
-Backing = Literal["none", "device", "host", "peer", "alias", "retiring", "kept"]
+LeadsTo = Literal["none", "device", "host", "peer", "alias", "retiring", "kept"]
 Place = Literal["device", "host", "peer"]
 
 Source = tuple[int, int, int]
@@ -351,9 +351,9 @@ class Range:
     def drop_kept(self, piece: int) -> bool:
         """Takes a "kept" page from the piece, which leads nowhere then. False where there is none, or the driver
         refuses."""
-    def backing(self, piece: int) -> Backing: ...
-    def runs(self, first: int, count: int) -> list[tuple[int, int, Backing]]:
-        """(first, count, backing) of neighbours among `count` pieces from `first` on."""
+    def leads_to(self, piece: int) -> LeadsTo: ...
+    def runs(self, first: int, count: int) -> list[tuple[int, int, LeadsTo]]:
+        """(first, count, leads to) of neighbours among `count` pieces from `first` on."""
     def page(self, piece: int) -> int:
         """Index of the backing page in its pool, -1 where there is none."""
     def tensor(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], code: int, bits: int) -> object:

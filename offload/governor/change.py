@@ -34,7 +34,7 @@ class ModelChange:
             self._known.list.void()
         self._known.device.withdraw(state.keys())
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             self.taken = frozenset(state.taken)
         return self.taken
 

@@ -44,7 +44,7 @@ class MovablePages(Protocol):
 
     @property
     def pieces(self) -> int: ...
-    def backing(self, piece: int) -> str: ...
+    def leads_to(self, piece: int) -> str: ...
     def move(self, piece: int, to: Place) -> bool: ...
 
 
@@ -119,7 +119,7 @@ class Chaos:
     def _draw(self, ranges: Sequence[P], way: Way) -> tuple[P, int] | None:
         """A random piece that can go that way, of a random range that has one."""
         for pages in self._random.sample(ranges, len(ranges)):
-            found = [piece for piece in range(pages.pieces) if pages.backing(piece) in WHERE[way]]
+            found = [piece for piece in range(pages.pieces) if pages.leads_to(piece) in WHERE[way]]
             if found:
                 return pages, self._random.choice(found)
         return None

@@ -52,7 +52,7 @@ class Duplicates:
         """Pages that have not been wished for yet."""
         return self._lacking
 
-    def lack(self, pages: int) -> None:
+    def note_shortage(self, pages: int) -> None:
         """Notes that so many pages were not found up to rung 6. For whoever holds a lock: it is posted later."""
         if pages > 0 and self._known:
             with self._lock:
@@ -67,7 +67,7 @@ class Duplicates:
         for wanted, _ in known if pages else ():
             wanted(pages)
 
-    def wish(self, pages: int) -> None:
+    def request_drop(self, pages: int) -> None:
         """Posts that so many pages are lacking."""
-        self.lack(pages)
+        self.note_shortage(pages)
         self.post()

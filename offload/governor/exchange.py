@@ -42,7 +42,7 @@ class Exchange:
             found = self._known.clients.whose(number)
             if found is None or len(self._known.clients.models) < 2:
                 return
-            self._known.hear()
+            self._known.drain_core_events()
             now = self._known.clock()
             if (
                 self._known.lending.covers(self._known.clients.use(found, now), now)
@@ -64,7 +64,7 @@ class Exchange:
                 self._known.clients.claim(number, state)
             if len(self._known.clients.models) < 2:
                 return
-            self._known.hear()
+            self._known.drain_core_events()
             owed = self._dues(self._known.clock())
         if owed:
             self._take_back(owed, "reserves")
@@ -94,7 +94,7 @@ class Exchange:
         """See Note [The fate of what was borrowed]."""
         with self._known.lock:
             self._known.list.void()
-        self._reclaim.published()  # and what should be copied behind waits for the next list
+        self._reclaim.publish_if_stale()  # and what should be copied behind waits for the next list
         keys = [
             candidate.client * LAYERS + candidate.index
             for candidate in self._reclaim.candidates()
@@ -103,7 +103,7 @@ class Exchange:
         if keys:
             self._known.device.take(keys)
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             owed = self._known.owed(self._known.clock())
             models = [(state, owed[state.number]) for state in self._known.clients.models if state.number in owed]
         for state, pages in models:

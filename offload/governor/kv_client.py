@@ -108,7 +108,7 @@ class KVClient:
     @property
     def streamed(self) -> Streamed:
         """How what is away is read."""
-        return self.way.said(self.displaced)
+        return self.way.status(self.displaced)
 
     def offers(self) -> Sequence[Offer]:
         """What may be taken, in this order."""

@@ -89,7 +89,7 @@ class KVReadPlan:
         self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0, 0.0)
         self._wait = 0  # iterations at rest from now on
         self._look = 0  # until it is decided anew
-        self._shy = 1  # iterations at rest after the next look of somebody
+        self._backoff = 1  # iterations at rest after the next look of somebody
         self._intervals = Intervals[_Iteration](marks, clock, tuning.pending)
         self._iteration: _Iteration | None = None  # that has begun
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
@@ -121,7 +121,7 @@ class KVReadPlan:
         """Returns the parts of such a slice, for `Device.publish`. On any thread."""
         return self._slots.parts(taken)
 
-    def said(self, away: int) -> Streamed:
+    def status(self, away: int) -> Streamed:
         """How it is now. `away`: pages."""
         way = Way.RESIDENT if not away else Way.STREAMED if self._slots.pieces else Way.ZERO_COPY
         return Streamed(way, away, self._slots.slots, self._slots.pages, self._slots.copied, self._choice.exposed)
@@ -140,8 +140,8 @@ class KVReadPlan:
             self._slots.map_to_host(extent)
             if not self._slots.pieces:
                 self._slots.close()
-        self._wait = max(self._wait, self._shy)
-        self._shy = min(2 * self._shy, self._tuning.look)
+        self._wait = max(self._wait, self._backoff)
+        self._backoff = min(2 * self._backoff, self._tuning.look)
 
     def give(self) -> int:
         """Slots go back. How many pages. DriverError."""
@@ -167,7 +167,7 @@ class KVReadPlan:
         away = sum([extent.mover.away for extent in extents])
         self._begin(rows, away, speed)
         if self._slots.pieces:
-            self._shy = max(1, self._shy - 1)
+            self._backoff = max(1, self._backoff - 1)
         if not away:
             self.give()
         if not away or self._settled(away, rows):

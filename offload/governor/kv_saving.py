@@ -80,7 +80,7 @@ class KVSaving:
             extent.backing.demoting(ready, done)
             done.wait()
             extent.mover.saving.saved()
-            return extent.backing.pages.backing(piece) == "host"
+            return extent.backing.pages.leads_to(piece) == "host"
 
     def _write_behind(self, pages: int) -> None:
         with self._lock:

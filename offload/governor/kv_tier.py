@@ -31,7 +31,7 @@ class KVTier:
     def __init__(self, device: Device, group: Group, governor: GovernorApi, whose: str = "") -> None:
         """`group`: of all its ranges; `whose`: the name of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
-        self.patient = True  # did others give what they lease when they were waited for last?
+        self.last_wait_succeeded = True  # did others give what they lease when they were waited for last?
         self.governor = governor
         self.turns = KVTurns()
         self.extents = KVExtents(device)
@@ -42,7 +42,7 @@ class KVTier:
         self._way = self.client.way
         self._restoring = Lock()  # held while pages get their bytes
         self._arrives = False  # are there bytes on their way to the device, as far as known?
-        self._unsaid = 0  # pages that are full, which the governor does not know
+        self._unreported = 0  # pages that are full, which the governor does not know
         self._slot_changes = 0  # changes of slots that the governor was told of
         self.client.whose = whose
         self.number = governor.add_client(self.client)
@@ -55,7 +55,7 @@ class KVTier:
     def enter(self, extent: KVExtent, stream: int) -> None:
         """A layer of this range is about to append and to be read, on `stream`. BallonetError, DriverError."""
         self.turns.stream = stream
-        if extent.mover.comes:
+        if extent.mover.lacks_bytes_or_copying:
             self._arrive(extent, stream)
         self._way.enter(extent, stream)
 
@@ -76,7 +76,7 @@ class KVTier:
             self._way.map_to_host(extent)
 
     def _arrive(self, extent: KVExtent, stream: int | None) -> None:
-        if extent.mover.coming:
+        if extent.mover.lacks_bytes:
             with self._restoring:
                 extent.fetch(self.transfer, stream or 0)
         extent.mover.arrive(stream)
@@ -87,8 +87,8 @@ class KVTier:
         client, way = self.client, self._way
         if self.governor.taken_of(self.number):
             self.extents.look_anew()
-        if client.saving.notice() or self._unsaid:
-            self._unsaid = 0
+        if client.saving.notice() or self._unreported:
+            self._unreported = 0
             self.governor.client_changed(self.number)
         away = self.extents.away
         pages = self.governor.restorable_pages(self.number) if away else 0
@@ -105,7 +105,7 @@ class KVTier:
         else:
             way.nothing_away(rows)
         if self._arrives:
-            self._arrives = self.extents.comes
+            self._arrives = self.extents.lacks_bytes_or_copying
         self.turns.forward = 0 if away or way.slots or self._arrives else forward
         if way.changes != self._slot_changes:
             self._slot_changes = way.changes
@@ -114,12 +114,12 @@ class KVTier:
     def grown(self, pages: int, soon: bool) -> None:
         """Notes that so many more pages are full. `soon`: where pages are scarce the governor is told before the next
         iteration, once they are a part of the budget that is worth a new list."""
-        self._unsaid += pages
+        self._unreported += pages
         total = self._device.budget // self._device.page_size
-        if not soon or not worth_telling(self._unsaid, total, self._tuning):
+        if not soon or not worth_telling(self._unreported, total, self._tuning):
             return
         if self.governor.pages.scarce or scarce(self._device.available, total, self.governor.tuning.pages):
-            self._unsaid = 0
+            self._unreported = 0
             self.governor.client_changed(self.number)
 
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:

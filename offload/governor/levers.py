@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..policy.reclaim_order import LISTED, Candidate, Rung
 from .governor import Governor
-from .published import Pool
+from .published import DeviceView
 
 
 class Lever(Protocol):
@@ -64,7 +64,7 @@ class Inflate(Lever):
 
     rung = Rung.INFLATE
 
-    def __init__(self, device: Pool) -> None:
+    def __init__(self, device: DeviceView) -> None:
         self._device = device
 
     def would_free(self) -> int:
@@ -122,7 +122,7 @@ class DropLever(Lever):
         return 0.0, 0.0
 
     def pull(self, pages: int) -> int:
-        self._duplicates.wish(pages)
+        self._duplicates.request_drop(pages)
         return 0
 
     def revert(self, pages: int) -> int:
@@ -134,7 +134,7 @@ class Wait(Lever):
 
     rung = Rung.WAIT
 
-    def __init__(self, governor: Governor, device: Pool) -> None:
+    def __init__(self, governor: Governor, device: DeviceView) -> None:
         self._governor = governor
         self._device = device
 
@@ -159,7 +159,7 @@ class Spill(Lever):
 
     rung = Rung.SPILL
 
-    def __init__(self, governor: Governor, device: Pool, allowed: bool) -> None:
+    def __init__(self, governor: Governor, device: DeviceView, allowed: bool) -> None:
         self._governor = governor
         self._device = device
         self._allowed = allowed
@@ -182,7 +182,7 @@ class Spill(Lever):
         return 0
 
 
-def levers(governor: Governor, device: Pool, *, spill: bool) -> Sequence[Lever]:
+def levers(governor: Governor, device: DeviceView, *, spill: bool) -> Sequence[Lever]:
     """In the order of their rungs. `spill`: may pages of the host stand in?"""
     found: list[Lever] = [
         Free(governor),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import Lock
 
 from ..policy.tuning import OtherTraffic
-from .published import Pool
+from .published import DeviceView
 from .traffic import Traffic, sent
 
 
@@ -16,7 +16,7 @@ class HostLink:
 
     def __init__(
         self,
-        device: Pool,
+        device: DeviceView,
         lock: Lock,
         moved: Callable[[], None],
         bandwidth: float | None,

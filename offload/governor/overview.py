@@ -28,7 +28,7 @@ from .duplicates import Duplicates
 from .lend import Lending
 from .link import HostLink
 from .pages import DevicePages
-from .published import Pool, Published
+from .published import DeviceView, Published
 from .restore import Back, plan_restore
 from .situation import Situation
 
@@ -38,7 +38,7 @@ class Overview:
 
     def __init__(
         self,
-        device: Pool,
+        device: DeviceView,
         clock: Callable[[], float],
         tuning: Tuning,
         window: float,
@@ -95,18 +95,18 @@ class Overview:
         if models or caches:
             self.list.void()
 
-    def hear(self) -> None:
+    def drain_core_events(self) -> None:
         """Takes in what the core took, and which models and caches are gone."""
         if self.clients.gone:
             self.drop_dead()
         if taken := self.device.taken():
-            self._heard(taken)
+            self._apply_taken(taken)
 
-    def _heard(self, taken: Sequence[tuple[int, int, int]]) -> None:
+    def _apply_taken(self, taken: Sequence[tuple[int, int, int]]) -> None:
         for _, key, pages in taken:
             self.clients.took(*divmod(key, LAYERS))
             if self.list.comes_after(key, Rung.DUPLICATES):
-                self.duplicates.lack(pages)
+                self.duplicates.note_shortage(pages)
         self.events.hear()
         self._waited = True
         for paged, _ in self.clients.paged:
@@ -134,7 +134,7 @@ class Overview:
         ):
             return None
         if taken := self.device.taken():
-            self._heard(taken)
+            self._apply_taken(taken)
             return None
         decision = self.answers.get((state.number, last))
         if decision is None or (state.streams and not state.passed(phase)):
@@ -142,7 +142,7 @@ class Overview:
         self.clients.running.began(state, now)
         return decision
 
-    def rest(self, now: float) -> None:
+    def update_idle(self, now: float) -> None:
         """Who is idle, and in which order were they used?"""
         models, caches = self.clients.idleness.rested(now)
         if models:
@@ -152,9 +152,9 @@ class Overview:
 
     def look(self, now: float) -> int:
         """At the pages: how many are free, and can some go back to whoever gave theirs?"""
-        self.rest(now)
+        self.update_idle(now)
         if self.duplicates.known:
-            self._hear_refusals()
+            self._note_refusals()
         free, spare = self.pages.look(now, self._waited)
         self._waited = False
         if spare:
@@ -164,13 +164,13 @@ class Overview:
             self.moved()
         return free
 
-    def _hear_refusals(self) -> None:
+    def _note_refusals(self) -> None:
         """Notes what operators could not have, whom the core goes down the whole ladder for."""
         self.events.hear()
         refused = self.events.counts().get(Rung.REFUSE.label, {}).get("pull")
         pages = 0 if refused is None else refused.pages
         if self._refused is not None:
-            self.duplicates.lack(pages - self._refused)
+            self.duplicates.note_shortage(pages - self._refused)
         self._refused = pages
 
     def grant(self, back: Back) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from ..policy.remap import CalmClock, observe
 from ..policy.tuning import FreePages
-from .published import Pool
+from .published import DeviceView
 
 
 class DevicePages:
     """`look` is not thread-safe: whoever calls holds the governor's lock; the others are."""
 
-    def __init__(self, device: Pool, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: DeviceView, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
         """`waits`: the clock by which `wait` gives up."""
         self.short = False  # were few free when it was looked last?
         self.scarce = False  # or not long ago?

@@ -22,7 +22,7 @@ from .client_state import ClientState
 _RUNGS: Final = {rung.label: rung for rung in Rung}
 
 
-class Pool(Protocol):
+class DeviceView(Protocol):
     """The part of `Device` that the governor uses."""
 
     @property
@@ -52,7 +52,7 @@ class Draft:
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
     dirty: dict[int, int] = field(default_factory=dict)  # of `pages`, those whose bytes go to the host when taken
-    dear: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Rung.HIDDEN_WEIGHTS` on
+    in_use: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Rung.HIDDEN_WEIGHTS` on
 
     @property
     def keys(self) -> list[tuple[int, Rung, bool, int]]:
@@ -80,7 +80,7 @@ class Draft:
                     dirty = min(candidate.pages, _dirty(entry[1]))
                     self.dirty[client.number] = self.dirty.get(client.number, 0) + dirty
                     if candidate.rung >= Rung.HIDDEN_WEIGHTS:
-                        self.dear[client.number] = self.dear.get(client.number, 0) + candidate.pages
+                        self.in_use[client.number] = self.in_use.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
         """The names of its entries, by key."""
@@ -95,7 +95,7 @@ class Draft:
 class Published:
     """Not thread-safe, but for `named`: whoever calls holds the governor's lock."""
 
-    def __init__(self, device: Pool) -> None:
+    def __init__(self, device: DeviceView) -> None:
         self._device = device
         self._number = 0
         self._keys: list[tuple[int, Rung, bool, int]] = []
@@ -103,7 +103,7 @@ class Published:
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
         self.pages: dict[int, int] = {}  # that are in it, within caps, by number of the client
         self.dirty: dict[int, int] = {}  # of these, those whose bytes go to the host when they are taken
-        self.dear: dict[int, int] = {}  # and those that are in use
+        self.in_use: dict[int, int] = {}  # and those that are in use
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
@@ -130,7 +130,7 @@ class Published:
             self._device.publish(draft.entries, draft.limits)
             self.published += 1
             self._keys, self._current = draft.keys, True
-            self.pages, self.dirty, self.dear = draft.pages, draft.dirty, draft.dear
+            self.pages, self.dirty, self.in_use = draft.pages, draft.dirty, draft.in_use
 
     def named(self, key: int) -> Named:
         """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""

@@ -20,12 +20,12 @@ from .situation import Situation
 
 
 class Offered(NamedTuple):
-    """Pages that others give when asked. `dirty`: of these, those whose bytes go to the host then; `dear`: that are in
-    use."""
+    """Pages that others give when asked. Of these, `dirty` have their bytes copied to the host then, and `in_use` are
+    used by others."""
 
     pages: int
     dirty: int
-    dear: int
+    in_use: int
 
 
 class ReclaimList:
@@ -45,22 +45,22 @@ class ReclaimList:
         with self._known.lock:
             found = self._known.list
             return Offered(
-                *(sum(its.values()) - its.get(but, 0) for its in (found.pages, found.dirty, found.dear)),
+                *(sum(its.values()) - its.get(but, 0) for its in (found.pages, found.dirty, found.in_use)),
             )
 
     def candidates(self) -> list[Candidate]:
         """All that may be taken now, in the order of taking."""
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             now = self._known.clock()
-            self._known.rest(now)
+            self._known.update_idle(now)
             return self._known.listed(
                 self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
             )
 
     def publish(self) -> None:
         """The reclaim list, if it is another one now. See Note [Locks]."""
-        behind = self.published()
+        behind = self.publish_if_stale()
         if behind:
             with self._known.lock:
                 resting = self._known.clients.idleness.resting(self._known.clock())
@@ -69,21 +69,21 @@ class ReclaimList:
         for cache, pages in behind:
             cache.write_behind(pages)
         if behind:
-            self.published()
+            self.publish_if_stale()
             for cache, pages in self._leaving():
                 cache.demote(pages)
 
-    def published(self) -> list[tuple[PageClient, int]]:
+    def publish_if_stale(self) -> list[tuple[PageClient, int]]:
         """What caches should copy to the host after that."""
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             if not self._known.list.stale:
                 return []
             now = self._known.clock()
-            self._known.rest(now)
+            self._known.update_idle(now)
             situation, held = self._known.situation(now, 0), self._known.clients.held(now)
             candidates = self._known.listed(situation, held, self._known.owed(now))
-            behind = self._to_copy(situation, candidates, held, now)
+            behind = self._plan_write_behind(situation, candidates, held, now)
             draft = self._known.list.draft(self._known.clients.of(candidates))
         if draft is not None:
             draft.fill()
@@ -91,7 +91,7 @@ class ReclaimList:
                 self._known.list.publish(draft)
         return behind
 
-    def _to_copy(
+    def _plan_write_behind(
         self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
     ) -> list[tuple[PageClient, int]]:
         """Pages of caches that are to be copied to the host now: while pages are short, and the link serves no layers.

@@ -38,9 +38,11 @@ def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: boo
         if spare <= 0:
             break
         if each.client in states:
-            change = revert([states[each.client]], spare)
-            plans.update((each.client, plan) for plan in change.plans.values())
-            spare += change.freed
+            model = states[each.client]
+            plan = revert(model, spare)
+            if plan is not None:
+                plans[each.client] = plan
+                spare += model.plan.device_pages - plan.device_pages
         else:
             some = min(spare, each.pages)
             pages[each.client] = pages.get(each.client, 0) + some

@@ -10,7 +10,7 @@ from statistics import median
 
 from ...allocator.errors import BallonetError
 from ..policy.tuning import OtherTraffic
-from .published import Pool
+from .published import DeviceView
 
 
 class Traffic:
@@ -74,7 +74,7 @@ class Traffic:
                 pass
 
 
-def sent(device: Pool) -> int:
+def sent(device: DeviceView) -> int:
     """Bytes that ballonet has copied from the host to the device."""
     copied: dict[str, int] = device.snapshot()["copied"]
     return sum(count for name, count in copied.items() if name.endswith("_h2d"))

@@ -58,7 +58,7 @@ class Memory:
     """Bytes. `kv`, `activations`: free pages that are mapped for either; `elsewhere`: free, not created yet, or given
     by others when asked; `host`: that KV of prompts may have on the host; `reserve`: that are to stay free, the
     threshold of Algorithm 1. Of `elsewhere`, `dirty` are given only as far as there is `room` for them on the host, and
-    `dear` are in use by others, who are slower without them."""
+    `in_use` are in use by others, who are slower without them."""
 
     kv: int
     activations: int
@@ -67,7 +67,7 @@ class Memory:
     reserve: int = 0
     dirty: int = 0
     room: float = math.inf
-    dear: int = 0
+    in_use: int = 0
 
     @property
     def total(self) -> int:

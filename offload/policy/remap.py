@@ -7,10 +7,6 @@ Note [Algorithm 1]
     T_compute (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always
     leaves one layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
 
-Note [Given back]
-    In the reverse of the order of giving (reclaim_order.py, Note [Who gives layers]): to those that run, first where
-    the most time is lost; then to the idle ones.
-
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
     spare that were free all through `dwell` seconds in which nobody waited for any, but for `mark` pages, so that the
@@ -171,20 +167,15 @@ def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
     return Remapping({name: plan, **others.plans}, others.freed - taken, others.short)
 
 
-def revert(models: Iterable[Model], spare: int) -> Remapping:
-    """The plans with which weights take back up to `spare` pages. `freed` is not above 0."""
-    plans: dict[str, Plan] = {}
-    freed = 0
-    for model in sorted(models, key=_first_served):
-        if spare + freed <= 0:
-            break
-        costs, now = model.costs, model.plan
-        most = max(model.cap, len(now.streamed))
-        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, most, model.slots)
-        if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
-            plans[model.name] = plan
-            freed += now.device_pages - plan.device_pages
-    return Remapping(plans, freed, 0)
+def revert(model: Model, spare: int) -> Plan | None:
+    """The plan with which a model's weights take back up to `spare` pages; None where none costs less time, or as much
+    with fewer host pages."""
+    costs, now = model.costs, model.plan
+    most = max(model.cap, len(now.streamed))
+    plan = fewest(now.pages, now.device_pages + spare, costs.ratio, most, model.slots) if spare > 0 else None
+    if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
+        return plan
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +205,3 @@ def _freeing_more(model: Model) -> Plan | None:
     """The fastest plan under its cap that frees more than it does now."""
     plan = fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap, model.slots)
     return plan if plan is not None and plan.device_pages >= model.least else None
-
-
-def _first_served(model: Model) -> tuple[bool, float, int, float, str]:
-    return not model.active, -model.stall if model.active else 0, -model.priority, model.used, model.name

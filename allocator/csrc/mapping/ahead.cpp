@@ -75,7 +75,7 @@ bool Ahead::serve_request(Section& in) {
   }
   if (const std::shared_ptr<Range> range = oldest->range.lock()) {
     in.ended.push_back(range);
-    const auto backed = [&] { return range->held[oldest->next].backing != Backing::kNone; };
+    const auto backed = [&] { return range->held[oldest->next].leads_to != LeadsTo::kNone; };
     while (!range->closed && oldest->next < oldest->end && backed()) ++oldest->next;
     const bool wanted = !range->closed && oldest->next < oldest->end;
     if (wanted && map_one(*range, oldest->next, CachedRanges::Take::kNotAhead)) return true;
@@ -107,7 +107,7 @@ bool Ahead::serve_coming(Section& in, Mapper& mapper) {
   in.ended.push_back(range);
   range->closed = true;
   std::size_t piece = 0;
-  while (range->held[piece].backing != Backing::kNone) ++piece;
+  while (range->held[piece].leads_to != LeadsTo::kNone) ++piece;
   const bool mapped = map_one(*range, piece, CachedRanges::Take::kUnpromised);
   cached_.keep_closed(*range);
   if (range->held.pieces > 0) {  // a page that could not be opened is retiring there

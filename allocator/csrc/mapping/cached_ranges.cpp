@@ -11,7 +11,7 @@ namespace ballonet {
 bool CachedRanges::may_keep(const Range& range, std::size_t index) const {
   const Piece& piece = range.held[index];
   return keeping_ && (range.closed || range.keeps) && range.owner == Owner::kKv &&
-         piece.retiring_from == Backing::kDevice && piece.open && space_.device.book.mappings(piece.page) == 1 &&
+         piece.retiring_from == LeadsTo::kDevice && piece.open && space_.device.book.mappings(piece.page) == 1 &&
          !space_.device.above_budget();
 }
 
@@ -38,7 +38,7 @@ Stretch CachedRanges::take_at(std::size_t index) {
 void CachedRanges::empty(Stretch& stretch, std::size_t idle, bool ahead) {
   const auto left = [&] { return ahead ? stretch.ahead() : stretch.kept() - stretch.ahead(); };
   for (std::size_t i = stretch.size(); i-- > 0 && left() > 0 && space_.device.book.idle() < idle;) {
-    if (stretch[i].backing != Backing::kKept || stretch[i].ahead != ahead) continue;
+    if (stretch[i].leads_to != LeadsTo::kKept || stretch[i].ahead != ahead) continue;
     if (!space_.vacate(stretch, i)) space_.vacate(stretch, i);
   }
 }
@@ -62,7 +62,7 @@ void CachedRanges::empty(std::size_t idle, Take take) {
 
 bool CachedRanges::drop(Range& range, std::size_t piece) {
   range.check_span(piece, 1);
-  return range.held[piece].backing == Backing::kKept && space_.vacate(range.held, piece);
+  return range.held[piece].leads_to == LeadsTo::kKept && space_.vacate(range.held, piece);
 }
 
 std::size_t CachedRanges::promise(std::size_t pieces, std::size_t count) {

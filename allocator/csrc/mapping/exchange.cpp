@@ -74,13 +74,13 @@ void free_unowned(AddressSpace& space, const std::vector<Swap>& swaps) {
   std::set<std::pair<Place, PageId>> owned;
   for (const Swap& swap : swaps) {
     const Piece& piece = swap.range.held[swap.piece];
-    if (has_own_page(piece.backing)) owned.insert({piece.place, piece.page});
+    if (has_own_page(piece.leads_to)) owned.insert({piece.place, piece.page});
   }
   for (const Swap& swap : swaps) {
     for (const Target& side : {swap.before, swap.after}) {
       if (side.page == kNoPage || owned.count({side.place, side.page}) > 0) continue;
       // An alias's is free where its own range was closed meanwhile.
-      side.backing == Backing::kAlias ? space.release(side.place, side.page) : space.discard(side.place, side.page);
+      side.leads_to == LeadsTo::kAlias ? space.release(side.place, side.page) : space.discard(side.place, side.page);
     }
   }
 }

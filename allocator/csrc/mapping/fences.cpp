@@ -77,7 +77,7 @@ void Fences::note_use(Range& range, CUstream stream, bool write) {
   Section in(space_);
   const std::size_t end = range.held.size();
   for (std::size_t from = 0, to = 0; from < end; from = to + 1) {
-    for (to = from; to < end && leads_somewhere(range.held[to].backing);) ++to;
+    for (to = from; to < end && leads_somewhere(range.held[to].leads_to);) ++to;
     if (to == from) continue;
     space_.driver.note_use(space_.address(range.held, from), (to - from) * space_.page_size, stream, write);
   }

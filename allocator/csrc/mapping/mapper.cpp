@@ -169,8 +169,8 @@ void Mapper::tell_idle() {
   for (const Range* range : space.ranges) all.push_back(&range->held);
   for (const Stretch* stretch : all) {
     for (std::size_t i = 0; i < stretch->size(); ++i) {
-      const Backing backing = (*stretch)[i].backing;
-      if (backing == Backing::kRetiring || backing == Backing::kKept)
+      const LeadsTo leads_to = (*stretch)[i].leads_to;
+      if (leads_to == LeadsTo::kRetiring || leads_to == LeadsTo::kKept)
         space.driver.idle_at_fork(space.address(*stretch, i), space.page_size);
     }
   }

@@ -20,7 +20,7 @@ void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t coun
   Pieces found;
   bool waited = !wait, prepared = false;
   for (;;) {
-    found = look(range, first, count, backing_of(place));
+    found = look(range, first, count, own_page_in(place));
     const bool lacking = pool.available() < found.unbacked.size() && !fences_.streams.capturing();
     if (!waited && (found.elsewhere || lacking)) {
       retirement_.reap_waiting(in);
@@ -38,19 +38,19 @@ void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t coun
 }
 
 // Throws UsageError where a piece has another backing, DriverError.
-Mapping::Pieces Mapping::look(Range& range, std::size_t first, std::size_t count, Backing wanted) {
+Mapping::Pieces Mapping::look(Range& range, std::size_t first, std::size_t count, LeadsTo wanted) {
   Pieces found;
   for (std::size_t i = first; i < first + count; ++i) {
-    if (range.held[i].backing == Backing::kKept && wanted != Backing::kDevice) space_.vacate_kept(range.held, i);
+    if (range.held[i].leads_to == LeadsTo::kKept && wanted != LeadsTo::kDevice) space_.vacate_kept(range.held, i);
     const Piece& piece = range.held[i];
-    if (piece.backing == Backing::kNone) {
+    if (piece.leads_to == LeadsTo::kNone) {
       found.unbacked.push_back(i);
-    } else if (piece.backing == Backing::kRetiring) {
+    } else if (piece.leads_to == LeadsTo::kRetiring) {
       if (piece.retiring_from == wanted) found.revived.push_back(i);
       found.elsewhere |= piece.retiring_from != wanted;
-    } else if (piece.backing == Backing::kKept) {
+    } else if (piece.leads_to == LeadsTo::kKept) {
       found.claimed.push_back(i);
-    } else if (piece.backing != wanted) {
+    } else if (piece.leads_to != wanted) {
       throw UsageError(format("piece %zu already has another backing", i));
     }
   }
@@ -58,13 +58,13 @@ Mapping::Pieces Mapping::look(Range& range, std::size_t first, std::size_t count
 }
 
 void Mapping::apply(Section& in, Range& range, const Pieces& found, const Span& span, Place place) {
-  const Backing wanted = backing_of(place);
+  const LeadsTo wanted = own_page_in(place);
   for (std::size_t i : found.revived) space_.revive(range.held, i, range.owner);
   for (std::size_t i : found.claimed) space_.claim(range.held, i, range.owner);
   try {
     for (std::size_t i = span.first; i < span.first + span.count;
          ++i) {  // what failed half way may have left some shut
-      if (range.held[i].backing == wanted && !range.held[i].open) space_.open(range.held, i, 1);
+      if (range.held[i].leads_to == wanted && !range.held[i].open) space_.open(range.held, i, 1);
     }
     if (const std::size_t n = found.unbacked.size()) {
       const PageId hint = hint_for(range, found.unbacked.front(), place);
@@ -100,7 +100,7 @@ void Mapping::back(Range& range, const std::vector<std::size_t>& pieces, Place p
   std::size_t mapped = 0;
   try {
     for (; mapped < pieces.size(); ++mapped) {
-      space_.map(range.held, pieces[mapped], {pages[mapped], backing_of(place), place});
+      space_.map(range.held, pieces[mapped], {pages[mapped], own_page_in(place), place});
     }
     for (std::size_t from = 0, to = 0; from < pieces.size(); from = to) {
       to = from + 1;
@@ -120,7 +120,7 @@ PageId Mapping::hint_for(const Range& range, std::size_t piece, Place place) con
   if (piece == 0) return kNoPage;
   const Piece& before = range.held[piece - 1];
   const bool same =
-      before.backing == backing_of(place) || (before.backing == Backing::kKept && place == Place::kDevice);
+      before.leads_to == own_page_in(place) || (before.leads_to == LeadsTo::kKept && place == Place::kDevice);
   return same ? before.page + 1 : kNoPage;
 }
 

@@ -39,7 +39,7 @@ class Mapping {
     std::vector<std::size_t> revived;  // take back the page that they were about to lose
     bool elsewhere = false;            // one is about to lose a page of another place
   };
-  Pieces look(Range& range, std::size_t first, std::size_t count, Backing wanted);
+  Pieces look(Range& range, std::size_t first, std::size_t count, LeadsTo wanted);
   void apply(Section& in, Range& range, const Pieces& found, const Span& span, Place place);
 
   AddressSpace& space_;

@@ -24,7 +24,7 @@ bool Moves::move(Range& range, std::size_t index, Place to) {
   const auto movable = [&] {
     range.check_span(index, 1);
     const Piece& piece = range.held[index];
-    return has_own_page(piece.backing) && !piece.doomed && space_.pool(piece.place).book.mappings(piece.page) == 1;
+    return has_own_page(piece.leads_to) && !piece.doomed && space_.pool(piece.place).book.mappings(piece.page) == 1;
   };
   const std::lock_guard<std::mutex> one_at_a_time(mutex_);
   Section in(space_);
@@ -38,7 +38,7 @@ bool Moves::move(Range& range, std::size_t index, Place to) {
   if (!movable()) return false;
   const Piece before = range.held[index];
   if (!clear_scratch() || space_.pool(to).available() == 0) return false;
-  Target fresh{kNoPage, backing_of(to), to};
+  Target fresh{kNoPage, own_page_in(to), to};
   try {
     fresh.page = mapping_.take(in, to, 1, range.owner).front();
   } catch (const PoolExhausted&) {

@@ -33,9 +33,9 @@ bool Range::may_change(std::unique_lock<std::mutex>& lease) const {
   return !group->leased_by_others();
 }
 
-Backing Range::backing(std::size_t piece) {
+LeadsTo Range::leads_to(std::size_t piece) {
   const std::lock_guard lock(mapper->space.mutex);
-  return held[piece].backing;
+  return held[piece].leads_to;
 }
 
 PageId Range::page(std::size_t piece) {
@@ -54,12 +54,12 @@ std::size_t Range::backed() {
   return held.backed();
 }
 
-std::vector<std::tuple<std::size_t, std::size_t, Backing>> Range::runs(std::size_t first, std::size_t count) {
-  std::vector<std::tuple<std::size_t, std::size_t, Backing>> found;
+std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> Range::runs(std::size_t first, std::size_t count) {
+  std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> found;
   const std::lock_guard lock(mapper->space.mutex);
   for (std::size_t piece = first; piece < first + count; ++piece) {
-    const Backing backing = held[piece].backing;
-    if (found.empty() || std::get<2>(found.back()) != backing) found.emplace_back(piece, 0, backing);
+    const LeadsTo leads_to = held[piece].leads_to;
+    if (found.empty() || std::get<2>(found.back()) != leads_to) found.emplace_back(piece, 0, leads_to);
     ++std::get<1>(found.back());
   }
   return found;
@@ -76,7 +76,7 @@ void Range::pin(std::size_t offset, std::size_t size) {
   const std::size_t first = offset / space.page_size, last = (offset + size - 1) / space.page_size;
   check_span(first, last - first + 1);
   for (std::size_t i = first; i <= last; ++i) {
-    if (!leads_somewhere(held[i].backing) || held[i].doomed) {
+    if (!leads_somewhere(held[i].leads_to) || held[i].doomed) {
       throw UsageError(
           format("bytes %zu to %zu of the range are not all backed: map piece %zu first", offset, offset + size, i));
     }

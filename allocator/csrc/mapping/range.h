@@ -42,14 +42,14 @@ class Range : public std::enable_shared_from_this<Range> {
   const std::shared_ptr<Mapper> mapper;
 
   // These take the mapper's lock.
-  Backing backing(std::size_t piece);
+  LeadsTo leads_to(std::size_t piece);
   PageId page(std::size_t piece);
   // Where the page is that the piece leads to, be it retiring.
   std::optional<Place> place(std::size_t piece);
   // Pieces that lead to a page and are not retiring.
   std::size_t backed();
-  // (first, count, backing) of neighbours that lead to the same kind of page, of `count` pieces from `first` on.
-  std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs(std::size_t first, std::size_t count);
+  // (first, count, leads to) of neighbours that lead to the same kind of page, of `count` pieces from `first` on.
+  std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> runs(std::size_t first, std::size_t count);
   // Pins the pieces under [offset, offset + size). Throws UsageError where one of them is not backed.
   void pin(std::size_t offset, std::size_t size);
   void unpin(std::size_t offset, std::size_t size);

@@ -19,9 +19,9 @@ void Retirement::retire(Range& range, const Spans& spans, bool unseen) {
   bool any = false;
   for (const Span& span : spans) {
     for (std::size_t i = span.first; i < std::min(span.first + span.count, range.held.size()); ++i) {
-      const Backing backing = range.held[i].backing;
-      if (backing == Backing::kKept) space_.table.forget_ahead(range.held, i);
-      if (leads_somewhere(backing) && space_.retire(range.held, i, ticket)) any = true;
+      const LeadsTo leads_to = range.held[i].leads_to;
+      if (leads_to == LeadsTo::kKept) space_.table.forget_ahead(range.held, i);
+      if (leads_somewhere(leads_to) && space_.retire(range.held, i, ticket)) any = true;
     }
   }
   if (!any) return;
@@ -102,7 +102,7 @@ void Retirement::visit(const Entry& entry, Visit visit) {
   const Stretch& held = entry.range->held;
   for (const Span& span : entry.spans) {
     for (std::size_t i = span.first; i < std::min(span.first + span.count, held.size()); ++i) {
-      if (held[i].backing == Backing::kRetiring && held[i].ticket == entry.ticket && !visit(i)) return;
+      if (held[i].leads_to == LeadsTo::kRetiring && held[i].ticket == entry.ticket && !visit(i)) return;
     }
   }
 }
@@ -138,7 +138,7 @@ void Retirement::check() const {
       return true;
     });
   }
-  for (const Range* range : space_.ranges) retiring += range->held.count(Backing::kRetiring);
+  for (const Range* range : space_.ranges) retiring += range->held.count(LeadsTo::kRetiring);
   if (queued != retiring)
     throw InvariantBroken(format("%zu pieces are retiring, %zu wait in the queue for it", retiring, queued));
 }

@@ -47,15 +47,15 @@ Taken Examination::outcome() const {
     kv &= ends_[i].range->owner == Owner::kKv;
     for (std::size_t piece = part.first; piece < part.first + part.count; ++piece) {
       const Piece& here = ends_[i].range->held[piece];
-      if (here.backing == Backing::kDevice) ++pages;
-      if (part.buffer || here.backing == Backing::kAlias) {
+      if (here.leads_to == LeadsTo::kDevice) ++pages;
+      if (part.buffer || here.leads_to == LeadsTo::kAlias) {
         ++known[here.page];
         later |= part.buffer && here.pins > 0;
         continue;
       }
       const Piece& there = ends_[i].twin->held[twin_of(i, piece)];
-      if (!leads_somewhere(there.backing)) ++lacking;
-      later |= there.backing == Backing::kDevice || space_.pool(here.place).book.mappings(here.page) != 1;
+      if (!leads_somewhere(there.leads_to)) ++lacking;
+      later |= there.leads_to == LeadsTo::kDevice || space_.pool(here.place).book.mappings(here.page) != 1;
     }
   }
   for (const auto& [page, mappings] : known) later |= space_.device.book.mappings(page) != mappings;
@@ -75,7 +75,7 @@ Takeable Examination::first_of(std::size_t most, Room room) const {
     const auto [piece, i] = next.top();
     next.pop();
     if (goes(i, piece)) {
-      const std::size_t lacking = leads_somewhere(ends_[i].twin->held[twin_of(i, piece)].backing) ? 0 : 1;
+      const std::size_t lacking = leads_somewhere(ends_[i].twin->held[twin_of(i, piece)].leads_to) ? 0 : 1;
       if (room.holds({Taken::Fate::kTaken, 1, lacking, ends_[i].range->owner == Owner::kKv})) {
         chosen[i].push_back(piece);
         --most;
@@ -103,8 +103,8 @@ bool Examination::goes(std::size_t part, std::size_t piece) const {
   const Piece& here = ends_[part].range->held[piece];
   const Piece& twin = ends_[part].twin->held[twin_of(part, piece)];
   if (here.changed > takeable_.as_of || twin.changed > takeable_.as_of || here.doomed || twin.doomed) return false;
-  if (here.backing != Backing::kDevice || space_.device.book.mappings(here.page) != 1) return false;
-  return twin.backing != Backing::kAlias && twin.backing != Backing::kDevice;
+  if (here.leads_to != LeadsTo::kDevice || space_.device.book.mappings(here.page) != 1) return false;
+  return twin.leads_to != LeadsTo::kAlias && twin.leads_to != LeadsTo::kDevice;
 }
 
 Examination::Shared Examination::shared() const {
@@ -113,7 +113,7 @@ Examination::Shared Examination::shared() const {
     const Takeable::Part& part = takeable_.parts[i];
     for (std::size_t n = 0; part.buffer && ends_[i].open() && n < part.count; ++n) {
       const Piece& piece = ends_[i].range->held[part.first + n];
-      if (piece.backing == Backing::kDevice) shared.emplace(piece.page, 0);
+      if (piece.leads_to == LeadsTo::kDevice) shared.emplace(piece.page, 0);
     }
   }
   return shared;
@@ -142,15 +142,15 @@ bool Examination::sound(std::size_t index, const Shared& shared) const {
     const Piece& piece = ends_[index].range->held[part.first + i];
     if (piece.doomed) return false;
     if (part.buffer) {
-      if (piece.backing != Backing::kDevice) return false;
+      if (piece.leads_to != LeadsTo::kDevice) return false;
       continue;
     }
     const Piece& there = ends_[index].twin->held[part.twin_first + i];
-    if (there.doomed || there.backing == Backing::kAlias) return false;
-    if (piece.backing == Backing::kAlias) {
+    if (there.doomed || there.leads_to == LeadsTo::kAlias) return false;
+    if (piece.leads_to == LeadsTo::kAlias) {
       const bool to_a_buffer = piece.place == Place::kDevice && shared.count(piece.page) > 0;
-      if (!to_a_buffer || !has_own_page(there.backing)) return false;
-    } else if (!has_own_page(piece.backing)) {
+      if (!to_a_buffer || !has_own_page(there.leads_to)) return false;
+    } else if (!has_own_page(piece.leads_to)) {
       return false;
     }
   }

@@ -92,8 +92,8 @@ bool Takes::plan(const Takeable& takeable, const Examination& examined, std::siz
       const std::size_t most = place == Place::kPeer ? on_peer : ~std::size_t{0};
       Filling filling = filling_of(takeable.parts[i], ends, place, next, most);
       for (std::size_t piece : filling.pieces) {
-        if (filling.twin.held[piece].backing == Backing::kKept) space_.vacate(filling.twin.held, piece);
-        if (filling.twin.held[piece].backing != Backing::kNone) return false;
+        if (filling.twin.held[piece].leads_to == LeadsTo::kKept) space_.vacate(filling.twin.held, piece);
+        if (filling.twin.held[piece].leads_to != LeadsTo::kNone) return false;
       }
       if (place == Place::kPeer) on_peer -= filling.pieces.size();
       if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
@@ -111,7 +111,7 @@ Takes::Filling Takes::filling_of(const Takeable::Part& part, const Examination::
   const CUdeviceptr to = space_.address(ends.twin->held, part.twin_first);
   const auto lacks = [&](std::size_t i) {
     return i < part.count && filling.pieces.size() < most &&
-           !leads_somewhere(ends.twin->held[part.twin_first + i].backing);
+           !leads_somewhere(ends.twin->held[part.twin_first + i].leads_to);
   };
   const auto place = [&](std::size_t i) { return ends.range->held[part.first + i].place; };
   std::size_t& i = next;
@@ -178,7 +178,7 @@ void Takes::lead_to_twins(const Takeable& takeable, const Examination& examined)
     changes.push_back({*ends.range, part.first, std::vector<Target>(part.count)});
     for (std::size_t n = 0; !ends.buffer && n < part.count; ++n) {
       const Piece& shown = ends.twin->held[part.twin_first + n];
-      changes.back().targets[n] = {shown.page, Backing::kAlias, shown.place};
+      changes.back().targets[n] = {shown.page, LeadsTo::kAlias, shown.place};
     }
   }
   exchange_pages(space_, changes);

@@ -36,7 +36,7 @@ namespace ballonet {
 struct Piece : Target {
   std::uint32_t ticket = 0;  // the retirement it waits in
   std::uint16_t pins = 0;
-  Backing retiring_from = Backing::kNone;
+  LeadsTo retiring_from = LeadsTo::kNone;
   bool open = false;
   bool doomed = false;
   bool ahead = false;
@@ -52,12 +52,12 @@ class Stretch {
   // Unbacked beyond `size`: a heap's range is far longer than what it ever uses.
   const Piece& operator[](std::size_t piece) const { return piece < table_.size() ? table_[piece] : kUntouched; }
   std::size_t size() const { return table_.size(); }
-  std::size_t count(Backing backing) const { return counts_[static_cast<std::size_t>(backing)]; }
-  std::size_t kept() const { return count(Backing::kKept); }
+  std::size_t count(LeadsTo leads_to) const { return counts_[static_cast<std::size_t>(leads_to)]; }
+  std::size_t kept() const { return count(LeadsTo::kKept); }
   std::size_t ahead() const { return ahead_; }  // of the kept ones
   // Pieces that lead to a page that its owner has not given up.
   std::size_t backed() const;
-  bool in_use() const { return backed() + count(Backing::kRetiring) > 0; }
+  bool in_use() const { return backed() + count(LeadsTo::kRetiring) > 0; }
 
   CUdeviceptr base = 0;
   std::size_t pieces = 0;  // 0: the addresses are someone else's now, or the driver's
@@ -66,7 +66,7 @@ class Stretch {
   friend class PageTable;
   static const Piece kUntouched;
   std::vector<Piece> table_;
-  std::array<std::size_t, kBackings> counts_{};  // but for those that are unbacked
+  std::array<std::size_t, kLeadsToCount> counts_{};  // but for those that are unbacked
   std::size_t ahead_ = 0;
 };
 
@@ -104,7 +104,7 @@ class PageTable {
 
  private:
   static Piece& at(Stretch& stretch, std::size_t piece);
-  void become(Stretch& stretch, Piece& piece, Backing backing);
+  void become(Stretch& stretch, Piece& piece, LeadsTo leads_to);
 
   std::uint64_t changes_ = 0;
   std::size_t ahead_ = 0;
