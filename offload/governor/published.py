@@ -2,8 +2,8 @@
 
 Note [Drafts]
     What may be taken is decided under the governor's lock, but entries are made by the models, without it. So a list is
-    drafted, filled, and published if it is the latest draft by then, and nobody has forbidden it meanwhile (`void`).
-    Until one is published what the core has counts as out of date.
+    drafted, filled, and published if it is the latest draft by then, and it was not voided meanwhile (`void`). Until
+    one is published what the core has counts as out of date.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeviceView(Protocol):
 
 @dataclass
 class Draft:
-    """A list to be: candidates and whose they are, in the order of taking."""
+    """The next list while it is made: candidates with their clients, in the order of taking."""
 
     number: int
     order: Sequence[tuple[ClientState, Candidate]]
@@ -56,7 +56,7 @@ class Draft:
 
     @property
     def keys(self) -> list[tuple[int, Rung, bool, int]]:
-        """With what makes its lever, and the pages of what is divisible."""
+        """What tells lists apart: (key, rung, borrowed, pages where divisible) of each candidate."""
         return [
             (
                 number * LAYERS + candidate.index,
@@ -68,7 +68,7 @@ class Draft:
         ]
 
     def fill(self) -> None:
-        """Asks the clients for what they have."""
+        """Gets the entries from the clients."""
         for client, candidate in self.order:
             entry = client.entry(candidate.index)
             if entry is not None:
@@ -93,28 +93,28 @@ class Draft:
 
 
 class Published:
-    """Not thread-safe, but for `named`: whoever calls holds the governor's lock."""
+    """The list that the core has. Not thread-safe, but for `named`: callers hold the governor's lock."""
 
     def __init__(self, device: DeviceView) -> None:
         self._device = device
         self._number = 0
         self._keys: list[tuple[int, Rung, bool, int]] = []
-        self._current = True  # has the core what was offered last?
+        self._current = True  # has the core the last list that was drafted?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
-        self.pages: dict[int, int] = {}  # that are in it, within caps, by number of the client
+        self.pages: dict[int, int] = {}  # in the list, within caps, by number of the client
         self.dirty: dict[int, int] = {}  # of these, those whose bytes go to the host when they are taken
         self.in_use: dict[int, int] = {}  # and those that are in use
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
     def void(self) -> None:
-        """Nothing that is being made may be published, and what is there has to be made anew."""
+        """Forbids to publish the present draft, and has the next list made anew."""
         self._number += 1
         self._current = False
         self.stale = True
 
     def draft(self, order: Sequence[tuple[ClientState, Candidate]]) -> Draft | None:
-        """None where the core has that already."""
+        """Begins a draft. None where the core has that list already."""
         self.stale = False
         self._number += 1
         draft = Draft(self._number, order)
@@ -124,7 +124,7 @@ class Published:
         return draft
 
     def publish(self, draft: Draft) -> None:
-        """Unless there has been another one since."""
+        """Publishes the draft, unless a later one was begun."""
         if draft.number == self._number:
             self._names.appendleft(draft.names())
             self._device.publish(draft.entries, draft.limits)
@@ -133,7 +133,7 @@ class Published:
             self.pages, self.dirty, self.in_use = draft.pages, draft.dirty, draft.in_use
 
     def named(self, key: int) -> Named:
-        """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
+        """Returns the lever, client and predicted cost of the entry of this key. On any thread."""
         return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))
 
     def comes_after(self, key: int, rung: Rung) -> bool:

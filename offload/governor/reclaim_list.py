@@ -1,4 +1,4 @@
-"""Makes the reclaim list of a device, publishes it, and has pages copied ahead so that those that go first are clean.
+"""Makes and publishes the reclaim list of a device, and has pages copied ahead so that those that go first are clean.
 
 Note [What is prepared]
     The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it
@@ -29,19 +29,20 @@ class Offered(NamedTuple):
 
 
 class ReclaimList:
-    """Thread-safe; nobody who calls holds the governor's lock. See overview.py, Note [Locks]."""
+    """Makes and publishes the list. Thread-safe; callers do not hold the governor's lock. See overview.py, Note
+    [Locks]."""
 
     def __init__(self, known: Overview) -> None:
         self._known = known
 
     def publish_now(self) -> None:
-        """All that is offered at this moment may be taken."""
+        """Publishes all that is offered at this moment."""
         with self._known.lock:
             self._known.list.void()
         self.publish()
 
     def offered(self, but: int) -> Offered:
-        """What clients other than that number have on the published list, within caps."""
+        """Returns what clients other than number `but` have on the published list, within caps."""
         with self._known.lock:
             found = self._known.list
             return Offered(
@@ -59,7 +60,8 @@ class ReclaimList:
             )
 
     def publish(self) -> None:
-        """The reclaim list, if it is another one now. See Note [Locks]."""
+        """Publishes the list if it is out of date, and starts the copies that it calls for. See overview.py, Note
+        [Locks]."""
         behind = self.publish_if_stale()
         if behind:
             with self._known.lock:
@@ -74,7 +76,7 @@ class ReclaimList:
                 cache.demote(pages)
 
     def publish_if_stale(self) -> list[tuple[PageClient, int]]:
-        """What caches should copy to the host after that."""
+        """Publishes the list if it is out of date. Returns how many pages caches should copy to the host after that."""
         with self._known.lock:
             self._known.drain_core_events()
             if not self._known.list.stale:
@@ -94,8 +96,8 @@ class ReclaimList:
     def _plan_write_behind(
         self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
     ) -> list[tuple[PageClient, int]]:
-        """Pages of caches that are to be copied to the host now: while pages are short, and the link serves no layers.
-        The caller holds the lock."""
+        """Returns how many pages caches should copy to the host now: some while pages are short and the link serves no
+        layers. The caller holds the lock."""
         busy = any(state.model.plan.copied or state.taken for state in now.states if state.number in now.active)
         if not self._known.pages.short:
             return []
@@ -106,7 +108,7 @@ class ReclaimList:
         return [(cache, pages.get(state.number, 0)) for state, cache in self._known.clients.paged]
 
     def _leaving(self) -> list[tuple[PageClient, int]]:
-        """What of caches should leave the peer for the host; see peer.py."""
+        """Returns how many pages of caches should leave the peer for the host; see peer.py."""
         free, total = self._known.peer()
         if not total:
             return []
