@@ -1,7 +1,7 @@
 """Memory: pages, their owners, and the allocator under torch. Knows nothing of models.
 
 Called as a function, `ballonet.allocator()`, it gives what `torch.cuda.memory.change_current_allocator` takes; why the
-package can be called is Note [One name for two things] of the facade.
+package can be called: src/ballonet/__init__.py, Note [One name for two things].
 """
 
 import sys

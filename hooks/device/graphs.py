@@ -3,7 +3,7 @@
 Note [Captured]
     A replay reads the addresses that were read at the capture, at any time, and no hook runs then. So a layer that was
     captured stays resident for as long as the graph may be replayed: until it is reset, or collected. The model says so
-    before anything is captured (`Elastic.keep`). A layer that is not resident cannot be captured.
+    before anything is captured (`CapturedModel.keep`). A layer that is not resident cannot be captured.
 
 Note [What was read]
     by a graph nobody tells. What may have been read counts as captured:
@@ -70,7 +70,7 @@ class CapturedModel(Protocol):
         """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[CaptureRecord]) -> None:
-        """Records that these layers, with None all resident ones, are about to be captured: `Record.add`. ManageError
+        """Records that these layers, with None all resident ones, are about to be captured: `CaptureRecord.add`. ManageError
         where one of them is not resident."""
 
     def kept(self) -> bool:

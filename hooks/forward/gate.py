@@ -169,7 +169,7 @@ class _Door:
                 self.then(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # does nothing; see forwards.py, Note [Copies of a managed model]
+        return getattr, (nullcontext(), "__exit__")  # does nothing; see hook_base.py, Note [Copies of a managed model]
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:

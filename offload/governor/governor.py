@@ -19,8 +19,8 @@ Note [The same answer]
         who is idle         nobody becomes so before `Idleness.calm_until`, which whoever adds, removes or keeps a
                             client takes back
         free pages          their number, the budget and the request are those of the last look, and time alone ends
-                            neither a dwell nor a shortage yet (`Pages.unchanged`); while pages are short, never
-        reserves            are not due (`Lendable.due_at`)
+                            neither a dwell nor a shortage yet (`DevicePages.unchanged`); while pages are short, never
+        reserves            are not due (`Lending.due_at`)
         the reclaim list    is not out of date
         a faster plan       passes are counted on, and the one that is due is looked at
     What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes

@@ -132,9 +132,9 @@ AddressSpace::DevicePages AddressSpace::device_pages() const {
   for (const Range* range : ranges) {  // closed ones, too: tensors may still lie over their pages
     if (range->owner == Owner::kActivations) continue;
     bool open = false;
-    for (std::size_t i = 0; i < range->held.size() && i < range->pieces; ++i) {
-      const bool ours = range->held[i].leads_to == LeadsTo::kDevice;
-      if (ours && !open) runs.push_back({address(range->held, i), 0, range->owner});
+    for (std::size_t i = 0; i < range->addresses.size() && i < range->pieces; ++i) {
+      const bool ours = range->addresses[i].leads_to == LeadsTo::kDevice;
+      if (ours && !open) runs.push_back({address(range->addresses, i), 0, range->owner});
       if (ours) runs.back().size += page_size;
       open = ours;
     }
@@ -145,7 +145,7 @@ AddressSpace::DevicePages AddressSpace::device_pages() const {
 const Range* AddressSpace::range_at(CUdeviceptr at) const {
   assert(mutex.held());
   const auto covers = [&](const Range* range) {
-    return range->held.pieces > 0 && at >= range->base && at - range->base < range->pieces * page_size;
+    return range->addresses.pieces > 0 && at >= range->base && at - range->base < range->pieces * page_size;
   };
   const auto found = std::find_if(ranges.begin(), ranges.end(), covers);
   return found == ranges.end() ? nullptr : *found;
@@ -178,7 +178,7 @@ void AddressSpace::check(const std::vector<const Stretch*>& others) {
         throw InvariantBroken(format("page %u behind piece %zu has another owner than its range", piece.page, i));
     }
   };
-  for (const Range* range : ranges) look(range->held, range->owner);
+  for (const Range* range : ranges) look(range->addresses, range->owner);
   for (const Stretch* other : others) look(*other, {});
   if (kept.size() != device.book.kept() || ahead != table.ahead())
     throw InvariantBroken("the pages that are kept do not add up");

@@ -19,7 +19,7 @@ bool Aliasing::alias(Range& range, std::size_t first, Range& source, std::size_t
   }
   if (led.retiring) throw UsageError("a piece is still about to lose another page");
   for (std::size_t i = first; i < first + count; ++i) {
-    if (range.held[i].leads_to == LeadsTo::kKept) space_.vacate_kept(range.held, i);
+    if (range.addresses[i].leads_to == LeadsTo::kKept) space_.vacate_kept(range.addresses, i);
   }
   exchange_pages(space_, {{range, first, std::move(led.targets)}});
   return true;
@@ -32,12 +32,12 @@ Aliasing::Led Aliasing::lead(const Range& range, std::size_t first, const Range&
   source.check_span(source_first, count);
   Led led;
   for (std::size_t i = 0; i < count; ++i) {
-    const Piece& shown = source.held[source_first + i];
+    const Piece& shown = source.addresses[source_first + i];
     if (!has_own_page(shown.leads_to)) {
       throw UsageError(format("piece %zu of the other range has no page of its own", source_first + i));
     }
     led.targets.push_back({shown.page, LeadsTo::kAlias, shown.place});
-    const Piece& piece = range.held[first + i];
+    const Piece& piece = range.addresses[first + i];
     if (&range == &source && first == source_first)
       throw UsageError(format("piece %zu cannot lead to itself", first + i));
     if (piece.leads_to == LeadsTo::kRetiring) led.retiring = true;
@@ -57,7 +57,7 @@ bool Aliasing::own(Range& range, std::size_t first, std::size_t count) {
   const auto check = [&] {
     range.check_span(first, count);
     for (std::size_t i = first; i < first + count; ++i) {
-      if (range.held[i].leads_to != LeadsTo::kAlias || range.held[i].doomed) {
+      if (range.addresses[i].leads_to != LeadsTo::kAlias || range.addresses[i].doomed) {
         throw UsageError(format("piece %zu does not lead to another range", i));
       }
     }
@@ -82,7 +82,7 @@ bool Aliasing::adopt(Range& range, std::size_t first, Range& spare, std::size_t 
     range.check_span(first, count);
     spare.check_span(spare_first, count);
     for (std::size_t i = 0; i < count; ++i) {
-      const Piece &piece = range.held[first + i], &page = spare.held[spare_first + i];
+      const Piece &piece = range.addresses[first + i], &page = spare.addresses[spare_first + i];
       if (piece.leads_to != LeadsTo::kAlias || piece.doomed) {
         throw UsageError(format("piece %zu does not lead to another range", first + i));
       }
@@ -97,7 +97,7 @@ bool Aliasing::adopt(Range& range, std::size_t first, Range& spare, std::size_t 
   if (!check() || !fences_.quiesce(in) || !check()) return false;
   retirement_.reap(in);
   std::vector<Target> pages;
-  for (std::size_t i = 0; i < count; ++i) pages.push_back(spare.held[spare_first + i]);
+  for (std::size_t i = 0; i < count; ++i) pages.push_back(spare.addresses[spare_first + i]);
   exchange_pages(space_, {{range, first, std::move(pages)}, {spare, spare_first, std::vector<Target>(count)}});
   return true;
 }
@@ -119,7 +119,8 @@ bool Aliasing::take_over(Range& twin, std::size_t first, Range& spare, std::size
   retirement_.reap(in);
   std::vector<Change> changes{{twin, first, {}, true}};
   for (std::size_t i = 0; i < count; ++i) {
-    const Piece &old = twin.held[first + i], &fresh = spare.held[spare_first + i], &shown = range.held[first + i];
+    const Piece &old = twin.addresses[first + i], &fresh = spare.addresses[spare_first + i],
+                &shown = range.addresses[first + i];
     if (!has_own_page(old.leads_to) || !has_own_page(fresh.leads_to) || old.doomed || fresh.doomed) {
       throw UsageError(format("piece %zu has no page of its own on both sides", first + i));
     }

@@ -79,7 +79,7 @@ Place Copies::place_at(CUdeviceptr address, Place elsewhere) const {
   const Range* range = space_.range_at(address);
   if (range == nullptr) return elsewhere;
   const std::size_t piece = (address - range->base) / space_.page_size;
-  return piece < range->held.size() ? range->held[piece].place : elsewhere;
+  return piece < range->addresses.size() ? range->addresses[piece].place : elsewhere;
 }
 
 void Copies::register_host(const void* memory, std::size_t size) {

@@ -1,4 +1,4 @@
-// Who used which bytes last: an interval map of stamps.
+// An interval map of stamps: the last uses of bytes.
 //
 // Words
 //   stamp    (stream, epoch): a use by that stream between two of its publications

@@ -1,4 +1,4 @@
-// What torch's memory history keeps: entries of what happened, who allocated what lives, and who is told of it.
+// torch's memory history: entries of events, the stacks of live blocks, and trackers.
 //
 // Note [Order]
 // An entry is added by the thread that did the thing: before a block is given back, after one was handed out. So the
