@@ -5,8 +5,8 @@ Events of the core, in the middle of an operator, are in its own log (`Device.ev
 
 Note [Added from anywhere]
     A finalizer or a signal handler may add an event in the middle of `add` on the same thread. So the lock is one that
-    a thread may take again, an event first goes into an inbox, in one step, and whoever is emptying that already takes
-    it along.
+    a thread may take again, an event first goes into an inbox, in one step, and a call that is already emptying it
+    takes the event along.
 
 Note [As long as before]
     The cost of copies is predicted from the link, where they are decided. What only changes owners or addresses

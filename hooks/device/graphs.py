@@ -70,8 +70,8 @@ class CapturedModel(Protocol):
         """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[CaptureRecord]) -> None:
-        """Records that these layers, with None all resident ones, are about to be captured: `CaptureRecord.add`. ManageError
-        where one of them is not resident."""
+        """Records that these layers, with None all resident ones, are about to be captured: `CaptureRecord.add`.
+        ManageError where one of them is not resident."""
 
     def kept(self) -> bool:
         """Graphs keep other layers than they did. False where it has no time for that now."""

@@ -3,9 +3,9 @@
 Note [Copies that are kept]
     A layer that has left and come back is read from a slot of its own, and its parameters stay on the host (ring.py,
     Note [Starting and stopping to stream]): so its weights go there once. That lasts while pages have been short not
-    long ago (`DevicePages.scarce`), and no longer than host pages are ample: such copies have no more of them than are free
-    beside. Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is resident
-    again (`make_resident`), and the next time that it leaves it is copied anew.
+    long ago (`DevicePages.scarce`), and no longer than host pages are ample: such copies have no more of them than are
+    free beside. Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is
+    resident again (`make_resident`), and the next time that it leaves it is copied anew.
 
 Note [Dropped layers]
     A layer that another replica runs for this one is dropped: to the governor it is one with no pages, so that it is in

@@ -56,7 +56,7 @@ class Draft:
 
     @property
     def keys(self) -> list[tuple[int, Rung, bool, int]]:
-        """What tells lists apart: (key, rung, borrowed, pages where divisible) of each candidate."""
+        """The facts by which lists differ: (key, rung, borrowed, pages where divisible) of each candidate."""
         return [
             (
                 number * LAYERS + candidate.index,

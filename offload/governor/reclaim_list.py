@@ -50,7 +50,7 @@ class ReclaimList:
             )
 
     def candidates(self) -> list[Candidate]:
-        """All that may be taken now, in the order of taking."""
+        """Returns all that may be taken now, in the order of taking."""
         with self._known.lock:
             self._known.drain_core_events()
             now = self._known.clock()

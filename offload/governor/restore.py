@@ -13,7 +13,7 @@ from .situation import Situation
 
 
 class Back(NamedTuple):
-    """What is restored, by number of the state: plans with more resident layers, and pages of KV."""
+    """The outcome, by number of the state: plans with more resident layers, and pages of KV."""
 
     plans: Mapping[int, Plan]
     pages: Mapping[int, int]

@@ -66,7 +66,7 @@ class LayoutStep:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every block of a model lies. The resident range comes first, then the layers in their order."""
+    """The place of every block of a model. The resident range comes first, then the layers in their order."""
 
     ranges: tuple[RangeLayout, ...]
     page_size: int

@@ -89,7 +89,7 @@ class LinkOption:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What each model that is not idle streams, by name. `level`: the bytes per second that each gets if it asks."""
+    """The options of the models that are not idle, by name. `level`: the bytes per second that each gets if it asks."""
 
     options: dict[str, LinkOption]
     level: int

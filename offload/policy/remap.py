@@ -9,9 +9,9 @@ Note [Algorithm 1]
 
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
-    spare that were free all through `dwell` seconds in which nobody waited for any, but for `mark` pages, so that the
-    next tokens find room, and for as many as went meanwhile: a load that grows would soon have them again. With a load
-    that comes and goes faster than that nothing moves.
+    spare that were free all through `dwell` seconds in which no thread waited for any, but for `mark` pages, so that
+    the next tokens find room, and for as many as went meanwhile: a load that grows would soon have them again. With a
+    load that comes and goes faster than that nothing moves.
 """
 
 from __future__ import annotations

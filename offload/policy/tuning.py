@@ -144,7 +144,7 @@ class KVReads:
 
 @dataclass(frozen=True, slots=True)
 class KVGrowth:
-    """What is made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
+    """Pages made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
 
     # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1). The core has the same (tuning.h).
     ahead: int = 50_000_000
@@ -230,7 +230,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class BlockOdds:
-    """What a block of a prefix cache is worth (worth.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
+    """The worth of blocks of a prefix cache (worth.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
 
     # Keys that are gone and remembered, for each that is stored.
     remembered: int = 4
@@ -246,13 +246,13 @@ class BlockOdds:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What is kept for prompts, in memory and in files (hooks/prefix)."""
+    """Sequences kept for prompts, in memory and in files (hooks/prefix)."""
 
     # Tokens that are stored and evicted together: what other prefix caches use.
     block: int = 256
     # Tokens that are copied rather than take a sequence in which one more is lost for each. Chosen.
     worth: int = 4
-    # 1/8 of the device's pages may be of prefixes that nobody can take, as the host has no place. Chosen.
+    # 1/8 of the device's pages may be of prefixes that cannot be taken, as the host has no room. Chosen.
     stuck: int = 8
     # Bytes of a storage for each that a tensor shows, from which on a state is copied rather than kept whole. Chosen.
     loose: float = 1.25
@@ -520,7 +520,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """What is predicted of a run before it (policy/planner)."""
+    """Predictions of a run (policy/planner)."""
 
     # Parts of what a data sheet says that a model gets: of the operations per second in a large prefill, and of the
     # memory's bytes per second while decoding. Chosen: what large matrix products and copies have in practice.

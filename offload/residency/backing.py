@@ -6,9 +6,9 @@
 
 Note [File backings]
     A file cannot be shown at a range's addresses: there tensors lie at multiples of 512 bytes, in the file anywhere,
-    and the file must not be written. So a layer has a file backing only for as long as nobody but its own forward can
-    look at its weights (hooks/streaming/bound.py). Once somebody does, host pages are filled from the file and are
-    the backing for good. Until then all of the range's addresses lead to one blank page.
+    and the file must not be written. So a layer has a file backing only for as long as its own forward alone can read
+    its weights (hooks/streaming/bound.py). At the first other read, host pages are filled from the file and are the
+    backing for good. Until then all of the range's addresses lead to one blank page.
 
 Note [From the peer to the host]
     A piece gets a page of the peer while that has one, else of the host. Where the peer runs short a page of the host

@@ -9,8 +9,8 @@ Note [Alignment]
     file it may lie at any byte (the data begins where the header ends; 240 and 96 mod 512 were seen): only the copy
     engine looks there, and it takes any. So what decides whether neighbours come over in one copy is not where they lie
     but that they are equally far apart on both sides. What is between them then, less than 512 bytes, belongs to
-    nothing on the device and may be overwritten with whatever the file has there. A gap of 512 bytes or more could be
-    someone's.
+    nothing on the device and may be overwritten with whatever the file has there. A gap of 512 bytes or more could hold
+    another tensor.
 
 Note [Pieces]
     A file is registered in pieces of one size, each when something in it is first needed: registering pins its pages,

@@ -62,7 +62,7 @@ class KVExtent:
 
     @property
     def contents(self) -> str:
-        """What lies in the range, for readers: "keys and values of layers 0 to 3, 6"."""
+        """The contents of the range, for readers: "keys and values of layers 0 to 3, 6"."""
         runs = [range(first, end) for first, end in runs_of(self.numbers)]
         told = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
         layers = "layer" if len(self.numbers) == 1 else "layers"

@@ -1,4 +1,4 @@
-"""Where the pages of an extent lie that are away: on the peer, or on the host."""
+"""The places of an extent's pages that are away: on the peer, or on the host."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Mover:
         DriverError."""
         with self._lock:
             if whole:
-                self.saving.saved()  # nobody else does, and what was interrupted would be passed over
+                self.saving.saved()  # no other call does, and interrupted pieces would be passed over
             return self._evict(pieces, transfer, stream, whole)
 
     def _evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, whole: bool) -> int:
@@ -210,7 +210,7 @@ class Mover:
     def own(self, limit: int, end: int, chosen: Iterable[int] | None = None) -> int:
         """Gives up to so many pieces before `end` that are away, of those of `chosen` if that is not None, pages of the
         device again, those on the host first, which cost more there, and of each the last ones; their bytes follow
-        (`fetch`). Takes nothing from anyone. Returns how many. The caller holds a lease. DriverError."""
+        (`fetch`). Takes no pages of others. Returns how many. The caller holds a lease. DriverError."""
         self._device.reap()  # what was given back and has passed is free
         limit = min(limit, self._device.available)
         away = self.states.within(0, end, PieceState.OFFLOADED, PieceState.IN_SLOT)

@@ -1,7 +1,7 @@
 """Prefix KV on disk: a folder of files that several processes may share, used last kept longest.
 
 Note [Crash-safe without a lock]
-    A file is written aside, made durable, and then renamed to its name, which says what is in it: whoever writes the
+    A file is written aside, made durable, and then renamed to its name, which says what is in it: every writer of the
     same run of blocks writes the same file. So each name leads to a whole file or to none, at any moment, and what is
     in memory here is only a cache of the folder: it is read again when the folder has changed, and a file that is gone
     is a miss. What a writer that died left behind is known by its lock, which goes with the process.
@@ -44,9 +44,9 @@ _ASIDE: Final = re.compile(r"\.prefix-[0-9a-f]{32}\.[0-9]+\.[0-9]+\.part")
 class PrefixFiles:
     """The files of one folder, for one `salt` (model, dtype, adapter, ...). Safe to use from several threads.
 
-    The folder is made if need be; nobody but its user may read it and what is in it. `limit`: bytes that all prefix
-    files in it may have together, those of other models too (beside one that is just being written by another process);
-    None: any. Nothing is raised for what is wrong with the folder or in it: a RuntimeWarning says it once.
+    The folder is made if need be; only its user may read it and its files. `limit`: bytes that all prefix files in it
+    may have together, those of other models too (beside one that is just being written by another process); None: any.
+    Nothing is raised for what is wrong with the folder or in it: a RuntimeWarning says it once.
     """
 
     def __init__(self, directory: str | os.PathLike[str], limit: int | None, salt: bytes) -> None:

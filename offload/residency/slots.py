@@ -12,9 +12,9 @@ Note [Overwriting a slot]
     holds as well where a reader never says that it has ended, and where the next one runs on another stream.
 
 Note [What a slot holds]
-    is written down slot by slot, and not derived from an index: a pass over the model may end anywhere, by an exception
-    or because layers are left out, and the next one finds what is really there. While a copy is submitted the slot
-    holds nobody.
+    The member in each slot is recorded, and not derived from an index: a pass over the model may end anywhere, by an
+    exception or because layers are left out, and the next one finds what is really there. While a copy is submitted the
+    slot holds no member.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ void Ahead::tell_followers(Range& range, std::size_t first, std::size_t count) {
   if (!range.next.expired()) {
     push({range.next, first, first + count});
   } else if (!coming_) {
-    return;  // nobody follows, and no claim has made room for others
+    return;  // no range follows, and no claim has made room for others
   }
   background_.notify();
 }
@@ -71,7 +71,7 @@ bool Ahead::serve_request(Section& in) {
   {
     const std::lock_guard lock(mutex_);
     if (requests_.empty()) return false;
-    oldest = &requests_.front();  // stays: others only add to the end, and whoever removes holds the mapper's lock
+    oldest = &requests_.front();  // stays: others only add to the end, and only holders of the mapper's lock remove
   }
   if (const std::shared_ptr<Range> range = oldest->range.lock()) {
     in.ended.push_back(range);

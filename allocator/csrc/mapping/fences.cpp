@@ -12,8 +12,8 @@ Fences::~Fences() {
   streams.close();
 }
 
-// Should someone else see the fence pass meanwhile, its events are used again: this waits for too much then, never for
-// too little.
+// Should another thread see the fence pass meanwhile, its events are recorded again: this waits for too much then,
+// never for too little.
 void Fences::await(Section& in, const Awaited& awaited) {
   if (awaited.events.empty() && awaited.sync <= streams.syncs_done()) return;
   const std::uint64_t sync = awaited.sync > streams.syncs_done() ? streams.begin_sync() : 0;
