@@ -42,32 +42,32 @@ class Mover:
         self.states = PieceStates()
         self._offloaded = self.states[PieceState.OFFLOADED]
         self._in_slot = self.states[PieceState.IN_SLOT]
-        self._coming = self.states[PieceState.ARRIVING]
+        self._arriving = self.states[PieceState.ARRIVING]
         self._device = device
         self._page = device.page_size
         self._lock = lock
         self.saving = Saving(range_, backing, self.states)
-        self._arriving: Done | None = None
+        self._copies: Done | None = None
 
     @property
     def needs_wait_or_remap(self) -> bool:
         """Do addresses not show the bytes yet (copies to wait for), or only for a layer's turn (a slot)?"""
-        return self._in_slot.count > 0 or self._coming.count > 0 or self._arriving is not None
+        return self._in_slot.count > 0 or self._arriving.count > 0 or self._copies is not None
 
     @property
     def copy_in_flight(self) -> bool:
         """Are bytes being copied to device pages of its own?"""
-        return self._arriving is not None
+        return self._copies is not None
 
     @property
     def lacks_bytes(self) -> bool:
         """Do pieces have device pages again whose bytes no copy brings yet? See `fetch`."""
-        return self._coming.count > 0
+        return self._arriving.count > 0
 
     @property
     def lacks_bytes_or_copying(self) -> bool:
         """Is either so?"""
-        return self._arriving is not None or self._coming.count > 0
+        return self._copies is not None or self._arriving.count > 0
 
     @property
     def away(self) -> int:
@@ -162,7 +162,7 @@ class Mover:
     def _choose(self, pieces: Iterable[int], chosen: list[int], dirty: list[int], whole: bool) -> None:
         """Finds the pieces that can be evicted, and gives the `dirty` ones pages of the backing."""
         for piece in sorted(pieces):
-            if self.range.leads_to(piece) != "device" or piece in self._coming:
+            if self.range.leads_to(piece) != "device" or piece in self._arriving:
                 continue
             if piece in self.saving and not self.saving.finish(piece):
                 continue
@@ -253,7 +253,7 @@ class Mover:
                 for first, count in runs
                 for copy in self.backing.copies(first, count, self.range.address + first * self._page)
             ]
-            self._arriving = transfer.copy(copies, after=stream, owner=self.range.owner, to="device")
+            self._copies = transfer.copy(copies, after=stream, owner=self.range.owner, to="device")
             with self._lock:
                 for first, count in runs:
                     self.states.move_run(PieceEvent.ARRIVED, first, min(first + count, full))
@@ -273,7 +273,7 @@ class Mover:
 
     def _give_up(self) -> None:
         """Notes that pieces that are still ARRIVING are where their addresses lead."""
-        for first, end in self._coming.runs:
+        for first, end in self._arriving.runs:
             for at, count, backing in self.range.runs(first, end - first):
                 self.states.move_run(PieceEvent.RECALL if backing == "alias" else PieceEvent.MOVED, at, at + count)
 
@@ -282,7 +282,7 @@ class Mover:
         neighbours whose backings lie in one place."""
         return [
             (there, pieces)
-            for first, end in self._coming.runs
+            for first, end in self._arriving.runs
             for at, count, backing in self.range.runs(first, end - first)
             if backing == "device"
             for there, pieces, place in self.backing.pages.runs(at, count)
@@ -291,8 +291,8 @@ class Mover:
 
     def arrive(self, stream: int | None) -> None:
         """Has `stream`, with None the host, wait for the bytes of what was restored. On any thread."""
-        done = self._arriving
+        done = self._copies
         if done is not None:
             done.wait() if stream is None else done.before(stream)
-            if done.passed() and self._arriving is done:
-                self._arriving = None
+            if done.passed() and self._copies is done:
+                self._copies = None
