@@ -59,7 +59,7 @@ class Arenas {
 
   Arenas(Heap& heap, Mapper& mapper) : heap_(heap), mapper_(mapper) {}
 
-  // Those of a key, none at first.
+  // The arenas of a key, none at first.
   List& of(const ArenaKey& key) {
     const unsigned hot = key.small ? 1 : 0;
     return hot_[hot] != nullptr && hot_key_[hot] == key ? *hot_[hot] : look_up(key);

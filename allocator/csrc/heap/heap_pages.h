@@ -8,7 +8,7 @@
 //
 // Idle pages may be in use by kernels that were launched before, and the host would wait for all that every stream has
 // been given. Instead, pages are made beyond the peak, up to as many again and within the budget; the idle ones are
-// free for anyone once the streams have passed.
+// free once the streams have passed.
 //
 // Note [Giving]
 // Where others lack pages, the idle ones that are given up first need not be needed again: but what is idle between two

@@ -29,8 +29,8 @@ class CachedRanges {
 
   // May a retiring page of a range stay behind its piece, for a cached range?
   bool may_keep(const Range& range, std::size_t piece) const;
-  // Once a range is closed, nothing waits for its addresses any more and no window shows them, they are a cached
-  // range, if pages are kept there.
+  // Makes a cached range of a closed range's addresses, once no retirement and no window needs them, if pages are kept
+  // there.
   void keep_closed(Range& range);
   // Takes the addresses of the cached range that fits best; empty where none fits.
   Stretch take(std::size_t pieces, std::size_t expected);

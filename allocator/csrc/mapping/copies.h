@@ -35,10 +35,10 @@ class Copies {
 
   // The streams of all copies that are submitted here: one for each direction. Throws DriverError.
   void open_streams();
-  // See Transfer::copy. Returns a fence behind the copies.
+  // Submits copies, as Transfer::copy. Returns a fence behind them.
   Fence submit(const std::vector<Copy>& parts, std::optional<CUstream> after, Owner owner, Place to);
 
-  // See HostMemory. Throw DriverError.
+  // Register host memory, for HostMemory. Throw DriverError.
   void register_host(const void* memory, std::size_t size);
   void unregister_host(const void* memory);
   // Do the bytes lie in one registration?

@@ -64,7 +64,7 @@ class Fences {
     Section in(space_);
     return streams.capturing();
   }
-  // See Note [Fences and captures] in streams.h.
+  // Announce captures: see Note [Fences and captures] in streams.h.
   void captures_may_begin() {
     const std::lock_guard lock(space_.mutex);
     streams.captures_may_begin();

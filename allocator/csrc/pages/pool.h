@@ -45,9 +45,9 @@ class Pool {
   // Has `n` pages idle, or as many as the budget and the driver allow. Returns how many. Throws no PoolExhausted or
   // DriverError.
   std::size_t prepare(std::size_t n);
-  // The same in steps, so that the driver creates them without the mapper's lock: `begin_creating` sets aside so many
-  // of those that may be created, and says how many; `create` makes as many of them as the driver gives, and may be
-  // called by any thread at any time; they are idle with `end_creating`.
+  // Prepares pages in steps, so that the driver creates them without the mapper's lock: `begin_creating` sets aside so
+  // many of those that may be created, and says how many; `create` makes as many of them as the driver gives, and may
+  // be called by any thread at any time; they are idle with `end_creating`.
   struct Creation {
     std::size_t pages = 0;
     CUmemAllocationProp place{};
