@@ -22,7 +22,7 @@ Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
 
 
 class Shared(Protocol):
-    """This process's part of a budget that it shares with others."""
+    """The part that this process has of a shared budget."""
 
     def set_budget(self, nbytes: int, patience: float) -> None:
         """Changes the budget as `ballonet.set_budget()`."""

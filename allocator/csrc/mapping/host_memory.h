@@ -1,8 +1,9 @@
 // Memory of the process that the device reads by itself: that of a mapped weights file.
 //
-// Note [Read-only] The memory is registered for reading alone, which is the only way for a mapping that the process
-// itself may only read. Such a mapping has to be shared: of a private one Linux would copy every page that it pins for
-// long into memory of the process.
+// Note [Read-only]
+// The memory is registered for reading alone, which is the only way for a mapping that the process itself may only
+// read. Such a mapping has to be shared: of a private one Linux would copy every page that it pins for long into memory
+// of the process.
 //
 // Guarantees: it stays registered until all copies from it have ended.
 //
