@@ -1,7 +1,7 @@
-"""Memory: what a page is, who owns it, and how torch comes by it. Knows nothing of models.
+"""Memory: pages, their owners, and the allocator under torch. Knows nothing of models.
 
 Called as a function, `ballonet.allocator()`, it gives what `torch.cuda.memory.change_current_allocator` takes; why the
-room can be called at all is Note [One name for two things] of the facade.
+package can be called: src/ballonet/__init__.py, Note [One name for two things].
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Stands in the place of the native core where that was not built: whatever is asked of it raises CoreMissing.
+"""Replaces the native core where that was not built: any attribute raises CoreMissing.
 
 The core is an extension module of the same name beside this file, which Python prefers. Modules that only mention the
-core can be imported, so that what needs no pages works without it.
+core can be imported, so that functions that need no pages work without it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Owner = Literal["weights", "activations", "kv"]
-Backing = Literal["none", "device", "host", "peer", "alias", "retiring", "kept"]
+LeadsTo = Literal["none", "device", "host", "peer", "alias", "retiring", "kept"]
 Place = Literal["device", "host", "peer"]
 
 Source = tuple[int, int, int]
@@ -29,7 +29,7 @@ Segment = tuple[int, int, tuple[int, int], bool, list[Block], str, int]
 """(address, nbytes, pool, small, blocks, owner, stream); owner: as in `Stats.pages`, or "spilled" (host pages)"""
 
 def probe(library: str, ordinal: int) -> dict[str, Any]:
-    """What the driver in `library` says of device `ordinal`; creates no context.
+    """Returns the driver's facts about device `ordinal`; `library`: of the driver. Creates no context.
 
     Keys: library, kind ("cuda" | "standin"), driver_version (int), devices (int), name, total_memory,
     virtual_memory (bool), host_pages (bool), posix_handles (bool), context_active (bool), peers (the other devices
@@ -73,13 +73,13 @@ class Device:
         """The device that pages of the peer are on: this one itself for a second pool, None where there is no peer."""
     @property
     def peer_refused(self) -> str:
-        """Why there is none although one was asked for; else empty."""
+        """Why there is no peer although one was requested; else empty."""
     @property
     def host_pages(self) -> bool:
-        """Whether a host page can be mapped in the place of a device page; tried with a page when this was opened."""
+        """Can host pages be mapped in the place of device pages? Tried with a page when this was opened."""
     @property
     def host_refused(self) -> str:
-        """Why it cannot; else empty."""
+        """Why host pages cannot be mapped; else empty."""
     def free_memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device as its driver counts them."""
     def set_budget(self, nbytes: int, wait_ns: int = 0) -> None:
@@ -112,13 +112,13 @@ class Device:
         cached, blocks, allocations, frees, hits}.
         """
     def memory_stats(self) -> dict[str, Any]:
-        """What `torch.cuda.memory_stats_as_nested_dict` gives."""
+        """Returns the statistics of `torch.cuda.memory_stats_as_nested_dict`."""
     def memory_info(self) -> tuple[int, int]:
-        """(what can still be had, all there is) in bytes, as `torch.cuda.mem_get_info` says it: free pages, and what
-        budget and device still allow."""
+        """Returns (free, total) bytes for `torch.cuda.mem_get_info`: free are free pages, and those that budget and
+        device still allow."""
     def reset_peaks(self) -> None: ...
     def reset_accumulated(self) -> None:
-        """Totals of `memory_stats` count from now on."""
+        """Resets the totals of `memory_stats`."""
     @property
     def fraction(self) -> float:
         """The share of the device's memory beyond which no page is created, whatever the budget is. Lowered, it takes
@@ -130,23 +130,24 @@ class Device:
         that are free and those that retire. All at one moment: but for what is spilled, they are the pages that exist.
         """
     def checkpoint(self, pool: tuple[int, int]) -> Checkpoint:
-        """Which blocks of the pool live. BallonetError where there is no such pool."""
+        """Saves which blocks of the pool live. BallonetError where there is no such pool."""
     def restore_checkpoint(self, state: Checkpoint) -> tuple[list[int], list[int]]:
-        """Frees what lives in the pool and hands out what lived then, at the same addresses: (freed, created)."""
+        """Frees the live blocks of the pool and hands out those of the checkpoint, at the same addresses. Returns
+        (freed, created)."""
     def trim(self) -> int:
         """Gives pages wholly inside free blocks back to the pool, and the free pages of both pools, of the device and
         the host, back to the driver; returns the bytes of the former. Waits for retirements."""
     def reap(self, wait: bool = False) -> int:
         """Completes retirements whose streams have passed, as the background does by itself; with `wait` all of them,
-        and whatever `Range.map_ahead` asked for. Returns the pages freed by it."""
+        and the requests of `Range.map_ahead`. Returns the pages freed by it."""
     def driver_ns(self) -> int:
         """ns that the calling thread spent so far in driver calls that change page tables, of all devices."""
     def allocate(self, nbytes: int, stream: int = 0) -> int: ...
     def deallocate(self, address: int) -> None: ...
     def record_stream(self, address: int, stream: int) -> None: ...
     def begin_pool(self, pool: tuple[int, int], streams: list[int] | None = None) -> None:
-        """From now on what is allocated on these streams (None: on any) comes from `pool`, which keeps its pages until
-        `release_pool` was called as often as this. BallonetError where it is being filled already."""
+        """Has allocations on these streams (None: on any) come from `pool`, which keeps its pages until `release_pool`
+        was called as often as this. BallonetError where it is being filled already."""
     def end_pool(self, pool: tuple[int, int]) -> None: ...
     def release_pool(self, pool: tuple[int, int]) -> None: ...
     def block_size(self, address: int) -> int:
@@ -167,20 +168,20 @@ class Device:
         """A range of ceil(nbytes / page) pieces, none of them backed. `auto_retire`: a piece is retired when the last
         tensor over it is gone.
 
-        Once a range of "kv" is closed and its streams have passed, its pages are free and stay mapped: it is a
-        cached range (eLLM §4.2.2, slot). With `reuse` a range of "kv" gets the addresses of the cached one that fits
-        best, the smallest with `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a
-        driver call. Whoever else needs pages takes them out of cached ranges, the oldest first, before new ones are
-        created. `reuse=False` is for a range that will have host pages.
+        Once a range of "kv" is closed and its streams have passed, its pages are free and stay mapped: it is a cached
+        range (eLLM §4.2.2, slot). With `reuse` a range of "kv" gets the addresses of the cached one that fits best, the
+        smallest with `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a driver
+        call. Other needs for pages take them out of cached ranges, the oldest first, before new ones are created.
+        `reuse=False` is for a range that will have host pages.
 
         A range of "kv" that `keeps` has its retired pages so while it is open: they are free, and still mapped. They go
-        to whoever needs pages once no new one can be created, before anything is taken.
+        to other needs once no new page can be created, before pages in use are taken.
 
         `more` ranges of "kv" of this size and group will follow, each mapped as far as this one is by its first `map`:
         the background makes cached ranges for them, within the limit of `map_ahead`. Once they have come, pieces by
         which one grows are mapped ahead in the next."""
     def note_stream(self, stream: int) -> None:
-        """This stream may touch pages: a retirement waits for it."""
+        """Notes that a stream may touch pages: retirements wait for it."""
     def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:
         """Tells the stand-in's order checker who uses what; nothing on CUDA."""
     def synchronize(self) -> None: ...
@@ -214,12 +215,12 @@ class Device:
 
         An entry describes its pieces as they are now. Once any of them is mapped, led elsewhere or retired, a range is
         closed or a source unregistered, the entry is void and leaves the list: what is void now does not enter it. So
-        whoever changes pieces withdraws the entry first, or publishes anew afterwards. BallonetError, with the old list
-        in place, where an entry makes no sense: two of one key, pieces that are named
-        twice or lie outside their range, a home of another group.
+        code that changes pieces withdraws the entry first, or publishes anew afterwards. BallonetError, with the old
+        list in place, where an entry makes no sense: two of one key, pieces that are named twice or lie outside their
+        range, a home of another group.
         """
     def withdraw(self, keys: list[int]) -> None:
-        """These are not taken any more when this returns; one that is being taken is waited for. Unknown keys are
+        """Removes entries: they are not taken once this returns. Waits for one that is being taken. Unknown keys are
         ignored."""
     @property
     def published(self) -> list[int]:
@@ -232,20 +233,21 @@ class Device:
         """Device pages that are missing for a request which failed, and that only entries leased by another thread can
         give; 0 once they can be had otherwise."""
     def yield_pages(self) -> int:
-        """For a thread between two layers: takes for the request, in order, what it may take now; returns the pages.
+        """Takes for the request, in order, the entries that this thread may take now, between two layers; returns the
+        pages.
 
         What yet other threads lease stays requested. DriverError where nothing could be taken for that.
         """
     def hear_shortages(self, most: int, patience_ns: int) -> None:
-        """From now on whoever lacks device pages says so to whoever asks `shortage`, waits for the answer so long, and
-        takes nothing of others before that. The budget may become `most` pages; 0: that ends."""
+        """Has threads that lack device pages ask the caller of `shortage`, and wait for its answer so long, before they
+        take entries. The budget may become `most` pages; 0: ends that."""
     def lacks(self, pages: int) -> None:
-        """So many device pages more could be used: whoever asks `shortage` hears it. Waits for no answer."""
+        """Tells the caller of `shortage` that so many device pages more could be used. Waits for no answer."""
     def shortage(self, timeout_ns: int) -> tuple[int, bool]:
         """Waits until device pages are lacking, so long at most; returns how many, 0 for none, and whether nothing else
         helps. For one thread."""
     def answer_shortage(self, raised: bool) -> None:
-        """To all that `shortage` has returned. `raised`: is the budget larger?"""
+        """Answers all that `shortage` has returned. `raised`: is the budget larger?"""
     def take(self, keys: list[int], pages: int | None = None) -> int:
         """Takes those of these entries, in the order of the list, that this thread may take now, until there are so
         many `pages`; returns the device pages freed. The others stay. DriverError where nothing could be taken for
@@ -255,7 +257,7 @@ class Device:
         """Device pages that entries have given so far."""
     @property
     def available(self) -> int:
-        """Device pages that can be had from nobody: free ones, and those that the budget lets be made."""
+        """Device pages that can be had without taking any: free ones, and those that the budget allows to create."""
     @property
     def idle(self) -> int:
         """Device pages of activations that no live block lies on: a range that finds none available gets them before
@@ -281,13 +283,13 @@ class Group:
         """How many tensors over ranges of the group are gone so far."""
 
 class Lease:
-    """What a thread has entered; it is left when this is closed, or collected, on any thread."""
+    """The groups that a thread has entered; they are left when this is closed, or collected, on any thread."""
 
     def __init__(self) -> None: ...
     def enter(self, group: Group) -> None:
-        """Once, however often it is called, on the calling thread."""
+        """Enters the groups on the calling thread. Idempotent."""
     def close(self) -> None:
-        """Leaves all. It may be entered again."""
+        """Leaves all groups. They may be entered again."""
 
 class Range:
     """Reserved addresses in page-sized pieces. Collecting it closes it, after every tensor made from it is gone."""
@@ -310,13 +312,13 @@ class Range:
         """Asks for pieces of a range of "kv" to be mapped in the background, in this order, so that `map` finds them
         "kept" (eLLM §5.1). Returns at once.
 
-        Pages that are free or may be created are used, and nothing is taken from anybody: where there are none the rest
-        is forgotten, as it is at 50 MB (at least a page) of unclaimed pages in all. They are free for whoever needs
-        pages and can have no others, and `retire` gives them up first. BallonetError for pieces outside the range."""
+        Pages that are free or may be created are used, and none are taken from others: where there are none the rest is
+        forgotten, as it is at 50 MB (at least a page) of unclaimed pages in all. They are free for whoever needs pages
+        and can have no others, and `retire` gives them up first. BallonetError for pieces outside the range."""
     def map_host(self, first: int, count: int) -> None:
-        """The same with host pages."""
+        """Backs pieces as `map`, with host pages."""
     def map_peer(self, first: int, count: int) -> None:
-        """The same with pages of the peer. BallonetError where there is no peer."""
+        """Backs pieces as `map`, with pages of the peer. BallonetError where there is no peer."""
     def take_over(self, first: int, spare: Range, spare_first: int, count: int, range: Range) -> bool:
         """The pages of `spare`, at [spare_first, ...), come to these pieces, whose own become free, and the same pieces
         of `home` lead to them where they led to those. The bytes are the same, so no entry of the reclaim list is void.
@@ -324,25 +326,25 @@ class Range:
         False as for `alias`, and where others lead to these pages. BallonetError where a side has no page of its own.
         """
     def adopt(self, first: int, spare: Range, spare_first: int, count: int) -> bool:
-        """These pieces, which lead to another range, get the device pages of `spare` at [spare_first, ...) as their
+        """Gives these pieces, which lead to another range, the device pages of `spare` at [spare_first, ...) as their
         own: what can be read there must be the same. `spare` has them no more.
 
         False as for `alias`, and where tensors show the pages at the addresses of `spare`. BallonetError where a piece
         leads nowhere, or where a page is not of the device."""
     def place(self, piece: int) -> Literal["", "device", "host", "peer"]:
-        """Where the page is that the piece leads to; "" where there is none."""
+        """The place of the page that the piece leads to; "" where there is none."""
     def alias(self, first: int, source: Range, source_first: int, count: int) -> bool:
-        """Pieces lead to the pages of `source`, of the device or the host, whatever they led to before; pages of their
+        """Leads pieces to the pages of `source`, of the device or the host, whatever they led to before; pages of their
         own become free.
 
         Tensors may lie there: they show what `source` holds. False, and nothing changed, where pieces led elsewhere and
         another thread holds a lease on the group or a stream is being captured.
         """
     def own(self, first: int, count: int) -> bool:
-        """The reverse: aliased pieces get new device pages, whose contents are undefined. PoolExhausted; False as for
-        `alias`."""
+        """Gives aliased pieces new device pages, whose contents are undefined. PoolExhausted; False as for `alias`."""
     def retire(self, first: int, count: int) -> None:
-        """The pieces' pages leave once every stream seen has passed; unbacked pieces are skipped."""
+        """Retires the pieces' pages, which are unmapped once every stream seen has passed; unbacked pieces are
+        skipped."""
     def move(self, piece: int, to: Place) -> bool:
         """Copies the piece to another page and remaps it there, address unchanged.
 
@@ -351,9 +353,9 @@ class Range:
     def drop_kept(self, piece: int) -> bool:
         """Takes a "kept" page from the piece, which leads nowhere then. False where there is none, or the driver
         refuses."""
-    def backing(self, piece: int) -> Backing: ...
-    def runs(self, first: int, count: int) -> list[tuple[int, int, Backing]]:
-        """(first, count, backing) of neighbours among `count` pieces from `first` on."""
+    def leads_to(self, piece: int) -> LeadsTo: ...
+    def runs(self, first: int, count: int) -> list[tuple[int, int, LeadsTo]]:
+        """(first, count, leads to) of neighbours among `count` pieces from `first` on."""
     def page(self, piece: int) -> int:
         """Index of the backing page in its pool, -1 where there is none."""
     def tensor(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], code: int, bits: int) -> object:
@@ -366,7 +368,7 @@ class Range:
         nothing: pieces under it are mapped and retired as if it were not there. Reading or writing where no page is
         ends the process, or on CUDA the context. Raises BallonetError where the range is smaller."""
     def note_use(self, stream: int, write: bool) -> None:
-        """`Device.note_use` for whatever is backed of the range, on CUDA `Device.note_stream`."""
+        """Calls `Device.note_use` for all backed pieces, on CUDA `Device.note_stream`."""
     def close(self) -> None:
         """Retires everything; the addresses are freed when the last tensor and the last retirement are gone."""
     @property
@@ -388,10 +390,10 @@ class Done:
     """The end of the copies of one call."""
 
     def before(self, stream: int) -> None:
-        """What `stream` is given from now on waits for them. On the stand-in stream 0 is the calling thread."""
+        """Has `stream` wait for the copies. On the stand-in stream 0 is the calling thread."""
     def passed(self) -> bool: ...
     def wait(self) -> None:
-        """The host waits."""
+        """Waits for the copies, on the host."""
 
 class HostMemory:
     """Part of a buffer, registered with the device for reading: copies from it run at the speed of the link.
@@ -413,7 +415,7 @@ class HostMemory:
     def closed(self) -> bool: ...
 
 class Section(Protocol[T_co]):
-    """`end` may be called again where it was interrupted, and after a `begin` that was not done."""
+    """A section: `end` may be called again where it was interrupted, and after a `begin` that was not done."""
 
     def begin(self) -> T_co: ...
     def end(self, failed: bool, /) -> object: ...
@@ -431,22 +433,22 @@ def finish(steps: list[Callable[[], object]], *ignored: object) -> None:
     raised once all are done. Nothing while Python itself ends."""
 
 def first_argument(frame: FrameType) -> object:
-    """What the call was made with first, or what that variable is now; None where it has no argument. Unlike
-    `frame.f_locals`, may be asked of a call that another thread is running."""
+    """Returns the first argument of a call, or that variable's present value; None where it has no argument. Unlike
+    `frame.f_locals`, safe for a call that another thread is running."""
 
 class AnyLock(Protocol):
     def acquire(self, blocking: bool = ..., /) -> bool: ...
     def release(self) -> None: ...
 
 def if_free(lock: AnyLock, act: Callable[[], object]) -> bool:
-    """Calls `act` with the lock, if nobody else has that; did it?"""
+    """Calls `act` with the lock, if that is free. Returns whether it was."""
 
 def core_table() -> int:
     """Address of the `BallonetCore` table (entry.h) for the companion."""
 
 def entry_points() -> dict[str, int]:
-    """Addresses of what torch's pluggable allocator calls: alloc, segment, free, record_stream, trim, begin_pool,
-    end_pool, release_pool, memory_fraction and base_allocation."""
+    """Addresses of the functions that torch's pluggable allocator calls: alloc, segment, free, record_stream, trim,
+    begin_pool, end_pool, release_pool, memory_fraction and base_allocation."""
 
 def bench_hit_path(device: Device, nbytes: int, rounds: int) -> float:
     """ns per allocate+deallocate pair of one size on the hit path, measured inside the core."""

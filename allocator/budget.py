@@ -13,20 +13,19 @@ from .errors import BudgetInUse, ConfigError
 
 
 def set_budget(size: int | str, timeout: float | str = "60s") -> None:
-    """Changes the bytes of device pages while running, from any thread or a signal's handler. Returns when what is
-    above is back with the driver.
+    """Changes the bytes of device pages while running, from any thread or a signal's handler. Returns when pages above
+    it are back with the driver.
 
-    A smaller budget is met as an allocation would be: by what is free or idle, then by weights and caches that may go
-    to the host, for which it waits where another thread uses them, and while layers are copied there first. BudgetInUse
-    where that would not do, with the smallest budget that does, and nothing changed; and, with the budget before in
-    force again, where it took longer than `timeout` or another call asked for another budget meanwhile. ConfigError,
-    NotInstalled, DriverError.
+    A smaller budget is met as an allocation would be: by free and idle pages, then by weights and caches that may go to
+    the host, waiting for threads that use them and for copies of layers. BudgetInUse, with the smallest possible
+    budget, where that is too little; also where it took longer than `timeout`, or another call asked for another budget
+    meanwhile. The former budget is in force then. ConfigError, NotInstalled, DriverError.
     """
     set_budget_of(None, size, timeout)
 
 
 def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> None:
-    """As `set_budget`, of the runtime of that number; None: of the first."""
+    """Changes the budget as `set_budget`, of the runtime of that number; None: of the first."""
     found = devices.of(number)
     device = found.device
     nbytes = device_choice.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
@@ -41,7 +40,7 @@ def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> 
 
 
 def change_budget(found: Runtime, nbytes: int, patience: float) -> None:
-    """The budget becomes so many bytes, whole pages, within `patience` seconds. BudgetInUse, DriverError."""
+    """Changes the budget to so many bytes, whole pages, within `patience` seconds. BudgetInUse, DriverError."""
     device, began = found.device, time.monotonic()
     try:
         device.set_budget(nbytes, round(patience * 1e9))
@@ -54,7 +53,7 @@ def change_budget(found: Runtime, nbytes: int, patience: float) -> None:
 def _set_prepared(
     device: Device, nbytes: int, began: float, patience: float, preparing: Preparing, error: BudgetInUse
 ) -> None:
-    """Tries again each time that more is ready, until nothing more will be, or the time is up."""
+    """Tries again each time that more pages are ready, until no more will be, or the time is up."""
     with preparing() as unready:
         before, left = None, unready()
         while True:

@@ -1,13 +1,13 @@
-"""CUDA graphs, as torch begins, ends, replays and resets them: its methods, wrapped once for all who listen.
+"""Listeners for CUDA graphs: torch's methods that begin, end, replay and reset them, wrapped once for all.
 
-Note [Who listens]
+Note [Two listeners]
     Two parts of ballonet have to know of captures, and neither knows of the other: what a thread allocates from
     (mempool.py), and what graphs read of managed models. They come and go in any order. So the methods are wrapped with
     the first listener and put back with the last; each of two wrappers of one method would put back the other's.
 
 Note [Not seen]
-    What does not go through `torch.cuda.CUDAGraph` is not seen here: `torch.accelerator.Graph`, captures that a program
-    begins with the driver, and launches of what `raw_cuda_graph_exec()` returns.
+    Calls that do not go through `torch.cuda.CUDAGraph` are not seen here: `torch.accelerator.Graph`, captures that a
+    program begins with the driver, and launches of what `raw_cuda_graph_exec()` returns.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .patches import Patches, Seam, Undo
 
 
 class CaptureListener:
-    """Is told of each graph, a `torch.cuda.CUDAGraph`, on the thread that uses it. Does nothing."""
+    """Base of listeners, called for each `torch.cuda.CUDAGraph` on the thread that uses it. Does nothing."""
 
     def begins(self, graph: Any, pool: object) -> None:
-        """A capture is about to begin on this thread's current stream. `pool`: whose memory the graph is to share, None
-        for one of its own. What is raised keeps it from beginning."""
+        """Called before a capture begins on this thread's current stream. `pool`: whose memory the graph is to share,
+        None for one of its own. An exception keeps it from beginning."""
 
     def ended(self, graph: Any, *, captured: bool) -> None:
-        """A capture has ended. Where not `captured` it could not begin, or came to nothing. May be told of a graph of
-        which `begins` was not."""
+        """Called after a capture has ended. Where not `captured` it could not begin, or failed. May be called without
+        `begins` before."""
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:
-        """Is entered around each replay. What is raised keeps it from being launched."""
+        """Returns a context for each replay. An exception on entry keeps it from being launched."""
         return nullcontext()
 
     def reset(self, graph: Any) -> None:
-        """A graph holds no capture any more."""
+        """Called when a graph holds no capture any more."""
 
 
 def listen(listener: CaptureListener) -> None:

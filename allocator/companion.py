@@ -43,8 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CompanionPart:
-    """What is compiled into one file: `sources` beside the core's, the first of which is the one to compile, and the
-    libraries of torch that it links."""
+    """One file to compile: `sources`, of which the first is compiled, and the libraries of torch that it links."""
 
     name: str
     sources: tuple[Path, ...]
@@ -91,11 +90,11 @@ class Companion:
         return address
 
     def install_cpu(self) -> bool:
-        """torch's CPU memory comes from the core from now on. False where another allocator has displaced this one."""
+        """Makes torch's CPU memory come from the core. False where another allocator has displaced this one."""
         return bool(self._library.ballonet_cpu_install())
 
     def pause_cpu(self) -> None:
-        """New CPU memory comes from torch's own allocator; what lives is still freed to the core."""
+        """Makes new CPU memory come from torch's own allocator; live blocks are still freed to the core."""
         self._library.ballonet_cpu_pause()
 
     def restore_cpu(self) -> bool:
@@ -104,7 +103,7 @@ class Companion:
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[None]:
-        """Inside, this thread's CPU memory comes from torch's own allocator."""
+        """A context in which this thread's CPU memory comes from torch's own allocator."""
         self._library.ballonet_cpu_stock_begin()
         try:
             yield
@@ -113,7 +112,7 @@ class Companion:
 
 
 class TorchAllocator:
-    """The loaded library. See `Companion`."""
+    """The loaded CUDA allocator. Parameters as of `Companion`."""
 
     def __init__(self, path: Path, core_table: int, ordinal: int) -> None:
         self.path = path
@@ -130,12 +129,14 @@ class TorchAllocator:
 
 
 def load(cache: Path, core_table: int, ordinal: int) -> Companion:
-    """The companion for the torch of this process, compiled into `cache` where it is missing. CompanionUnavailable."""
+    """Returns the companion for the torch of this process, compiled into `cache` where it is missing.
+    CompanionUnavailable."""
     return _load(COMPANION, cache, lambda path: Companion(path, core_table, ordinal))
 
 
 def load_allocator(cache: Path, core_table: int, ordinal: int) -> TorchAllocator:
-    """The allocator for the torch of this process, in the same way. CompanionUnavailable."""
+    """Returns the allocator for the torch of this process, compiled into `cache` where it is missing.
+    CompanionUnavailable."""
     return _load(TORCH_ALLOCATOR, cache, lambda path: TorchAllocator(path, core_table, ordinal))
 
 
@@ -157,7 +158,7 @@ def _load(part: CompanionPart, cache: Path, opened: Callable[[Path], T]) -> T:
 
 
 def build(folder: Path, part: CompanionPart = COMPANION) -> Path:
-    """The part's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
+    """Returns the part's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
     if compiler is None:
@@ -197,7 +198,7 @@ def _options() -> list[str]:
 
 
 def _cuda_options(part: CompanionPart) -> list[str]:
-    """Options that find CUDA's headers, where the part needs them. CompanionUnavailable."""
+    """Returns options that find CUDA's headers, where the part needs them. CompanionUnavailable."""
     if not part.needs_cuda:
         return []
     folder, missing = cuda_headers.find(str(torch.version.cuda))
@@ -207,7 +208,7 @@ def _cuda_options(part: CompanionPart) -> list[str]:
 
 
 def _facts(part: CompanionPart) -> list[str]:
-    """What a compiled part must agree with."""
+    """Returns what a compiled part depends on."""
     sources = [path.read_text() for path in part.sources]
     abi = str(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [torch.__version__, torch.version.git_version, abi, platform.machine(), *platform.libc_ver(), *sources]
@@ -230,5 +231,5 @@ def _digest(*facts: str) -> str:
 
 @functools.cache
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """The folder for what cannot be cached, until this process ends."""
+    """Returns a folder for files that cannot be cached, until this process ends."""
     return tempfile.TemporaryDirectory(prefix="ballonet-")

@@ -1,4 +1,4 @@
-"""Settings: what they may look like, and where they come from. The only reader of the environment.
+"""Settings: their syntax, defaults and variables. The only reader of the environment.
 
 A setting is given to `ballonet.install()`, or else by its environment variable, or else has a default that
 `runtime` works out. The options of `manage()` are in hooks/options.py.
@@ -36,7 +36,7 @@ def _quantity(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def parse_size(value: SupportsIndex | str, name: str = "size") -> int:
-    """Bytes in `"24GiB"`, `"1.5GB"`, `"4096"` or an int; `GiB` and `G` are 2**30, `GB` is 10**9. ConfigError."""
+    """Parses bytes: `"24GiB"`, `"1.5GB"`, `"4096"` or an int; `GiB` and `G` are 2**30, `GB` is 10**9. ConfigError."""
     nbytes: float | None = None
     if isinstance(value, str):
         nbytes = _quantity(value, _UNITS)
@@ -51,13 +51,13 @@ def parse_size(value: SupportsIndex | str, name: str = "size") -> int:
 
 
 def parse_host_budget(value: SupportsIndex | str, name: str = "host_budget") -> int:
-    """As `parse_size`, or 0: no host pages at all. ConfigError."""
+    """Parses as `parse_size`, or 0: no host pages at all. ConfigError."""
     nothing = _quantity(value, _UNITS) == 0 if isinstance(value, str) else value is not False and value == 0
     return 0 if nothing else parse_size(value, name)
 
 
 def parse_time(value: float | str, name: str = "time") -> float:
-    """Seconds in `"80ms"`, `"250us"`, `"2s"` or a number of seconds. ConfigError."""
+    """Parses seconds: `"80ms"`, `"250us"`, `"2s"` or a number of seconds. ConfigError."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
         return float(value)
     seconds = _quantity(value, _TIMES) if isinstance(value, str) else None
@@ -69,7 +69,7 @@ def parse_time(value: float | str, name: str = "time") -> float:
 
 
 def parse_bandwidth(value: SupportsIndex | str, name: str = "bandwidth") -> int:
-    """Bytes per second in `"8GB/s"`, `"500MiB/s"` or an int. ConfigError."""
+    """Parses bytes per second: `"8GB/s"`, `"500MiB/s"` or an int. ConfigError."""
     text = value.strip() if isinstance(value, str) else value
     try:
         return parse_size(text[:-2] if isinstance(text, str) and text.lower().endswith("/s") else text)
@@ -104,7 +104,7 @@ def _parse_switch(text: str, name: str) -> bool:
 
 
 def parse_prefix_cache(value: SupportsIndex | str | bool, name: str = "prefix_cache") -> int | bool:
-    """True and False, also as a text, or the bytes that it may take, as in `parse_size`. ConfigError."""
+    """Parses True or False, also as a text, or the bytes that the cache may take, as `parse_size`. ConfigError."""
     if isinstance(value, bool):
         return value
     known = _SWITCH.get(value.strip().lower()) if isinstance(value, str) else None
@@ -140,7 +140,7 @@ def _parse_peer(text: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What was asked for. None where nothing was said and the default depends on the machine."""
+    """The settings. None where one was not given and its default depends on the machine."""
 
     budget: int | None = None  # bytes of device pages
     page_size: int | None = None  # bytes
@@ -148,7 +148,7 @@ class Config:
     peer: str | None = None  # none | auto | same | cuda:N; None: auto where there is a budget for it, else none
     peer_budget: int | None = None  # bytes of pages of the peer
     host_pages: bool | None = None  # may bytes lie on host pages? None: unless a preflight found that they cannot
-    spill: bool | None = None  # may what fits nowhere else lie on host pages? None: yes
+    spill: bool | None = None  # may allocations that fit nowhere else lie on host pages? None: yes
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     libcuda: str | None = None  # path of the driver's library
     link_bandwidth: int = 0  # bytes/s between host and device on the stand-in; 0: as fast as memory
@@ -159,7 +159,7 @@ class Config:
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
     replica_faults: Path | None = None  # file of faults of replicas (hooks/replicas/fault_injection.py); None: none
     control: bool = True  # may `python -m ballonet budget` ask this process?
-    cache_dir: Path | None = None  # of what was compiled or measured once; None: the user's cache folder
+    cache_dir: Path | None = None  # of files compiled or measured once; None: the user's cache folder
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -229,8 +229,8 @@ def variables(names: Iterable[str], environ: Mapping[str, str] | None = None) ->
 
 
 def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
-    """Folder of what is compiled once per torch or measured once per model: `$BALLONET_CACHE_DIR`, else in the user's
-    cache folder (XDG)."""
+    """Returns the folder for files compiled once per torch or measured once per model: `$BALLONET_CACHE_DIR`, else in
+    the user's cache folder (XDG)."""
     if config.cache_dir is not None:
         return config.cache_dir
     environ = os.environ if environ is None else environ
@@ -241,14 +241,15 @@ def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
 
 
 def cuda_homes(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Returns where CUDA toolkits are by the variables that their own tools read."""
+    """Returns the folders of CUDA toolkits, by the variables that their own tools read."""
     environ = os.environ if environ is None else environ
     return tuple(Path(environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name))
 
 
 def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Where the control sockets of this user may be, the best place first: the user's runtime folder (XDG), else the
-    folder for temporary files. A process that was started in another environment may have chosen another of them."""
+    """Returns the folders in which control sockets of this user may be, the best first: the user's runtime folder
+    (XDG), else the folder for temporary files. A process that was started in another environment may have chosen
+    another of them."""
     environ = os.environ if environ is None else environ
     user = os.geteuid()
     runtime = [Path(environ.get("XDG_RUNTIME_DIR", "")), Path(f"/run/user/{user}")]
@@ -258,7 +259,7 @@ def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment, for what is handed on to other processes, and what torchrun says in it."""
+    """Returns a copy of this process's environment, for other processes, and for what torchrun says in it."""
     return dict(os.environ)
 
 

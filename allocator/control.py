@@ -1,4 +1,4 @@
-"""A running process can be looked at from outside, and be given another budget: `python -m ballonet budget` and `top`.
+"""Control from outside: `python -m ballonet budget` and `top` watch a running process and change its budget.
 
 Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
 user can enter. A request is one line of JSON, and so is its answer: `{"budget": null | bytes, "timeout": seconds}` has
@@ -8,7 +8,7 @@ it is `{"ok": false, "kind": the error's class, "message": ...}`. All may name a
 `"device": null | number`, else they are about the first.
 
 Note [The end of a process]
-    The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that comes back
+    The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that returns
     from native code while the interpreter ends takes the process down with an error. So at exit, and in `close`, an
     answer that is being made is waited for, but not for long.
 """
@@ -46,14 +46,14 @@ SetBudget = Callable[[int, float, int | None], None]  # bytes, timeout in second
 
 
 def describe(number: int | None = None) -> dict[str, Any]:
-    """Who owns what now: pid, budget and page_size in bytes, pages by owner, host_pages, peer (where), its budget
-    in bytes and its pages, spilled ones. `number`: of the runtime, None for the first. NotInstalled."""
+    """Returns pid, budget and page_size in bytes, pages by owner, host_pages, peer (where), its budget in bytes and its
+    pages, spilled ones. `number`: of the runtime, None for the first. NotInstalled."""
     snapshot = devices.of(number).device.snapshot()
     return {"pid": os.getpid(), **{key: snapshot[key] for key in SHOWN}}
 
 
 class Control:
-    """The listening end, from now until `close()`. OSError where there is no place for its socket."""
+    """The listening end, until `close()`. OSError where there is no place for its socket."""
 
     def __init__(self, set_budget: SetBudget, folders: Sequence[Path], grace: float = CONTROL_GRACE) -> None:
         """`grace`: seconds that `close()` waits for an answer that is being made."""
@@ -65,7 +65,7 @@ class Control:
         threading.Thread(target=self._serve, name="ballonet-control", daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is answered any more, and the socket is gone. Again: does nothing."""
+        """Ends answering and removes the socket. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -76,7 +76,7 @@ class Control:
             self._busy.release()
 
     def forget(self) -> None:
-        """In a child after a fork: the parent keeps the socket, the child has no thread."""
+        """Drops the socket in a child after a fork: the parent keeps it, the child has no thread."""
         self._socket.close()
 
     def _serve(self) -> None:
@@ -87,7 +87,7 @@ class Control:
                 except OSError:
                     if self._closed:
                         return
-                    time.sleep(CONTROL_AGAIN)  # out of file descriptors: whoever asks waits meanwhile
+                    time.sleep(CONTROL_AGAIN)  # out of file descriptors: the client waits meanwhile
                     continue
                 with contextlib.suppress(OSError), connection:  # the client may go at any time
                     self._serve_one(connection)
@@ -135,7 +135,7 @@ def start(set_budget: SetBudget) -> None:
 
 
 def stop() -> None:
-    """Ends that."""
+    """Ends listening."""
     global _control
     control, _control = _control, None
     if control is not None:
@@ -161,7 +161,8 @@ def ask(
     patience: float = CONTROL_PATIENCE,
     device: int | None = None,
 ) -> dict[str, Any]:
-    """What `describe` says in another process of this user, after its budget has become so many bytes, unless None.
+    """Returns what `describe` does in another process of this user, after changing its budget to so many bytes, unless
+    None.
 
     `timeout`: seconds that it may take to get pages back; `patience`: that a line may take; `device`: the number of the
     runtime, None for its first. Raises NoSuchProcess, NotPermitted, NotReachable, and ControlRefused with what it said.
@@ -177,8 +178,8 @@ def look(
     patience: float = CONTROL_PATIENCE,
     device: int | None = None,
 ) -> dict[str, Any]:
-    """What `looks.look` says in another process of this user. Raises as `ask`; NotReachable where that runs another
-    version of ballonet, which says something else."""
+    """Returns what `looks.look` does in another process of this user. Raises as `ask`; NotReachable where that runs
+    another version of ballonet."""
     found = _asked(pid, {"look": since, "device": device}, patience, folders, patience)
     if not found.keys() >= {*KEYS}:
         raise NotReachable(pid, "runs another version of ballonet: watch it with the `ballonet top` of that one")
@@ -198,7 +199,7 @@ def listening(folders: Sequence[Path] | None = None) -> list[int]:
 def _asked(
     pid: int, request: dict[str, Any], seconds: float, folders: Sequence[Path] | None, patience: float
 ) -> dict[str, Any]:
-    """`seconds`: that the answer may take. Raises as `ask`."""
+    """Sends a request and returns the answer, which may take so many `seconds`. Raises as `ask`."""
     _check_owner(pid)
     with _connected(pid, control_dirs() if folders is None else folders, patience) as connection:
         connection.settimeout(seconds)
@@ -222,8 +223,8 @@ def ask_to_give(
     patience: float = CONTROL_PATIENCE,
     device: int | None = None,
 ) -> dict[str, Any]:
-    """Has another process of this user, which shares a budget, have no more than so many bytes, or as few as it can
-    within `timeout` seconds. Returns and raises as `ask`."""
+    """Has another process of this user, which shares a budget, give pages until it has no more than so many bytes, or
+    as few as it can within `timeout` seconds. Returns and raises as `ask`."""
     request = {"give": nbytes, "timeout": timeout, "device": device}
     return _asked(pid, request, timeout + patience, folders, patience)
 
@@ -244,7 +245,7 @@ def _check_owner(pid: int) -> None:
 
 
 def _owner(pid: int) -> int | None:
-    """The user of a process; None where there is none."""
+    """Returns the user of a process; None where there is none."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -269,7 +270,7 @@ def _connected(pid: int, folders: Sequence[Path], patience: float) -> socket.soc
 
 
 def _listen(folders: Sequence[Path]) -> tuple[socket.socket, Path]:
-    """A socket in the first folder that will do. OSError with the reasons where none does."""
+    """Returns a socket in the first usable folder. OSError with the reasons where none is."""
     reasons = []
     for folder in folders:
         path = folder / f"{os.getpid()}.sock"
@@ -290,7 +291,7 @@ def _listen(folders: Sequence[Path]) -> tuple[socket.socket, Path]:
 
 
 def private(folder: Path) -> None:
-    """A folder that nobody else can enter. OSError where it is another's, or open to others."""
+    """Makes a folder that no other user can enter. OSError where it is another's, or open to others."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -307,19 +308,19 @@ def _clean(folder: Path) -> None:
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Pid and user of the other end."""
+    """Returns pid and user of the other end."""
     size = struct.calcsize("3i")
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, user
 
 
 def _whole(value: Any) -> int | None:
-    """The number that a request has, None for none. TypeError, ValueError."""
+    """Returns the number in a request, None for none. TypeError, ValueError."""
     return None if value is None else int(value)
 
 
 def _line(connection: socket.socket, longest: int) -> bytes:
-    """Up to the end of the line. OSError where it does not come, or is longer."""
+    """Reads a line. OSError where its end does not come, or it is too long."""
     line = b""
     while not line.endswith(b"\n"):
         part = connection.recv(longest)

@@ -1,4 +1,4 @@
-"""Where CUDA's headers are, for what is compiled against torch's CUDA libraries. Imports no torch.
+"""Finds CUDA's headers, to compile against torch's CUDA libraries. Imports no torch.
 
 pip's torch brings them (nvidia-cuda-runtime) without the folder crt/, of which `csrc/torch/crt` has what they need.
 """

@@ -1,6 +1,6 @@
-"""The numbers of the allocator that decide something and nobody set: unit, reason, and where they were measured.
+"""Default numbers of the allocator that decide something: unit, reason, and where they were measured.
 
-What offload/ and hooks/ decide by is in offload/policy/tuning.py, which this room does not know. Measurements of a GPU
+Those of offload/ and hooks/ are in offload/policy/tuning.py, which this package does not import. Measurements of a GPU
 are of one H200 at PCIe 5 x16, driver 580.
 """
 
@@ -16,8 +16,8 @@ SMALLEST_BUDGET: Final = 4
 # bytes than this. Chosen.
 OUTSIDE_SHARE: Final = 0.04
 OUTSIDE_BYTES: Final = 3 * 2**29
-# Parts of the memory that is there, where nothing was said. On the stand-in device pages are RAM: half of what is
-# available, and half of the rest for host pages. Beside a GPU host pages are pinned, which nobody else can use: a
+# Parts of the memory that is there, where nothing was set. On the stand-in device pages are RAM: half of what is
+# available, and half of the rest for host pages. Beside a GPU host pages are pinned, which no other process can use: a
 # quarter of the RAM, and no more than half of what is available. A peer gives half of its memory; a second pool is a
 # quarter of the budget, or an eighth of what is there where there is none yet. Chosen.
 STANDIN_BUDGET: Final = 2

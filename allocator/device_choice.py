@@ -1,13 +1,13 @@
-"""Which driver, which device and how much of it: from the settings to an open device. No torch.
+"""Opens a device by the settings: which driver, which device, how much of it. No torch.
 
 Note [Page size]
     A call of the driver costs the same for a page of any size (create and map about 8 µs, access 20 µs, unmap 14 µs on
-    an H200), so large pages make mapping cheap: 31 ms per GiB at 2 MiB, 7.3 ms at 8 MiB, 1.8 ms at 32 MiB. What they
-    cost is waste: the last page of every range, of every cache and of the activations is partly empty. The layers of an
-    8B model are 416 MiB, which wastes nothing at 8 or at 32 MiB, but a cache of 1,000 tokens with a range per layer
-    wastes 131 MiB at 8 MiB and 899 MiB at 32 MiB. On CUDA the default is therefore 8 MiB. On the stand-in most of a
-    mapping's time goes into the bytes, so that nothing is won beyond 1 MiB, and the models are small: 2 MiB, the
-    smallest page that CUDA has. benchmarks/bench_page_size.py measures both; docs/measuring.md has the table.
+    an H200), so large pages make mapping cheap: 31 ms per GiB at 2 MiB, 7.3 ms at 8 MiB, 1.8 ms at 32 MiB. Their cost
+    is waste: the last page of every range, of every cache and of the activations is partly empty. The layers of an 8B
+    model are 416 MiB, which wastes nothing at 8 or at 32 MiB, but a cache of 1,000 tokens with a range per layer wastes
+    131 MiB at 8 MiB and 899 MiB at 32 MiB. On CUDA the default is therefore 8 MiB. On the stand-in most of a mapping's
+    time goes into the bytes, so that nothing is won beyond 1 MiB, and the models are small: 2 MiB, the smallest page
+    that CUDA has. benchmarks/bench_page_size.py measures both; docs/measuring.md has the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIBCUDA: Final = "libcuda.so.1"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A driver's library, a device of it, and what the driver says of that device (`_native.probe`)."""
+    """A driver's library, a device of it, and its `facts` from `_native.probe`."""
 
     library: str
     ordinal: int
@@ -41,7 +41,7 @@ class Target:
 
 
 def standin_library() -> str:
-    """Path of the host stand-in, which is built beside the core. DriverUnavailable where it is missing."""
+    """Returns the path of the host stand-in, which is built beside the core. DriverUnavailable where it is missing."""
     folder = Path(_native.__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (path := folder / f"_standin{suffix}").exists():
@@ -52,7 +52,8 @@ def standin_library() -> str:
 
 
 def choose(config: Config, torch_has_cuda: bool | None = None) -> Target:
-    """The device that `config` asks for. `torch_has_cuda`: can torch use a GPU? None where torch plays no part.
+    """Chooses the device that `config` asks for. `torch_has_cuda`: can torch use a GPU? None where torch is not
+    involved.
 
     `auto` takes the first GPU where there is one that torch can use, else the stand-in. A library named by
     BALLONET_LIBCUDA that is itself the stand-in is used as such. Raises DriverUnavailable, ConfigError.
@@ -87,7 +88,7 @@ def choose(config: Config, torch_has_cuda: bool | None = None) -> Target:
 
 
 def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True) -> _native.Device:
-    """A device of one's own, with every default filled in, which the caller closes.
+    """Opens a device, with every default filled in, which the caller closes.
 
     `spill`: may its blocks be spilled, where the settings allow it? Raises ConfigError, DriverUnavailable, DriverError.
     """
@@ -105,7 +106,7 @@ def opened(config: Config, target: Target, spill: bool) -> _native.Device:
             f"{format_size(target.facts['total_memory'])}: ask for less"
         )
     peer, wanted = peer_ordinal(config, target), config.host_pages is not False and config.host_budget != 0
-    # What is free can be asked only once the device's context exists, so a default budget comes second.
+    # Free memory is known only once the device's context exists, so a default budget comes second.
     device = _native.Device(
         library=target.library,
         ordinal=target.ordinal,
@@ -142,8 +143,8 @@ def opened(config: Config, target: Target, spill: bool) -> _native.Device:
 
 
 def peer_ordinal(config: Config, target: Target) -> int | None:
-    """The number of the device that pages of the peer are on: the device's own one for a second pool, None for no peer.
-    `auto` takes the first device whose memory this one can reach, else a second pool. ConfigError."""
+    """Returns the number of the device that pages of the peer are on: the device's own one for a second pool, None for
+    no peer. `auto` takes the first device whose memory this one can reach, else a second pool. ConfigError."""
     wanted = config.peer or ("none" if config.peer_budget is None else "auto")
     if wanted == "none":
         return None
@@ -158,8 +159,9 @@ def peer_ordinal(config: Config, target: Target) -> int | None:
 
 
 def peer_budget(config: Config, target: Target, peer: int, page: int) -> int:
-    """Bytes of pages of the peer: what was asked for, else half of the other device's memory; for a second pool, and on
-    the stand-in, a quarter of the device's budget, or where that is not given an eighth of the memory that is there."""
+    """Returns the bytes of pages of the peer: the setting, else half of the other device's memory; for a second pool,
+    and on the stand-in, a quarter of the device's budget, or where that is not given an eighth of the memory that is
+    there."""
     nbytes = config.peer_budget
     if nbytes is None and target.kind == "cuda" and peer != target.ordinal and peer < target.facts["devices"]:
         nbytes = _native.probe(target.library, peer)["total_memory"] // defaults.PEER_OF_DEVICE
@@ -172,7 +174,7 @@ def peer_budget(config: Config, target: Target, peer: int, page: int) -> int:
 
 
 def page_size(config: Config, kind: Literal["cuda", "standin"]) -> int:
-    """Bytes per page: what was asked for, if the device can do it, else the device's default. ConfigError."""
+    """Returns the bytes per page: the setting, if the device can do it, else the device's default. ConfigError."""
     size = config.page_size or defaults.PAGE_SIZE[kind]
     if size % GRANULARITY[kind]:
         raise ConfigError(
@@ -183,7 +185,7 @@ def page_size(config: Config, kind: Literal["cuda", "standin"]) -> int:
 
 
 def whole_pages(nbytes: int, page: int, what: str) -> int:
-    """`nbytes` rounded down to pages; ConfigError where that leaves too few to run anything."""
+    """Returns `nbytes` rounded down to pages; ConfigError where that leaves too few to run anything."""
     if nbytes < defaults.SMALLEST_BUDGET * page:
         raise ConfigError(
             f"{what} is {format_size(nbytes)}, which is less than {defaults.SMALLEST_BUDGET} pages of "
@@ -193,7 +195,8 @@ def whole_pages(nbytes: int, page: int, what: str) -> int:
 
 
 def default_budget(device: _native.Device) -> int:
-    """CUDA: what is free, less room for what lives outside every pool. Stand-in: half of the available memory."""
+    """Returns the default budget. CUDA: free memory, less room for memory outside every pool. Stand-in: half of the
+    available memory."""
     if device.kind == "standin":
         return whole_pages(ram.available() // defaults.STANDIN_BUDGET, device.page_size, "half of the available memory")
     free, _ = device.free_memory()
@@ -206,8 +209,8 @@ def default_budget(device: _native.Device) -> int:
 
 
 def host_budget(config: Config, kind: Literal["cuda", "standin"], page: int) -> int:
-    """Bytes of host pages: a quarter of the memory that this process may use and no more than half of what is left of
-    it; on the stand-in half of what the device budget leaves."""
+    """Returns the bytes of host pages: a quarter of the memory that this process may use and no more than half of what
+    is left of it; on the stand-in half of what the device budget leaves."""
     if config.host_budget is not None:
         return config.host_budget // page * page
     if kind == "cuda":

@@ -1,4 +1,5 @@
-"""What the rooms above keep for a runtime, which does not know them: its governor, its recorders, what it shares."""
+"""Objects that later packages keep for a runtime, which does not import them: its governor, recorders, shared
+budget."""
 
 from __future__ import annotations
 
@@ -17,23 +18,24 @@ class RuntimeParts:
         self._parts: dict[type, Any] = {}
 
     def get(self, kind: type[Part]) -> Part | None:
-        """Returns the one of this class, None where there is none."""
+        """Returns the object of this class, None where there is none."""
         found: Part | None = self._parts.get(kind)
         return found
 
     def of(self, kind: type[Part], make: Callable[[], Part]) -> Part:
-        """Returns the one of this class, made by `make` where there is none yet. What that raises leaves none."""
+        """Returns the object of this class, made by `make` where there is none yet. If `make` raises there is still
+        none."""
         with self._lock:
             found = self.get(kind)
             return self.put(make()) if found is None else found
 
     def put(self, part: Part) -> Part:
-        """Keeps it in the place of one of its class that was kept before, and returns it."""
+        """Keeps the object, in place of an earlier one of its class, and returns it."""
         with self._lock:
             self._parts[type(part)] = part
         return part
 
     def drop(self, kind: type) -> None:
-        """Keeps none of this class. Idempotent."""
+        """Drops the object of this class. Idempotent."""
         with self._lock:
             self._parts.pop(kind, None)

@@ -1,8 +1,8 @@
-"""The devices of this process, each with its runtime, by number. Here a second GPU comes in. No torch.
+"""The devices of this process, each with its runtime, by number. Further GPUs are registered here. No torch.
 
 Note [One registry]
-    What works on a device is given that device, or its runtime. Only what a user calls has neither: it looks the
-    runtime up here, by the device's number. `install()` puts one runtime under torch; further ones may live beside it.
+    Internal code gets a device, or its runtime, as an argument. Only functions that a user calls look the runtime up
+    here, by the device's number. `install()` puts one runtime under torch; further ones may live beside it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
 
 
 class Shared(Protocol):
-    """The part that this process has of a budget which it shares with others."""
+    """The part that this process has of a shared budget."""
 
     def set_budget(self, nbytes: int, patience: float) -> None:
-        """As `ballonet.set_budget()`."""
+        """Changes the budget as `ballonet.set_budget()`."""
 
     def give(self, nbytes: int, patience: float) -> None:
-        """Has no more than so many bytes, or as few as it can. BudgetInUse."""
+        """Gives pages until it has no more than so many bytes, or as few as it can. BudgetInUse."""
 
     def close(self) -> None:
-        """The device is gone."""
+        """Ends the sharing, as the device is gone."""
 
 
 class Runtime:
-    """A device, the settings that it was started with, and the log of what is decided about its pages. `number`: under
-    which it is registered."""
+    """A device, the settings that it was started with, and the log of decisions about its pages. `number`: in the
+    registry."""
 
     def __init__(self, number: int, device: _native.Device, settings: Config) -> None:
         self.number: Final = number
@@ -44,8 +44,8 @@ class Runtime:
         self.settings: Final = settings
         self.events: Final = Events(device)
         self.parts: Final = RuntimeParts()
-        # Entered where a lower budget is refused: within it more is made ready to leave the device; what it hands out
-        # counts what is not ready yet.
+        # Entered where a lower budget is refused: within it more pages are made ready to leave the device; it yields a
+        # function that counts those not ready yet.
         self.preparing: Preparing | None = None
         self.shared: Shared | None = None
 
@@ -65,7 +65,7 @@ def start(
     config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True, number: int | None = None
 ) -> Runtime:
     """Opens a device and registers its runtime under `number`, by default that of the device. InstallError where there
-    is one; whatever `open_device` raises."""
+    is one; raises as `open_device`."""
     target = device_choice.choose(config, torch_has_cuda)
     number = target.ordinal if number is None else number
     if number in _runtimes:
@@ -78,12 +78,13 @@ def start(
 
 
 def current(number: int | None = None) -> Runtime | None:
-    """The runtime of that number, or where none is given the first that was started; None where there is none."""
+    """Returns the runtime of that number, or where none is given the first that was started; None where there is
+    none."""
     return next(iter(_runtimes.values()), None) if number is None else _runtimes.get(number)
 
 
 def of(number: int | None = None) -> Runtime:
-    """As `current`. NotInstalled where there is none."""
+    """Returns the runtime as `current`. NotInstalled where there is none."""
     found = current(number)
     if found is None:
         raise NotInstalled("ballonet is not installed in this process: call ballonet.install() first")
@@ -91,7 +92,7 @@ def of(number: int | None = None) -> Runtime:
 
 
 def holding(device: _native.Device) -> Runtime:
-    """The runtime of this device. NotInstalled where it has none."""
+    """Returns the runtime of this device. NotInstalled where it has none."""
     for each in every():
         if each.device is device:
             return each
@@ -99,12 +100,12 @@ def holding(device: _native.Device) -> Runtime:
 
 
 def every() -> tuple[Runtime, ...]:
-    """All runtimes, in the order in which they were started."""
+    """Returns all runtimes, in the order in which they were started."""
     return tuple(_runtimes.values())
 
 
 def require() -> _native.Device:
-    """The device of the runtime that was started first. NotInstalled."""
+    """Returns the device of the runtime that was started first. NotInstalled."""
     return of().device
 
 

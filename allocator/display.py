@@ -1,4 +1,4 @@
-"""What is shown to people: a small table in a notebook, a bar in a terminal while bytes are on their way."""
+"""Output for people: a small table in a notebook, a progress bar in a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from html import escape
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """As HTML. Numbers are set on the right, with their thousands apart; cells may not hold HTML of their own."""
+    """Returns a table as HTML. Numbers are set on the right, with their thousands apart; cells may not hold HTML of
+    their own."""
     head = "".join(f'<th style="text-align: {_side(name == columns[0])}">{escape(name)}</th>' for name in columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return (
@@ -19,8 +20,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal, that goes when all is done. Hands out what is told of bytes as they
-    arrive; `total`: all of them."""
+    """A progress bar on stderr, where that is a terminal, removed at the end. Yields a function to call with bytes as
+    they arrive; `total`: all of them."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -33,7 +34,8 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def steps(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """The same for `total` steps; what it hands out is told what each of them is, before it."""
+    """A progress bar as `progress`, for `total` steps. Yields a function to call with the name of each step, before
+    it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

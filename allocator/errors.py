@@ -1,8 +1,7 @@
 """The errors of ballonet. Each message says what failed, why, and what to do.
 
-All derive from `BallonetError`, but for `PoolExhausted`: it is the core's word for an allocation that does not fit, and
-what a user sees of it is `torch.OutOfMemoryError`. The classes with fields keep them as `args`, so that they can be
-pickled.
+All derive from `BallonetError`, but for `PoolExhausted`, which the core raises for an allocation that does not fit: a
+user sees `torch.OutOfMemoryError` instead. The classes with fields keep them as `args`, so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class BudgetInUse(BudgetError):
 
 
 class SharedBudgetError(BallonetError):
-    """A budget that processes share cannot be what was asked for, or is not there."""
+    """A budget that processes share cannot be as requested, or does not exist."""
 
 
 class LedgerDamaged(SharedBudgetError):
-    """The file that says who has how much of a shared budget is not what ballonet wrote."""
+    """The ledger file of a shared budget is not what ballonet wrote."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(path, why)
@@ -84,7 +83,7 @@ class LedgerDamaged(SharedBudgetError):
 
 
 class PortInUse(ConfigError):
-    """Something is to listen where another process listens already."""
+    """A port to listen at is another process's already."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port)
@@ -113,7 +112,7 @@ class ExtraMissing(BallonetError):
 
 
 class DriverError(BallonetError):
-    """A call of the driver failed. `code` is its CUresult, `detail` what was being done and what to try."""
+    """A call of the driver failed. `code` is its CUresult, `detail` the operation and what to try."""
 
     def __init__(self, function: str, code: int, name: str, detail: str = "") -> None:
         super().__init__(function, code, name, detail)
@@ -147,7 +146,7 @@ class CompanionUnavailable(BallonetError):
 
 
 class NotInstalled(BallonetError):
-    """Something was asked that needs `ballonet.install()` first."""
+    """A call needs `ballonet.install()` first."""
 
 
 class UnsupportedVersion(BallonetError):
@@ -261,7 +260,7 @@ class WeightsFileChanged(WeightsFileError):
 
 
 class SpliceError(BallonetError):
-    """A part of a model's layers cannot be run as it was asked, or not at all."""
+    """A part of a model's layers cannot be run as requested, or not at all."""
 
 
 class TraceError(BallonetError):
@@ -299,11 +298,11 @@ class NotPermitted(ControlError):
 
 
 class NotReachable(ControlError):
-    """Ballonet is not installed there, listens to nobody, or does not answer."""
+    """Ballonet is not installed there, does not listen, or does not answer."""
 
 
 class ControlRefused(ControlError):
-    """What was asked raised an error; `kind` is the name of its class."""
+    """The request raised an error in the other process; `kind` is the name of its class."""
 
     def __init__(self, pid: int, reason: str, kind: str) -> None:
         BallonetError.__init__(self, pid, reason, kind)

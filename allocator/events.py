@@ -1,17 +1,17 @@
-"""Why memory moved: what was decided, by whom, what that was expected to cost and what it did.
+"""The log of memory decisions: what was decided, by whom, and its predicted and measured cost.
 
-What the core does by itself, in the middle of an operator, is in its own log (`Device.events`) and comes here when
-anybody listens (`Events.hear`); what is decided in Python is added where it is decided.
+Events of the core, in the middle of an operator, are in its own log (`Device.events`) until a call takes them over
+(`Events.hear`); decisions in Python are added where they are made.
 
 Note [Added from anywhere]
     A finalizer or a signal handler may add an event in the middle of `add` on the same thread. So the lock is one that
-    a thread may take again, an event first goes into an inbox, in one step, and whoever is emptying that already takes
-    it along.
+    a thread may take again, an event first goes into an inbox, in one step, and a call that is already emptying it
+    takes the event along.
 
 Note [As long as before]
-    What copies bytes is predicted from the link, by whoever decides it. What only changes owners or addresses (inflate,
-    deflate, spill, a budget) takes driver calls, or waits for others: there the prediction is what a page took on
-    average in all events of this lever and verb before.
+    The cost of copies is predicted from the link, where they are decided. What only changes owners or addresses
+    (inflate, deflate, spill, a budget) takes driver calls, or waits for others: there the prediction is what a page
+    took on average in all events of this lever and verb before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from .defaults import EVENTS
 
 Row = tuple[int, str, int, int, int, int]  # of Device.events: time in ns, kind, pages, key, thread, duration in ns
-KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `yield` are of whatever lever gave the entry
+KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take`, `yield`: of the lever that listed it
     "inflate": ("inflate", "pull"),
     "deflate": ("inflate", "revert"),
     "take": ("", "pull"),
@@ -41,7 +41,7 @@ KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `yiel
 
 
 class EventSource(Protocol):
-    """What happens by itself: a `Device`."""
+    """The source of the core's events: a `Device`."""
 
     def events(self) -> list[Row]:
         """Hands over the rows since the last call."""
@@ -54,7 +54,7 @@ class LoggedEvent:
     when: int  # ns of CLOCK_MONOTONIC
     lever: str
     verb: str  # pull, revert; yield: pulled because another thread asked; of the budget: set, refuse
-    pages: int  # that it moved, or was to
+    pages: int  # moved, or requested
     what: str = ""  # whose pages
     by: str = ""  # who asked: a thread, a model
     predicted: float | None = None  # seconds; see Note [As long as before]
@@ -86,14 +86,15 @@ class Named(NamedTuple):
     pages: int = 0
 
     def cost(self, pages: int) -> float | None:
-        """Seconds that taking so many of them should cost."""
+        """Predicted seconds to take so many of the pages."""
         if self.predicted is None or not self.pages:
             return self.predicted
         return self.predicted * pages / self.pages
 
 
 class Heard(NamedTuple):
-    """`events` since a cursor, in the order in which they came; the next cursor; how many came and are kept no more."""
+    """`events` since a cursor, in the order in which they came; the next `cursor`; `lost`: events since then that are
+    not kept any more."""
 
     events: list[LoggedEvent]
     cursor: int
@@ -101,14 +102,14 @@ class Heard(NamedTuple):
 
 
 def unnamed(key: int) -> Named:
-    """An entry that nobody knows."""
+    """Returns the name of an unknown entry."""
     return Named("reclaim", f"entry {key}", None)
 
 
 class Events:
     """The log of one device: the last `limit` events, and counts of all. Thread-safe, see Note [Added from anywhere].
 
-    `naming` says of the key of a published entry whose it is; it is called without a lock of the log.
+    `naming` maps the key of a published entry to its name; it is called without a lock of the log.
     """
 
     def __init__(self, source: EventSource | None = None, limit: int = EVENTS) -> None:
@@ -123,7 +124,7 @@ class Events:
         self._lock = threading.RLock()
 
     def add(self, event: LoggedEvent) -> None:
-        """Takes a few microseconds at most."""
+        """Adds an event, in a few microseconds at most."""
         self._inbox.append(event)
         with self._lock:
             self._empty_inbox()
@@ -144,7 +145,7 @@ class Events:
         self.add(LoggedEvent(time.monotonic_ns(), lever, verb, pages, what, asked, predicted, measured))
 
     def hear(self) -> None:
-        """Takes over what the core did since the last call of anyone."""
+        """Takes over the core's events since the last call."""
         if self._source is None:
             return
         rows = self._source.events()
@@ -154,7 +155,7 @@ class Events:
                 self.add(self._of(row, threads))
 
     def since(self, cursor: int = 0) -> Heard:
-        """What came after the cursor, 0: the first one ever."""
+        """Returns the events after the cursor, with 0 from the first one on."""
         with self._lock:
             self._empty_inbox()
             came = self._came
@@ -203,7 +204,7 @@ class Events:
 
 
 def more(now: Mapping[str, Mapping[str, Count]], before: Mapping[str, Mapping[str, Count]]) -> Counts:
-    """What came between two readings of `counts`."""
+    """Returns the counts of events between two readings of `counts`."""
     grown: dict[tuple[str, str], Count] = {}
     for lever, verbs in now.items():
         for verb, count in verbs.items():

@@ -1,7 +1,7 @@
 """The settings that `python -m ballonet preflight` chose for a machine: a small JSON file that `install()` reads.
 
 There is one file per device and driver, in the cache folder. A setting given by hand, as an argument or in the
-environment, comes first; another device or another driver makes the file say nothing.
+environment, comes first; for another device or another driver the file is not used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """`settings`: values for fields of `Config`; `reasons`: why each; `when`: ISO date and time; `path`: the file."""
+    """The result of a preflight. `settings`: values for fields of `Config`; `reasons`: why each; `when`: ISO date and
+    time; `path`: the file."""
 
     settings: Mapping[str, Any]
     reasons: Mapping[str, str]
@@ -33,7 +34,7 @@ class Findings:
 
 
 def key_of(facts: Mapping[str, Any], nvidia: Path = _NVIDIA) -> dict[str, str]:
-    """What a file is for: the device and its driver, from what `_native.probe` says of them."""
+    """Returns the key of a file: the device and its driver, from the facts of `_native.probe`."""
     try:
         found = re.search(r"\b\d{3,}\.[\d.]+", nvidia.read_text())
     except OSError:
@@ -46,7 +47,7 @@ def key_of(facts: Mapping[str, Any], nvidia: Path = _NVIDIA) -> dict[str, str]:
 
 
 def path_of(folder: Path, key: Mapping[str, str]) -> Path:
-    """The file of a device and driver in the cache folder."""
+    """Returns the file of a device and driver in the cache folder."""
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"preflight-{name}.json"
 
@@ -65,7 +66,7 @@ def save(folder: Path, key: Mapping[str, str], found: Mapping[str, Any]) -> Path
 
 
 def load(folder: Path, key: Mapping[str, str]) -> Findings | None:
-    """What was found of this device under this driver; None where nothing was, or the file is not whole."""
+    """Reads the findings for this device under this driver; None where there are none, or the file is not whole."""
     path = path_of(folder, key)
     try:
         found = json.loads(path.read_text())
@@ -78,7 +79,7 @@ def load(folder: Path, key: Mapping[str, str]) -> Findings | None:
 
 
 def applied(config: Config, facts: Mapping[str, Any]) -> Config:
-    """The settings, with those that a preflight chose for this device wherever nothing was said."""
+    """Returns the settings, with those that a preflight chose for this device where none was given."""
     found = load(cache_dir(config), key_of(facts))
     chosen = {} if found is None else found.settings
     return replace(config, **{name: value for name, value in chosen.items() if getattr(config, name) is None})

@@ -1,4 +1,4 @@
-"""What `python -m ballonet info` says: the device, the versions, what works on this machine, what does not and why.
+"""The facts of `python -m ballonet info`: the device, the versions, what works on this machine, what does not and why.
 
 Imports neither torch nor transformers: their versions come from what is installed. The driver is asked without a
 context.
@@ -26,7 +26,7 @@ Facts = dict[str, Any]
 
 
 def gather(config: Config, ballonet: str) -> Facts:
-    """Plain values, ready for JSON. `ballonet` is its own version.
+    """Returns plain values, ready for JSON. `ballonet` is its own version.
 
     Keys: ballonet, python, versions (package → version or None), device (None where none can be used), defaults
     (page_size, host_budget and peer_budget in bytes, peer, budget where it was set), memory (bytes total and available
@@ -118,7 +118,7 @@ def _defaults(config: Config, target: device_choice.Target | None) -> Facts:
 
 
 def _checks(config: Config, target: device_choice.Target | None, problem: str) -> Iterator[tuple[str, bool, str]]:
-    """(what, does it work, what that means or why not)"""
+    """Yields (what, does it work, what that means or why not)."""
     if target is None:
         yield "pages on a device", False, problem
     else:

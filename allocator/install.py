@@ -39,8 +39,8 @@ OLDEST_TORCH: Final = (2, 11)
 
 @dataclass
 class _Installed:
-    """What `install()` put where. `companion` is None where there is no compiler; on CUDA there is one of `cuda` and
-    `route`, on the stand-in neither."""
+    """The parts that `install()` put under torch. `companion` is None where there is no compiler; on CUDA there is one
+    of `cuda` and `route`, on the stand-in neither."""
 
     runtime: Runtime
     companion: Companion | None
@@ -143,7 +143,7 @@ def restore() -> None:
 
 
 def spilled() -> None:
-    """Something lies on host pages for want of device pages: warns, once per process."""
+    """Warns, once per process, that an allocation lies on host pages for want of device pages."""
     global _warned
     if not _warned:
         _warned = True
@@ -157,15 +157,15 @@ def spilled() -> None:
 
 
 def reclaim() -> bool:
-    """Has torch give back memory of the pool that it caches itself, as it does for `torch.cuda.MemPool`. Says whether
-    there is anything that does."""
+    """Has torch give back memory of the pool that it caches itself, as it does for `torch.cuda.MemPool`. Returns
+    whether that is in use."""
     installed = _installed
     return installed is not None and installed.route is not None and installed.route.renew()
 
 
 def history() -> dict[str, Any] | None:
-    """What torch recorded of its allocations (`torch.cuda.memory._snapshot`), where the compiled allocator answers for
-    it; else None: there are no stacks and no traces."""
+    """Returns torch's record of its allocations (`torch.cuda.memory._snapshot`), where the compiled allocator is in
+    use; else None: there are no stacks and no traces."""
     installed = _installed
     if installed is None or installed.cuda is None or not installed.cuda.whole:
         return None
@@ -174,18 +174,18 @@ def history() -> dict[str, Any] | None:
 
 
 def stock() -> AbstractContextManager[None]:
-    """Inside, what this thread allocates on the CPU comes from torch's own allocator (backings, staging)."""
+    """A context in which this thread's CPU allocations come from torch's own allocator (backings, staging)."""
     installed = _installed
     return nullcontext() if installed is None or installed.companion is None else installed.companion.stock()
 
 
 def stock_everywhere() -> Guarded[None]:
-    """As `stock()`, for all threads: within it, those that a library starts have memory of torch's own, too."""
+    """A context as `stock()`, for all threads: those that a library starts have memory of torch's own, too."""
     return Guarded(_Everywhere())
 
 
 class _Everywhere:
-    """See stock_everywhere."""
+    """The context of stock_everywhere."""
 
     def __init__(self) -> None:
         self._of: tuple[_Installed, Companion] | None = None
@@ -209,7 +209,7 @@ class _Everywhere:
 
 
 def _started(asked: Config, settings: Config) -> _Installed:
-    """What is installed already, if it is what was asked for, else a new device under nothing yet."""
+    """Returns what is installed already, if its settings are those, else a new device, not under torch yet."""
     global _installed
     if _installed is not None and _installed.paused:
         _close()
@@ -219,7 +219,7 @@ def _started(asked: Config, settings: Config) -> _Installed:
     _check_torch()
     late = device_choice.choose(settings, _torch_has_cuda()).kind == "cuda" and cuda_used()
     if late:
-        torch.cuda.empty_cache()  # what torch caches is none of the free memory that a default budget is made of
+        torch.cuda.empty_cache()  # memory that torch caches is not free, and a default budget is made of free memory
     with ExitStack() as undo:
         # torch's own caching allocator would keep a segment that was spilled.
         started = devices.start(settings, _torch_has_cuda(), spill=not late)
@@ -275,12 +275,12 @@ def _put(installed: _Installed) -> None:
 
 
 def listen() -> None:
-    """Has this process be looked at and be given budgets from outside (control.py). OSError where it cannot listen."""
+    """Has this process listen for looks and budgets from outside (control.py). OSError where it cannot listen."""
     control.start(lambda nbytes, timeout, number: set_budget_of(number, nbytes, timeout))
 
 
 def _listen(of: Runtime) -> None:
-    """For `python -m ballonet budget`."""
+    """Listens for `python -m ballonet budget`."""
     if of.settings.control:
         try:
             listen()
@@ -303,7 +303,8 @@ def _pause(installed: _Installed) -> None:
 
 
 def _close() -> bool:
-    """Closes the device, if nothing of it is in use, and removes what is left of it in torch. Says whether it did."""
+    """Closes the device, if nothing of it is in use, and removes what is left of it in torch. Returns whether it
+    did."""
     global _installed
     assert _installed is not None
     try:
@@ -311,7 +312,7 @@ def _close() -> bool:
     except DriverError:
         raise
     except BallonetError:
-        return False  # in use: what lives must still find its way back
+        return False  # in use: live blocks must still be freed to it
     _installed.device.unbind()
     if _installed.companion is not None:
         _installed.companion.restore_cpu()
@@ -358,7 +359,7 @@ def _check_torch() -> None:
 
 
 def _check_same(asked: Config, installed: _Installed) -> None:
-    """InstallError where a setting that was given is not the one in force."""
+    """Raises InstallError where a setting that was given is not the one in force."""
     device, settings = installed.device, installed.runtime.settings
     snapshot = device.snapshot()
     places = (

@@ -1,9 +1,8 @@
-"""What is done to its end although Ctrl-C, or what another signal's handler raises, comes between any two lines.
+"""Cleanup that is completed although Ctrl-C, or an exception of another signal's handler, comes between any two lines.
 
-Python ignores what is raised in a finalizer, and what that had left to do is lost. And a context manager that is
-written in Python may be interrupted on its way in and out, so that what it holds is held for as long as someone keeps
-the traceback. Both are called from the core here, which is never interrupted, and again where they were: so whatever
-they do may be done twice.
+Python ignores an exception in a finalizer, and the rest of the finalizer is lost. And a context manager written in
+Python may be interrupted on entry and exit, and then keeps what it holds for as long as the traceback lives. Here the
+core calls both, which is never interrupted, and calls them again where they were: so each step may be done twice.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class _Section(NamedTuple):
 
 
 def guarded(begin: Callable[[], T], end: Callable[[bool], object]) -> Guarded[T]:
-    """A context manager: `begin()`, and however that and the block end, `end(failed)`."""
+    """Returns a context manager: `begin()`, and however that and the block end, `end(failed)`."""
     return Guarded(_Section(begin, end))
 
 
@@ -34,26 +33,26 @@ _watched: Final[dict[int, weakref.ref[Any]]] = {}  # by id of the steps
 
 
 class Finalizer:
-    """What is done, once, when an object is collected, or when this is called before: all of the steps, in this order,
-    whatever one of them raises. Not while Python itself ends."""
+    """Steps that run once, when an object is collected or this is called: all of them, in order, whatever one raises.
+    Not while Python itself ends."""
 
     def __init__(self, of: object, *steps: Callable[[], object]) -> None:
         """`steps` do not refer to `of`."""
         self._steps: list[Callable[[], object]] = [*steps]
-        self._key = id(self._steps)  # nobody need keep this object: what is watched keeps the steps
+        self._key = id(self._steps)  # no reference to this object is needed: the watched one keeps the steps
         self._steps.append(partial(_watched.pop, self._key, None))
         _watched[self._key] = weakref.ref(of, partial(finish, self._steps))
 
     @property
     def alive(self) -> bool:
-        """Is it still to be done?"""
+        """Are steps still to be done?"""
         return bool(self._steps)
 
     def __call__(self) -> None:
-        """Does what is left to do. Idempotent."""
+        """Runs the steps that are left. Idempotent."""
         finish(self._steps)
 
     def detach(self) -> None:
-        """Cancels it."""
+        """Cancels the steps."""
         self._steps.clear()
         _watched.pop(self._key, None)

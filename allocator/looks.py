@@ -1,9 +1,9 @@
-"""What a process says of itself to whoever watches it: one reading of a device, its log, and what others publish.
+"""What a process reports to its watchers: one reading of a device, its log, and published sources.
 
 Note [A look costs next to nothing]
-    Nothing is counted for those who watch: a look reads what is there. It takes the core's locks for one snapshot and
-    calls each source once, on the thread that was asked, never on one that runs a model. While it runs it holds
-    Python's lock, which a decode step may wait for; so a source reads attributes, and asks no device of its own.
+    No numbers are kept for watchers: a look reads what is there. It takes the core's locks for one snapshot and calls
+    each source once, on the answering thread, never on a forward thread. While it runs it holds Python's lock, which a
+    decode step may wait for; so a source reads attributes, and asks no device of its own.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from . import devices
 from .defaults import LOOK_EVENTS
 from .devices import Runtime
 
-Source = Callable[[Runtime], Any]  # plain values of what is on that device, ready for JSON
+Source = Callable[[Runtime], Any]  # returns plain values about that device, ready for JSON
 
 READ: Final = (
     *("page_size", "budget", "created", "pages", "host_pages", "host_free", "host_budget", "spilled", "copied"),
     *("peer", "peer_budget", "peer_pages", "peer_free", "reclaimed", "driver_ns"),
 )
 
-# what every look has, beside what others publish
+# the keys of every look, beside those of published sources
 KEYS: Final = ("pid", "when", "device", "devices", *READ, "counts", "events", "cursor")
 
 
 class _Sources(dict[str, Source]):
-    """What others say of one runtime, by name."""
+    """The published sources of one runtime, by name."""
 
 
 def publish(found: Runtime, name: str, source: Source) -> None:
-    """Has each look at the runtime call `source` with it, for what it says under this name. The last one of a name
+    """Publishes `source`: each look at the runtime calls it, for the value under this name. The last one of a name
     counts."""
     found.parts.of(_Sources, _Sources)[name] = source
 
 
 def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
-    """Returns all of it, ready for JSON, of the runtime of that number, or where none is given of the first.
+    """Returns the report, ready for JSON, of the runtime of that number, or where none is given of the first.
     NotInstalled.
 
     Keys: `pid`; `when` (ns of CLOCK_MONOTONIC); `device` {kind, ordinal, number}; `devices`: the numbers of all

@@ -1,11 +1,11 @@
 """The pages of a device in the format of PyTorch's memory viewer (pytorch.org/memory_viz, `torch.cuda._memory_viz`).
 
 Note [Owners in the viewer]
-    The viewer shows blocks, and of each the stack that allocated it. Pages of weights and KV have no such stack. What
-    they hold stands in its place, as frames: first what lies there, `model.layers.3.mlp.up_proj.weight`, then whose it
-    is, `weights`. Those frames come after the ones that torch recorded, where it did, so that a flame graph, which
-    begins with the outermost, is grouped by owner. A run of pages is cut where what lies in it begins; what is left of
-    a page behind the last is room that the viewer counts as lost to rounding.
+    The viewer shows blocks, and of each the stack that allocated it. Pages of weights and KV have no such stack. Their
+    contents stand in its place, as frames: first the name, `model.layers.3.mlp.up_proj.weight`, then the owner,
+    `weights`. Those frames come after the ones that torch recorded, where it did, so that a flame graph, which begins
+    with the outermost, is grouped by owner. A run of pages is cut where its contents begin; the viewer counts the rest
+    of a page behind the last as lost to rounding.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def viewed(
     ordinal: int = 0,
     history: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the snapshot, of plain dicts and lists. `segments`: `Device.segments()`; `contents`: what is known to lie
-    in them, in any order; `history`: torch's own snapshot, whose stacks, traces and settings are taken over."""
+    """Returns the snapshot, of plain dicts and lists. `segments`: `Device.segments()`; `contents`: known tensors in
+    them, in any order; `history`: torch's own snapshot, whose stacks, traces and settings are taken over."""
     known = _in_order(contents)
     starts = [each.address for each in known]
     stacks = _stacks(history)
@@ -105,7 +105,7 @@ def _segment(
 def _cut(
     address: int, nbytes: int, known: Sequence[SnapshotContents], starts: Sequence[int]
 ) -> Iterator[tuple[int, int, int, SnapshotContents | None]]:
-    """(address, bytes, bytes of these that are used, what lies there) of the pieces that a run of pages is cut into."""
+    """Yields (address, bytes, bytes of these that are used, contents) of the pieces that a run of pages is cut into."""
     end = address + nbytes
     index = bisect_left(starts, address)
     if index and known[index - 1].address + known[index - 1].nbytes > address:
@@ -123,7 +123,7 @@ def _cut(
 
 
 def _in_order(contents: Iterable[SnapshotContents]) -> list[SnapshotContents]:
-    """Returns them by address, each byte once: what begins within another one is left out."""
+    """Returns contents by address, each byte once: one that begins within another is left out."""
     result: list[SnapshotContents] = []
     for each in sorted(contents, key=lambda each: (each.address, -each.nbytes)):
         if each.nbytes and (not result or each.address >= result[-1].address + result[-1].nbytes):

@@ -1,7 +1,7 @@
 """The pool under torch after CUDA was used: `torch.cuda.MemPool`, torch's own caching allocator over our segments.
 
-torch lets no one change its CUDA allocator once it was used, as it is in a notebook where a cell has run before. What
-it does let one change is where the segments of a `torch.cuda.MemPool` come from, and that a thread allocates from one.
+torch's CUDA allocator cannot be changed once it was used, as in a notebook where a cell has run before. But the source
+of a `torch.cuda.MemPool`'s segments can be set, and a thread made to allocate from one.
 
 Note [Other pools of the thread]
     torch looks for the pool of an allocation in the order in which pools were begun, and takes the first that says it
@@ -36,7 +36,7 @@ _END: Final = "_cuda_endAllocateToPool"
 
 
 class MemPoolRoute(captures.CaptureListener):
-    """What one thread allocates on one device comes from the pool, from `open()` until `close()`."""
+    """A route by which one thread's allocations on one device come from the pool, from `open()` until `close()`."""
 
     def __init__(self, allocate: int, free: int, ordinal: int) -> None:
         """`allocate`, `free`: addresses of functions as `CUDAPluggableAllocator` takes them. `allocate` returns null
@@ -55,7 +55,7 @@ class MemPoolRoute(captures.CaptureListener):
         return bool(self._patches)
 
     def open(self) -> None:
-        """Begins, for the calling thread. Open already: goes on, from now on for the calling thread."""
+        """Opens the route, or moves it, for the calling thread."""
         self.close()
         self._thread = threading.get_ident()
         try:
@@ -68,7 +68,7 @@ class MemPoolRoute(captures.CaptureListener):
         atexit.register(self.close)
 
     def close(self) -> None:
-        """The thread allocates from torch's own memory again; what it has stays valid. Closed already: nothing."""
+        """Has the thread allocate from torch's own memory again; live blocks stay valid. Idempotent."""
         if not self.is_open:
             return
         atexit.unregister(self.close)
@@ -78,8 +78,8 @@ class MemPoolRoute(captures.CaptureListener):
         torch.cuda.empty_cache()
 
     def renew(self) -> bool:
-        """Has torch give back what it caches. False, and nothing done, on another thread or while another pool is in
-        use. See Note [What torch caches]."""
+        """Has torch give back memory that it caches. False, and nothing done, on another thread or while another pool
+        is in use. See Note [What torch caches]."""
         if self._using is None or threading.get_ident() != self._thread:
             return False
         torch.cuda.empty_cache()
@@ -113,12 +113,12 @@ class MemPoolRoute(captures.CaptureListener):
         self._using.__enter__()
 
     def _end(self, keep: bool = False) -> None:
-        """`keep`: the same pool goes on later."""
+        """Ends allocating from the pool. `keep`: it goes on with the same pool later."""
         using, self._using = self._using, None
         if using is not None:
             using.__exit__(None, None, None)
         if not keep:
-            self._pool = None  # torch frees what it caches there
+            self._pool = None  # torch frees memory that it caches there
 
     def _give_way(self, other: object) -> None:
         if threading.get_ident() == self._thread:
@@ -127,7 +127,7 @@ class MemPoolRoute(captures.CaptureListener):
                 self._end(keep=True)
 
     def _take_over(self, other: object) -> None:
-        """`other` has ended. It may be none that we gave way to."""
+        """Allocates from the pool again, as `other` has ended, which need not be one that was given way to."""
         if other in self._others and threading.get_ident() == self._thread:
             self._others.remove(other)
             if not self._others:

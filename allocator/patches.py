@@ -1,4 +1,4 @@
-"""Attributes of other libraries that are replaced for a while, and put back exactly."""
+"""Replaces attributes of other libraries for a while, and puts them back exactly."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _MISSING: Final = object()
 
 
 class Patches:
-    """What was replaced, in order. True while there is anything."""
+    """Replaced attributes, in order. True while there are any."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[object, str, object]] = []
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """`owner` is a module or a class, which need not have had the attribute."""
+        """Replaces an attribute of `owner`, a module or class, which need not have had it."""
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Everything as it was before."""
+        """Puts all attributes back."""
         while self._replaced:
             owner, name, before = self._replaced.pop()
             if before is _MISSING:
@@ -36,11 +36,11 @@ class Patches:
 
 
 class Seam(Generic[User]):
-    """A part of another library that is replaced for as long as anybody uses what is in its place: replaced with the
-    first user, put back with the last. Thread-safe; users may leave in a finalizer, and so anywhere."""
+    """A part of another library that is replaced with the first user, and put back with the last. Thread-safe; users
+    may leave in a finalizer, and so anywhere."""
 
     def __init__(self, replace: Callable[[], Iterator[Undo]]) -> None:
-        """`replace` replaces it, and yields what undoes that, step by step; the last step is undone first."""
+        """`replace` replaces the part, and yields undo functions, step by step; the last step is undone first."""
         self.lock: Final = threading.RLock()
         self._replace = replace
         self._users: dict[int, User] = {}
@@ -49,8 +49,7 @@ class Seam(Generic[User]):
         self._also: set[Hashable] = set()
 
     def add(self, key: int, user: User) -> None:
-        """The user of this key, an id, is there from now on. Raises what `replace` raises, and then nothing is replaced
-        and nobody was added."""
+        """Adds the user of this key, an id. Raises as `replace`, and then nothing is replaced and no user added."""
         with self.lock:
             self._users[key] = user  # first: another one that leaves meanwhile, in a finalizer, is not the last
             self.users = tuple(self._users.values())
@@ -64,7 +63,7 @@ class Seam(Generic[User]):
                 raise
 
     def also(self, what: Hashable, replace: Callable[[], Undo]) -> None:
-        """Replaces `what` too for those who are there, once: `replace` returns what undoes it."""
+        """Replaces `what` too, once, until the last user leaves: `replace` returns the undo function."""
         with self.lock:
             if what not in self._also:
                 self._also.add(what)
@@ -75,7 +74,7 @@ class Seam(Generic[User]):
         return self._users.get(key)
 
     def remove(self, key: int) -> None:
-        """The user of this key is gone. Idempotent, and to be called again where it was interrupted."""
+        """Removes the user of this key. Idempotent, and to be called again where it was interrupted."""
         with self.lock:
             self._users.pop(key, None)
             self.users = tuple(self._users.values())

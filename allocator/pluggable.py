@@ -1,8 +1,8 @@
 """The pool as torch's CUDA allocator, and when torch can take it.
 
 There are two ways. The compiled one (companion.TorchAllocator) does all that torch asks of a CUDA allocator. Where it
-cannot be compiled, torch's pluggable allocator calls functions of the core: it refuses what it has no function for, and
-`TorchStatistics` answers for it what Python asks.
+cannot be compiled, torch's pluggable allocator calls functions of the core: it refuses calls that it has no function
+for, and `TorchStatistics` gives Python's statistics.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
         return pluggable
 
     def allocator(self) -> Any:
-        """torch asks for this when it changes to the allocator. InstallError where it could not."""
+        """The allocator for torch, read when it changes to it. InstallError where it could not."""
         check_cuda_unused()
         if not any(each.device is self._statistics.device for each in devices.every()):
             raise InstallError(
@@ -66,17 +66,17 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
 
     @property
     def whole(self) -> bool:
-        """Whether it is the compiled one, and torch's now."""
+        """Is it the compiled allocator, and torch's now?"""
         return self._whole is not None and self.in_place
 
     @property
     def in_place(self) -> bool:
-        """Whether it is torch's allocator now."""
+        """Is it torch's allocator now?"""
         return self._allocator is not None and torch._C._cuda_getAllocator() is self._allocator
 
 
 def check_cuda_unused() -> None:
-    """InstallError where torch would refuse another CUDA allocator."""
+    """Raises InstallError where torch would refuse another CUDA allocator."""
     if cuda_used():
         raise InstallError(
             "torch has used CUDA in this process, and then its allocator cannot be changed any more: do it before "
@@ -95,13 +95,14 @@ def cuda_used() -> bool:
 
 
 def mem_pool_route(companion: Companion | None, ordinal: int) -> MemPoolRoute:
-    """The pool under `torch.cuda.MemPool`, not yet open."""
+    """Returns the pool under `torch.cuda.MemPool`, not yet open."""
     functions = _functions(companion)
     return MemPoolRoute(functions["segment"], functions["free"], ordinal)
 
 
 def _functions(companion: Companion | None) -> dict[str, int]:
-    """Addresses of what torch's CUDA allocator is to call. Those of the companion raise torch's own errors."""
+    """Returns the addresses of functions that torch's CUDA allocator is to call. Those of the companion raise torch's
+    own errors."""
     functions = _native.entry_points()
     if companion is not None:
         functions |= {name: companion.address(f"ballonet_cuda_{name}") for name in ("alloc", "segment")}

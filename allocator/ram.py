@@ -1,5 +1,4 @@
-"""How much memory the machine, or the container that this process is in, can still give: what the defaults on the host
-are made from.
+"""Free memory of the machine, or of the container that this process is in, from which host defaults are made.
 
 Note [Limits of a container]
     A control group limits the memory of all processes in it and in the groups below it, so the least limit on the way
@@ -22,7 +21,7 @@ _SELF: Final = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Where a version of control groups has its memory tree, and what its files are called."""
+    """The memory tree of a version of control groups, and the names of its files."""
 
     tree: str
     limit: str
@@ -37,13 +36,13 @@ _VERSIONS: Final = (
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The `name value` lines of a file of the kernel, as they stand."""
+    """Returns the `name value` lines of a file of the kernel."""
     rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}
 
 
 def _limits(cgroup: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what is left of it) in bytes, of each control group that limits this process."""
+    """Yields (limit, rest of it) in bytes, of each control group that limits this process."""
     try:
         rows = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:  # no such file system: the root of what is mounted may still have a limit
@@ -65,10 +64,10 @@ def _limits(cgroup: Path, membership: Path) -> Iterator[tuple[int, int]]:
 
 
 def total(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _SELF) -> int:
-    """Bytes of memory in the machine; in a container no more than its limit."""
+    """Returns the bytes of memory in the machine; in a container no more than its limit."""
     return min([_table(meminfo)["MemTotal"] * 1024, *(limit for limit, _ in _limits(cgroup, membership))])
 
 
 def available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _SELF) -> int:
-    """Bytes that a program can take without swapping; in a container no more than its limit leaves."""
+    """Returns the bytes that a program can take without swapping; in a container no more than its limit leaves."""
     return min([_table(meminfo)["MemAvailable"] * 1024, *(left for _, left in _limits(cgroup, membership))])

@@ -1,4 +1,4 @@
-"""Drives the allocator with a recorded trace and says how much memory it needed. Imports no torch.
+"""Drives the allocator with a recorded trace and returns how much memory it needed. Imports no torch.
 
 A trace is a CSV file with the columns `time_us,op,id,size,stream` in any order, others besides them ignored. Of the ops
 only `alloc` and `free` count. A free whose id was never allocated is skipped: its block is older than the recording.
@@ -41,7 +41,7 @@ def replay(path: str | Path, config: Config) -> dict[str, int | float]:
 
 
 def pack(path: str | Path) -> bytes:
-    """The allocations and matching frees of a trace as `_native.replay` wants them. TraceError names the line."""
+    """Packs the allocations and matching frees of a trace for `_native.replay`. TraceError names the line."""
     return b"".join(_ops(str(path)))
 
 
@@ -72,7 +72,7 @@ def _ops(path: str) -> Iterator[bytes]:
 
 
 def _rows(path: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, column → text) of every row that is not empty."""
+    """Yields (line, column → text) of every row that is not empty."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)

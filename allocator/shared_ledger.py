@@ -5,14 +5,14 @@ Note [Never too much]
     The ledger holds a total and the part of each process. Under its lock a part is raised by what is free at most, and
     only then does its process raise its own budget; a process that gives has lowered its budget, and its pages are back
     with the driver, before its part is lowered here. So at every moment what exists is no more than the parts, and
-    those are no more than the total. A lower total is written as `target`: nobody grows beyond that, and it becomes the
-    total once the parts are below it.
+    those are no more than the total. A lower total is written as `target`: no part grows beyond that, and it becomes
+    the total once the parts are below it.
 
 Note [A process that dies]
     The kernel drops the lock of a process that dies (`lockf`; it is not inherited by a fork). The file is replaced as a
     whole, so a process that dies in the middle leaves the one before. A part belongs to a pid and the moment at which
-    that started; whoever looks next removes those that are gone. A zombie counts as gone once its last thread has
-    ended, which is after its memory was given back.
+    that started; the next reader removes those that are gone. A zombie counts as gone once its last thread has ended,
+    which is after its memory was given back.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .defaults import LEDGER_LONGEST, LEDGER_PATIENCE
 from .errors import LedgerDamaged, SharedBudgetError
 from .units import format_size
 
-_here = threading.Lock()  # locks of files are of a process, this one is between its threads
+_here = threading.Lock()  # file locks belong to a process; this one excludes its threads
 os.register_at_fork(after_in_child=lambda: globals().update(_here=threading.Lock()))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a process may have, and keeps, in bytes. `start`: of the process, in ticks of the kernel; `number`: of its
-    runtime."""
+    """The part of a process, in bytes, and the `floor` that it keeps. `start`: of the process, in ticks of the kernel;
+    `number`: of its runtime."""
 
     start: int
     number: int
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """What a ledger says. `total`: bytes, None where nobody has said; `target`: what it is to become."""
+    """The content of a ledger. `total`: bytes, None where not set; `target`: its next value."""
 
     total: int | None = None
     target: int | None = None
@@ -68,7 +68,7 @@ class SharedParts:
         return max(0, min(self.total or 0, self.target or 0) - self.taken)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: total, target, and of each pid [start, number, bytes, floor]."""
+        """Returns plain values: total, target, and of each pid [start, number, bytes, floor]."""
         rows = {str(pid): [each.start, each.number, each.nbytes, each.floor] for pid, each in self.parts.items()}
         return {"total": self.total, "target": self.target, "parts": rows}
 
@@ -87,14 +87,14 @@ class SharedLedger:
         self._patience = patience
 
     def read(self) -> SharedParts:
-        """What it says now, without those that are gone."""
+        """Reads the ledger, without processes that are gone."""
         with self._changing() as change:
             return change(lambda now: now)
 
     @property
     def stamp(self) -> tuple[int, int] | None:
-        """Another value, as a rule, once the ledger has changed: to ask for it is one call of the kernel. None where
-        there is no file."""
+        """Returns another value, as a rule, once the ledger has changed: one call of the kernel. None where there is no
+        file."""
         try:
             found = self.path.stat()
         except OSError:
@@ -102,7 +102,7 @@ class SharedLedger:
         return found.st_ino, found.st_mtime_ns
 
     def join(self, pid: int, number: int, total: int | None, floor: int) -> SharedParts:
-        """A process is there, with nothing yet. `total`: what it takes to be shared, None for what others share.
+        """Adds a process, with no bytes yet. `total`: of the shared budget, None for the one that others share.
         SharedBudgetError where that is another one, or floors do not fit in it."""
 
         def joined(now: SharedParts) -> SharedParts:
@@ -131,8 +131,8 @@ class SharedLedger:
             return change(joined)
 
     def raise_to(self, pid: int, nbytes: int, page: int) -> int:
-        """Raises the part of a process to so many bytes, or as far as it is free, in whole pages. Returns what it has
-        now."""
+        """Raises the part of a process to so many bytes, or as far as bytes are free, in whole pages. Returns the
+        part."""
 
         def raised(now: SharedParts) -> SharedParts:
             mine = self._of(now, pid)
@@ -143,7 +143,7 @@ class SharedLedger:
             return change(raised).parts[pid].nbytes
 
     def lower_to(self, pid: int, nbytes: int) -> None:
-        """The process has no more than so many bytes any more, and cannot get more by itself."""
+        """Lowers the part of a process to so many bytes at most."""
 
         def lowered(now: SharedParts) -> SharedParts:
             mine = self._of(now, pid)
@@ -153,13 +153,13 @@ class SharedLedger:
             change(lowered)
 
     def leave(self, pid: int) -> None:
-        """The process has nothing any more. Idempotent."""
+        """Removes the process. Idempotent."""
         with self._changing() as change:
             change(lambda now: replace(now, parts={each: it for each, it in now.parts.items() if each != pid}))
 
     def aim(self, total: int) -> SharedParts:
-        """The total is to become so many bytes: at once where the parts are no more than that, else nobody gets more
-        until they are. SharedBudgetError where floors do not fit in it, or nobody has said one yet."""
+        """Changes the total to so many bytes: at once where the parts are no more than that, else no part grows until
+        they are. SharedBudgetError where floors do not fit in it, or there is no total yet."""
 
         def aimed(now: SharedParts) -> SharedParts:
             floors = sum(each.floor for each in now.parts.values())
@@ -176,7 +176,7 @@ class SharedLedger:
             return change(aimed)
 
     def give_up(self) -> SharedParts:
-        """The total stays what it was."""
+        """Cancels `aim`: the total stays."""
         with self._changing() as change:
             return change(lambda now: replace(now, target=now.total))
 
@@ -187,7 +187,7 @@ class SharedLedger:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[Callable[[Callable[[SharedParts], SharedParts]], SharedParts]]:
-        """Within it nobody else reads or writes. Hands over what replaces the content by a function of it."""
+        """Locks the ledger, and yields a function that replaces the content by a function of it."""
         deadline = time.monotonic() + self._patience
         if not _here.acquire(timeout=self._patience):
             raise self._busy()
@@ -248,14 +248,14 @@ class SharedLedger:
 
 
 def ledgers(folder: Path | None = None) -> list[SharedLedger]:
-    """Returns the ledgers that there are, by device."""
+    """Returns the existing ledgers, by device."""
     folder = control_dirs()[0] if folder is None else folder
     found = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
     return [SharedLedger(path.stem.removeprefix("shared-"), folder) for path in found]
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in ticks of the kernel since boot; None where it is gone."""
+    """Returns when a process started, in ticks of the kernel since boot; None where it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, *rest = file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Who owns which page, what moved, and what it cost: one consistent reading of the device."""
+"""Statistics: pages by owner, bytes moved, and costs, in one consistent reading of the device."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class Calls(_Fixed[int]):
 
 
 class Verbs(_Fixed[Count]):
-    """Counts of what was decided for one lever. Cannot be changed."""
+    """Counts of decisions for one lever. Cannot be changed."""
 
 
 class Decisions(_Fixed[Verbs]):
-    """What was decided, by lever. Cannot be changed."""
+    """Decisions, by lever. Cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,13 @@ class Stats:
     driver_calls: Calls
     faults: int  # injected ones that fired
     reclaimed: int  # pages that were taken from weights or caches because others needed them
-    spilled: int  # host pages in the place of device pages that an allocation did not find
+    spilled: int  # host pages that replace device pages which an allocation did not find
     driver_seconds: DriverSeconds
     events: Decisions  # by lever and verb
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Any], events: Mapping[str, Mapping[str, Count]]) -> Self:
-        """From `Device.snapshot()` and `Events.counts()`."""
+        """Makes them from `Device.snapshot()` and `Events.counts()`."""
         return cls(
             page_size=snapshot["page_size"],
             budget=snapshot["budget"],
@@ -137,7 +137,7 @@ class Stats:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and numbers, ready for JSON."""
+        """Returns plain dicts and numbers, ready for JSON."""
         plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         plain |= {name: dict(plain[name]) for name in ("pages", "copied", "driver_calls")}
         plain["driver_seconds"] = asdict(self.driver_seconds)
@@ -147,7 +147,7 @@ class Stats:
         return plain
 
     def __str__(self) -> str:
-        """Several lines for people; all of the numbers are in `to_dict()`."""
+        """Returns several lines for people; all of the numbers are in `to_dict()`."""
         title, rows = self._shown()
         wide = max(len(row[0]) for row in rows)
         lines = [
@@ -157,12 +157,12 @@ class Stats:
         return "\n".join((title, *lines))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns the table that a notebook shows."""
         title, rows = self._shown()
         return table(title, ("owner", "pages", "memory"), rows)
 
     def _shown(self) -> tuple[str, list[tuple[str, int | str, str]]]:
-        """A title, and (what, pages, memory) of who owns how much, what was copied and what was decided."""
+        """Returns a title, and rows (what, pages, memory): pages by owner, copies, decisions."""
         rows: list[tuple[str, int | str, str]] = [
             (owner, pages, format_size(pages * self.page_size)) for owner, pages in self.pages.items()
         ]
@@ -185,8 +185,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Who owns which page now, what was copied, what the driver was asked for and what was decided since `install()`.
-    NotInstalled."""
+    """Returns pages by owner now, and copies, driver calls and decisions since `install()`. NotInstalled."""
     found = devices.of()
     found.events.hear()
     return Stats.of(found.device.snapshot(), found.events.counts())

@@ -1,10 +1,10 @@
-"""torch's memory statistics under ballonet: what `torch.cuda.memory_allocated` and its kin say of the pool.
+"""torch's memory statistics under ballonet: `torch.cuda.memory_allocated` and its kin, for the pool.
 
-The numbers are the core's (device_stats.cpp says what they mean). Where torch's allocator is the compiled one, torch
-asks it. torch's own pluggable allocator keeps no statistics, and the calls that ask for them raise: there the few
-functions below them are replaced, so that every public one works, under `torch.cuda`, `torch.cuda.memory` and
+The numbers are the core's (device_stats.cpp defines them). Where torch's allocator is the compiled one, torch asks it.
+torch's own pluggable allocator keeps no statistics, and the calls that ask for them raise: there the few functions
+below them are replaced, so that every public one works, under `torch.cuda`, `torch.cuda.memory` and
 `torch.accelerator`, also where it was imported by name before. `torch.cuda.mem_get_info` asks the driver and is
-replaced in both cases: what can be had is what the budget allows.
+replaced in both cases: memory is free only as far as the budget allows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TorchStatistics:
             self._patches.replace(torch._C, name, self._reset_peak)
         for name in ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"):
             self._patches.replace(torch._C, name, self._reset_accumulated)
-        # torch.accelerator asks the allocator that is registered, torch's own, which nobody uses now.
+        # torch.accelerator asks the allocator that is registered, torch's own, which is unused now.
         self._patches.replace(torch._C, "_accelerator_isAllocatorInitialized", torch.cuda.is_initialized)
         self._patches.replace(torch._C, "_accelerator_emptyCache", self._empty_cache)
         accelerator_info = torch._C._accelerator_getMemoryInfo
@@ -60,7 +60,7 @@ class TorchStatistics:
         )
 
     def restore(self) -> None:
-        """torch's own functions again."""
+        """Puts torch's own functions back."""
         self._patches.restore()
 
     # Nothing can be allocated on another device while this is torch's allocator: its numbers are those of an empty one.

@@ -163,7 +163,7 @@ class Decoding:
         assert self._cache is not None
         found = [layer._range for layer in self._cache.layers if isinstance(layer, ElasticLayer)]
         ranges = {each.range.address: each.range for each in found if each is not None}
-        where = (each.backing(piece) for each in ranges.values() for piece in range(each.pieces))
+        where = (each.leads_to(piece) for each in ranges.values() for piece in range(each.pieces))
         return len(self._managed.report().streamed), sum(each in ("alias", "host") for each in where)
 
 

@@ -476,7 +476,7 @@ def another_thread() -> Iterator[Other]:
 
 
 def backings(some: _native.Range) -> list[str]:
-    return [some.backing(piece) for piece in range(some.pieces)]
+    return [some.leads_to(piece) for piece in range(some.pieces)]
 
 
 def eventually(holds_now: Callable[[], bool], seconds: float = 60.0) -> None:

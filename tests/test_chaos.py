@@ -45,7 +45,7 @@ class Pieces:
     def pieces(self) -> int:
         return len(self.places)
 
-    def backing(self, piece: int) -> str:
+    def leads_to(self, piece: int) -> str:
         return self.places[piece]
 
     def move(self, piece: int, to: Literal["device", "host", "peer"]) -> bool:

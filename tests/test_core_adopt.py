@@ -116,7 +116,7 @@ def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
                 with suppress(BallonetError):
                     layer.leave()
                 disarm()
-            assert layer.range.backing(0) == "alias" or layer.leave()
+            assert layer.range.leads_to(0) == "alias" or layer.leave()
             layer.fill()
     assert set(found) == {0}
     assert len(found) > 20

@@ -124,7 +124,7 @@ def test_while_a_stream_is_captured_the_thread_does_nothing(core: Core, gate: Ga
     eventually(lambda: calls()["cuStreamIsCapturing"] > after["cuStreamIsCapturing"] + 8)
     unchanged = ("cuMemMap", "cuMemUnmap", "cuMemCreate", "cuMemSetAccess", "cuEventRecord")
     assert [calls()[name] for name in unchanged] == [before[name] for name in unchanged]
-    assert (late.backing(0), later.backing(0), kv.backing(0)) == ("retiring", "retiring", "none")
+    assert (late.leads_to(0), later.leads_to(0), kv.leads_to(0)) == ("retiring", "retiring", "none")
     gate.capture(False)
     eventually(lambda: backings(late) == ["none"] * 4 and backings(kv) == ["kept"] * 2 + ["none"] * 2)
     eventually(lambda: backings(later) == ["none"] * 4)
@@ -288,7 +288,7 @@ def test_a_fault_ends_a_request_and_nobody_hears_of_it() -> None:
 
     for (core, some), _ in faults_at_every_call(prepare, work, budget=6):
         for piece in range(6):
-            if some.backing(piece) == "kept":
+            if some.leads_to(piece) == "kept":
                 assert behind(some.address + piece * PAGE)[:2] == ("device", "rw-s")
         some.map(0, 4)
         write(some.address, 5, 4 * PAGE)

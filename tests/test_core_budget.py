@@ -268,7 +268,7 @@ def test_who_waits_gives_what_it_leases_itself(other: Other, pool: ThreadPoolExe
                 mine.group.leave()
 
         waiting = pool.submit(wait)
-        eventually(lambda: mine.range.backing(0) == "alias")
+        eventually(lambda: mine.range.leads_to(0) == "alias")
         more.retire(0, 2)
         other.does(theirs.group.leave)
         waiting.result()

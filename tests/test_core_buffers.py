@@ -107,7 +107,7 @@ def test_a_buffer_goes_and_whoever_led_there_reads_its_own_bytes_on_the_host(cor
 def test_part_of_it_goes(core: Core, turns: Turns) -> None:
     core.device.publish([turns.entry(1, 2, 1), turns.entry(2, 0, 2)])
     core.range(1).map(0, 1)
-    assert [turns.buffer.backing(piece) for piece in range(PIECES)] == ["device", "device", "none"]
+    assert [turns.buffer.leads_to(piece) for piece in range(PIECES)] == ["device", "device", "none"]
     assert turns.shows(0), "what it holds is read where it was"
     assert turns.places(0) == ["device", "device", "host", "device"]
     turns.buffer.retire(0, 2)  # it would be wrong to take that now

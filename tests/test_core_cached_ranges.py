@@ -49,7 +49,7 @@ def test_pages_of_a_closed_range_are_free_and_stay_and_the_next_claims_them_with
     before = calls()
     some = core.range(6)
     assert some.address == address
-    assert [some.backing(piece) for piece in range(6)] == ["kept"] * 4 + ["none"] * 2
+    assert [some.leads_to(piece) for piece in range(6)] == ["kept"] * 4 + ["none"] * 2
     assert (some.backed, some.pieces, some.nbytes) == (0, 6, 6 * PAGE)
     with pytest.raises(BallonetError, match="not all backed"):
         some.tensor(0, (1,), (1,), 1, 8)
@@ -107,7 +107,7 @@ def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:
                 some = core.device.reserve(pieces * PAGE, "kv", core.device.group(), expected=expected * PAGE)
                 wanted = best(cached, pieces, expected)
                 if wanted is None:
-                    assert [some.backing(piece) for piece in range(pieces)] == ["none"] * pieces
+                    assert [some.leads_to(piece) for piece in range(pieces)] == ["none"] * pieces
                 else:
                     assert some.address == wanted.address
                     assert some.pieces == pieces
@@ -196,7 +196,7 @@ def test_pieces_that_lead_elsewhere_are_not_kept(core: Core) -> None:
     assert core.kept() == 1
     again = core.range(4)
     assert again.address == address
-    assert [again.backing(piece) for piece in range(4)] == ["kept", "none", "none", "none"]
+    assert [again.leads_to(piece) for piece in range(4)] == ["kept", "none", "none", "none"]
     assert core.device.snapshot()["host_free"] == 3
 
 
@@ -247,7 +247,7 @@ def test_a_range_that_keeps_its_pages_claims_them_again_and_others_take_them_bef
         assert page_calls(lambda: other.map(0, 3))["cuMemCreate"] == 3, "while new ones may be made"
         assert backings(some)[3] == "kept"
         assert page_calls(lambda: other.map(3, 1)) == {"cuMemUnmap": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
-        assert (backings(some)[3], cached.backing(0)) == ("none", "device")
+        assert (backings(some)[3], cached.leads_to(0)) == ("none", "device")
         core.device.check()
 
 
@@ -267,7 +267,7 @@ def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
         some = core.range(9)
         refused(lambda: some.map(0, 9))
         assert core.pages()["kv"] == 0
-        assert [some.backing(piece) for piece in range(4)] == ["kept"] * 4
+        assert [some.leads_to(piece) for piece in range(4)] == ["kept"] * 4
         core.range(8, "weights").map(0, 8)
 
 
@@ -277,7 +277,7 @@ def test_other_pages_go_where_something_is_kept() -> None:
         closed(core, (4, 2), (4, 2), (4, 2))
         group = core.device.group()
         on_host, leads, twin = core.range(4), core.range(4), core.range(4)
-        assert {some.backing(0) for some in (on_host, leads, twin)} == {"kept"}
+        assert {some.leads_to(0) for some in (on_host, leads, twin)} == {"kept"}
         on_host.map_host(0, 2)
         assert backings(on_host)[:2] == ["host", "host"]
         assert (core.kept(), core.pages()["free"]) == (4, 6)
@@ -289,7 +289,7 @@ def test_other_pages_go_where_something_is_kept() -> None:
         core.device.publish([(1, group, [(weights, 0, 2, twin, 0, [])])])
         assert core.device.take([1]) == 2
         assert holds(weights.address, 6, 2 * PAGE)
-        assert weights.backing(0) == "alias"
+        assert weights.leads_to(0) == "alias"
 
 
 def test_a_lower_budget_a_trim_and_the_end_empty_the_cached_ranges() -> None:

@@ -107,7 +107,7 @@ def test_no_more_is_mapped_ahead_than_fifty_megabytes_or_a_page(page: int, most:
         for index in (1, 2, 3):
             settled(core)
             assert core.ahead() == min(most, 4 - index)
-            assert layers.add().backing(0) == "kept"
+            assert layers.add().leads_to(0) == "kept"
             layers.map(index)
         assert core.ahead() == 0
 
@@ -267,10 +267,10 @@ def test_only_ranges_of_the_same_size_and_group_that_want_a_cached_one_are_those
     ]
     assert core.ahead() == 3
     taken.append(core.device.reserve(PIECES * PAGE, "kv", core.device.group(), expected=3 * PAGE))
-    assert taken[-1].backing(0) == "kept"  # another cache may have it; then one more is made
+    assert taken[-1].leads_to(0) == "kept"  # another cache may have it; then one more is made
     settled(core)
     assert core.ahead() == 6
-    assert layers.add().backing(2) == "kept"
+    assert layers.add().leads_to(2) == "kept"
     for some in taken:
         some.close()
 

@@ -227,6 +227,6 @@ def test_two_faults_in_a_move_lose_neither_bytes_nor_pages(first: str, second: s
                 some.move(0, "host")
             core.device.check()
             disarm()
-            (some.map if some.backing(0) == "device" else some.map_host)(0, 1)
+            (some.map if some.leads_to(0) == "device" else some.map_host)(0, 1)
             assert behind(some.address)[1] == "rw-s"
             assert holds(some.address, 5)

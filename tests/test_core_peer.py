@@ -73,7 +73,7 @@ def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None
         assert core.device.take([2]) == 3
         assert kv.places() == "ppphhddd"
         assert [kv.range.place(n) for n in (0, 3, 5)] == ["peer", "host", "device"]
-        assert [kv.twin.backing(n) for n in (0, 3, 5)] == ["peer", "host", "none"]
+        assert [kv.twin.leads_to(n) for n in (0, 3, 5)] == ["peer", "host", "none"]
         assert core.copied() == {"kv_d2p": 3 * PAGE, "kv_d2h": 2 * PAGE}
         kv.intact()
         numbers = core.device.snapshot()
@@ -119,7 +119,7 @@ def test_pages_leave_the_peer_under_what_leads_there_and_what_is_published_stays
         core.device.publish([kv.entry(4, 1)])
         assert kv.demote(1, 2)
         assert kv.places() == "phhddddd"
-        assert [kv.twin.backing(n) for n in range(3)] == ["peer", "host", "host"]
+        assert [kv.twin.leads_to(n) for n in range(3)] == ["peer", "host", "host"]
         assert kv.spare.backed == 0
         assert core.copied()["kv_p2h"] == 2 * PAGE
         assert core.device.snapshot()["peer_free"] == 2
@@ -240,9 +240,9 @@ def test_the_bytes_stay_when_everything_moves() -> None:
         kv = KV(core)
         for _ in range(60):
             piece = drawn.randrange(8)
-            kind = kv.range.backing(piece)
+            kind = kv.range.leads_to(piece)
             if kind == "alias":
-                if kv.twin.backing(piece) == "peer" and drawn.random() < 0.5:
+                if kv.twin.leads_to(piece) == "peer" and drawn.random() < 0.5:
                     assert kv.demote(piece, 1)
                 else:
                     data = ctypes.string_at(kv.range.address + piece * PAGE, PAGE)
@@ -251,7 +251,7 @@ def test_the_bytes_stay_when_everything_moves() -> None:
                         kv.twin.retire(piece, 1)
             elif drawn.random() < 0.5:
                 kv.range.move(piece, drawn.choice(["device", "host", "peer"]))
-            elif kind == "device" and kv.twin.backing(piece) == "none":
+            elif kind == "device" and kv.twin.leads_to(piece) == "none":
                 core.device.publish([kv.entry(piece, 1)])
                 core.device.take([piece])
             core.device.reap(wait=True)

@@ -74,16 +74,16 @@ def test_a_retired_page_goes_back_once_its_streams_have_passed(core: Core, gate:
     some = core.range(2, mapped=2)
     gate.close(EVENTS)
     some.retire(0, 1)
-    assert some.backing(0) == "retiring"
+    assert some.leads_to(0) == "retiring"
     assert core.device.reap() == 0
     assert behind(some.address)[:2] == ("device", "rw-s")  # work that is still to come may touch it
     assert core.pages()["retiring"] == 1
     gate.open()
     core.device.reap(wait=True)
-    assert some.backing(0) == "none"
+    assert some.leads_to(0) == "none"
     assert behind(some.address)[:2] == (None, "---p")
     assert core.pages()["free"] == 1
-    assert some.backing(1) == "device"
+    assert some.leads_to(1) == "device"
 
 
 def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(core: Core, gate: Gate) -> None:
@@ -92,7 +92,7 @@ def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(c
     gate.close(EVENTS)
     some.retire(0, 3)
     assert page_calls(lambda: some.map(0, 3)) == {}
-    assert [some.backing(piece) for piece in range(3)] == ["device"] * 3
+    assert [some.leads_to(piece) for piece in range(3)] == ["device"] * 3
     assert [some.page(piece) for piece in range(3)] == pages
     gate.open()
     assert core.device.reap(wait=True) == 0
@@ -111,7 +111,7 @@ def test_what_is_taken_back_stays_while_the_rest_waits_for_pages() -> None:
         some.retire(0, 4)
         other.retire(0, 1)
         some.map(0, 6)
-        assert [some.backing(piece) for piece in range(6)] == ["device"] * 6
+        assert [some.leads_to(piece) for piece in range(6)] == ["device"] * 6
         assert {one.access for one in maps(some.address, 6 * PAGE)} == {"rw-s"}
         assert holds(some.address, 8, 4 * PAGE)
         assert core.device.reap(wait=True) == 0
@@ -125,7 +125,7 @@ def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
         some.retire(0, 4)
         refused(lambda: some.map(0, 6))
         core.device.reap(wait=True)
-        assert [some.backing(piece) for piece in range(6)] == ["none"] * 6
+        assert [some.leads_to(piece) for piece in range(6)] == ["none"] * 6
 
 
 def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate: Gate) -> None:
@@ -136,7 +136,7 @@ def test_a_page_that_never_got_access_is_not_taken_back_closed(core: Core, gate:
     with pytest.raises(DriverError) as caught:
         some.map(0, 2)
     assert caught.value.function == "cuMemSetAccess"
-    assert some.backing(0) == "retiring"
+    assert some.leads_to(0) == "retiring"
     some.map(0, 2)
     assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
     write(some.address, 3, 2 * PAGE)
@@ -172,7 +172,7 @@ def test_a_piece_goes_with_its_last_tensor_and_the_others_stay(core: Core) -> No
     assert physical() == 4 * PAGE  # it is free
     assert core.pages()["weights"] == 3
     del second
-    assert (some.backed, some.backing(3)) == (1, "device")  # nobody ever looked at the last one
+    assert (some.backed, some.leads_to(3)) == (1, "device")  # nobody ever looked at the last one
     some.close()
     core.device.reap(wait=True)
     assert core.pages()["weights"] == 0
@@ -204,7 +204,7 @@ def test_use_is_noted_of_what_is_backed_and_of_nothing_else(core: Core) -> None:
     some.note_use(lane, False)  # what is retiring is used by no one
     core.device.synchronize()
     core.device.reap(wait=True)
-    assert [some.backing(piece) for piece in range(6)] == ["none", "device", "none", "none", "none", "device"]
+    assert [some.leads_to(piece) for piece in range(6)] == ["none", "device", "none", "none", "none", "device"]
 
 
 def test_a_closed_range_gives_back_its_pages_and_then_its_addresses(core: Core, gate: Gate) -> None:

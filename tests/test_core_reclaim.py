@@ -575,7 +575,7 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
 
 def where(*layers: Layer) -> list[str]:
     """Where each piece of each is: device or alias, by the first letter."""
-    return ["".join(each.range.backing(piece)[0] for piece in range(each.range.pieces)) for each in layers]
+    return ["".join(each.range.leads_to(piece)[0] for piece in range(each.range.pieces)) for each in layers]
 
 
 def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:

@@ -41,7 +41,7 @@ def test_a_layer_gives_its_pages_for_those_of_a_slot_and_takes_others_back() -> 
         tensor = from_dlpack(one.tensor(0, (2 * PAGE,), (1,), 1, 8))
         assert one.alias(0, slot, 0, 2)
         assert other.alias(0, slot, 0, 2)
-        assert [one.backing(piece) for piece in (0, 1)] == ["alias", "alias"]
+        assert [one.leads_to(piece) for piece in (0, 1)] == ["alias", "alias"]
         assert core.pages() == {"free": 4, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
         for piece in (0, 1):
             shown = behind(slot.address + piece * PAGE)
@@ -52,7 +52,7 @@ def test_a_layer_gives_its_pages_for_those_of_a_slot_and_takes_others_back() -> 
         core.device.check()
 
         assert one.own(0, 2)
-        assert one.backing(0) == "device"
+        assert one.leads_to(0) == "device"
         assert behind(one.address)[2] != behind(slot.address)[2]
         write(one.address, 3, 2 * PAGE)
         assert holds(slot.address, 7)
@@ -69,7 +69,7 @@ def test_pages_come_from_what_the_heap_does_not_need_or_nothing_changes() -> Non
         assert one.alias(0, slot, 0, 2)
         block = core.device.allocate(2 * PAGE)
         refused(lambda: one.own(0, 2))
-        assert one.backing(0) == "alias"
+        assert one.leads_to(0) == "alias"
         core.device.deallocate(block)
         assert one.own(0, 2)
 

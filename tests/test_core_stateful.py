@@ -182,7 +182,7 @@ class Machine(RuleBasedStateMachine):
         new = [i for i in span if space.pages[i] is None]
         used, most = (self.must_stay(), self.budget) if place == "device" else (self.host_pages(), HOST_BUDGET)
         refused: bool | None = bool(new) and used + len(new) > most
-        if refused and any(space.range.backing(i) == "retiring" for i in new):
+        if refused and any(space.range.leads_to(i) == "retiring" for i in new):
             refused = None  # a page that an alias still shows may be taken back
         aliased = self.pages_behind_aliases() if place == "device" else {}
         if self.attempt(self.mapping(space, span, place), refused) is None:
@@ -442,7 +442,7 @@ class Machine(RuleBasedStateMachine):
             assert holds(block.address, block.value, block.nbytes)
 
     def state(self) -> State:
-        backings = [[space.range.backing(i) for i in range(len(space.pages))] for space in self.spaces]
+        backings = [[space.range.leads_to(i) for i in range(len(space.pages))] for space in self.spaces]
         return State(self.core.created(), self.device.snapshot()["driver_calls"]["cuMemUnmap"], backings)
 
     def addresses_show_what_they_should(self, table: AddressTable, backings: list[list[_native.Backing]]) -> None:

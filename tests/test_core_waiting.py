@@ -145,7 +145,7 @@ def test_what_is_retired_while_it_is_copied_is_not_moved(gate: Gate) -> None:
         gate.open()
         assert not mover.result()
         core.device.reap(wait=True)
-        assert one.backing(0) == "none"
+        assert one.leads_to(0) == "none"
         assert core.pages()["retiring"] == 0
 
 
@@ -180,7 +180,7 @@ def test_what_is_closed_while_its_twin_is_filled_is_not_taken(what: str, gate: G
         assert core.device.published == []
         core.device.reap(wait=True)
         other = {"range": twin, "twin": range_}[what]
-        assert other.backing(0) == ("none" if what == "range" else "device")
+        assert other.leads_to(0) == ("none" if what == "range" else "device")
 
 
 def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None:
@@ -194,7 +194,7 @@ def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None
         gate.open()
         for each in both:
             each.result()
-        assert [new.backing(piece) for piece in range(8)] == ["device"] * 8
+        assert [new.leads_to(piece) for piece in range(8)] == ["device"] * 8
 
 
 # The stream that is waited for has a host function, which needs the interpreter's lock.
@@ -381,9 +381,9 @@ def test_a_capture_that_begins_meanwhile_is_not_looked_at(core: Core, gate: Gate
     before = core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
     eventually(lambda: core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > before + 8)
     core.device.reap()
-    assert some.backing(0) == "retiring"
+    assert some.leads_to(0) == "retiring"
     gate.capture(False)
-    eventually(lambda: some.backing(0) == "none")
+    eventually(lambda: some.leads_to(0) == "none")
     assert gate.library.looks() == 0
 
 
@@ -401,9 +401,9 @@ def test_no_event_is_recorded_while_a_graph_may_be_captured() -> None:
         asked = device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
         eventually(lambda: device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > asked + 8)
         assert device.snapshot()["driver_calls"]["cuEventRecord"] == before
-        assert some.backing(0) == "retiring"
+        assert some.leads_to(0) == "retiring"
         core.range(3).map(0, 3)  # no capture has begun: they are waited for
-        assert some.backing(0) == "none"
+        assert some.leads_to(0) == "none"
         other = core.range(1, "weights")
         device.reap(wait=True)
         device.end_pool(pool)

@@ -350,6 +350,91 @@ def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
     assert {each for each in names if names.count(each) > 1 and not each.startswith("_")} == TWICE
 
 
+REFERENCE = re.compile(r"([\w/]+\.(?:py|h|cpp)),? Note \[([^\]]+)\]|Note \[([^\]]+)\](?: in ([\w/]+\.(?:py|h|cpp)))?")
+MEMBER = re.compile(r"\b([A-Z]\w+)(?:\.|::)(?!py\b|h\b|cpp\b)(\w+)")
+FILE = re.compile(r"(?<![\w/.-])(?:[\w-]+/)*([\w-]+\.(?:py|h|cpp))\b")
+NOTE = re.compile(r"^[ \t]*(?://|#)?[ \t]*Note \[([^\]]+)\](?:$|\. )", re.MULTILINE)
+FOREIGN = {"cuda.h", "test_cuda.py", "bench_NAME.py"}  # of CUDA and torch; a pattern
+
+
+def prose_and_classes(path: str, text: str) -> tuple[str, dict[str, tuple[set[str], set[str]]]]:
+    """The docstrings and comments of a file, each on one line; and by name of a class the words in it (of C++ those of
+    the file), and its bases."""
+    classes: dict[str, tuple[set[str], set[str]]] = {}
+    if path.endswith(".py"):
+        blocks = re.findall(r"(?:^[ \t]*#(?!include).*\n)+|  # .*", text, re.MULTILINE)
+        lines = text.split("\n")
+        for each in ast.walk(ast.parse(text)):
+            if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                blocks.append(ast.get_docstring(each) or "")
+            if isinstance(each, ast.ClassDef):
+                words = {*re.findall(r"\w+", "\n".join(lines[each.lineno : each.end_lineno]))}
+                classes[each.name] = words, {*re.findall(r"\w+", " ".join(map(ast.unparse, each.bases)))}
+    else:
+        blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
+        code = re.sub(r"//.*", "", text)
+        classes = {name: ({*re.findall(r"\w+", code)}, set()) for name in re.findall(r"(?:class|struct) (\w+)", code)}
+    return "\n".join(re.sub(r"\s*\n\s*(?:(?://|#) ?)?", " ", block) for block in blocks), classes
+
+
+def broken_references(texts: dict[str, str]) -> list[str]:
+    """References in docstrings and comments to files, Notes and members of classes that do not exist. `texts`: of
+    files, by path."""
+    notes = {path: {*NOTE.findall(text)} for path, text in texts.items()}
+    files = {Path(path).name for path in texts} | FOREIGN
+    members: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    said: dict[str, str] = {}
+    for path, text in texts.items():
+        said[path], classes = prose_and_classes(path, text)
+        for name, (words, above) in classes.items():
+            members.setdefault(name, set()).update(words)
+            bases.setdefault(name, set()).update(above)
+
+    def has(name: str, member: str, seen: frozenset[str] = frozenset()) -> bool:
+        above = (bases.get(name, set()) & {*members}) - seen - {name}
+        return member in members[name] or any(has(each, member, seen | {name}) for each in above)
+
+    wrong = []
+    for path, text in said.items():
+        for before, noted, alone, after in REFERENCE.findall(text):
+            file, note = before or after, noted or alone
+            where = [each for each in texts if file and f"/{each}".endswith(f"/{file}")]
+            if not file:  # a source may mean its header's
+                where = [each for each in texts if each.rsplit(".", 1)[0] == path.rsplit(".", 1)[0]]
+            if not any(note in notes[each] for each in where):
+                wrong.append(f"{path}: {file or 'here'}, Note [{note}]")
+        wrong += [f"{path}: {file}" for file in FILE.findall(text) if file not in files]
+        wrong += [f"{path}: {a}.{b}" for a, b in MEMBER.findall(text) if a in members and not has(a, b)]
+    return wrong
+
+
+def test_docstrings_and_comments_name_what_exists() -> None:
+    """Files, Notes, and members of classes, in Python and C++."""
+    paths = [*(path for _, path in SOURCES), *OTHERS, *CSRC.rglob("*.h"), *CSRC.rglob("*.cpp"), ROOT / "setup.py"]
+    paths += [*(ROOT / "tests").rglob("*.h"), *(ROOT / "tests").rglob("*.cpp")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths if path != Path(__file__)}
+    texts["allocator/_native.py"] += (ROOT / "allocator" / "_native.pyi").read_text()
+    texts["tests/test_house.py"] = ""
+    assert broken_references(texts) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("a.py", '"""See b.h, Note [Lost]."""'),
+        ("a.py", "x = 1  # as lost.py does\n"),
+        ("a.py", '"""Waits, as `Kept.lost`."""\nclass Kept:\n    def wait(self) -> None: ...\n'),
+        ("b.h", "// See Note\n// [Lost].\n"),
+        ("b.cpp", "struct Kept { int wait; };  // see Kept::lost\n"),
+    ],
+)
+def test_a_broken_reference_is_seen(path: str, text: str) -> None:
+    whole = {"b.h": "// Note [Kept]\n// It is.\n", "b.cpp": "// See Note [Kept].\n", "a.py": '"""b.h, Note [Kept]."""'}
+    assert broken_references(whole) == []
+    assert broken_references(whole | {path: text}) != []
+
+
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes

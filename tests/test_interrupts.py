@@ -308,7 +308,7 @@ WAITING = """
     copied[0].wait()
     shown = [one.tensor(0, (4,), (1,), 1, 8)]
     calls = {
-        "backing": lambda: one.backing(0), "page": lambda: one.page(0), "backed": lambda: one.backed,
+        "leads_to": lambda: one.leads_to(0), "page": lambda: one.page(0), "backed": lambda: one.backed,
         "reserve": lambda: device.reserve(4096, "kv", group), "tensor": lambda: one.tensor(0, (4,), (1,), 1, 8),
         "drop a tensor": shown.clear, "drop a range": gone.clear, "drop copies": copied.clear,
         "a new stream": lambda: _native.Transfer(device),

@@ -173,7 +173,7 @@ class Twins(RuleBasedStateMachine):
         elastic, _ = self.pairs[which]
         if elastic.elastic:
             it = elastic._range.range
-            if backed := [piece for piece in range(it.backed) if it.backing(piece) != "none"]:
+            if backed := [piece for piece in range(it.backed) if it.leads_to(piece) != "none"]:
                 it.move(data.draw(st.sampled_from(backed)), place)
 
     @rule(which=which)

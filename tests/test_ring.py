@@ -106,7 +106,9 @@ class Model:
 
     def on_host(self) -> set[int]:
         return {
-            layer for layer, each in self.layers.items() if any(part.range.backing(0) == "alias" for part in each.parts)
+            layer
+            for layer, each in self.layers.items()
+            if any(part.range.leads_to(0) == "alias" for part in each.parts)
         }
 
     def take(self, layer: int) -> int:
@@ -311,7 +313,7 @@ def test_a_layer_of_which_only_a_part_can_be_made_resident_goes_back_to_the_host
         with pytest.raises(BallonetError, match="cannot be exchanged"):
             it.ring.make_resident(1)
         del view
-        assert [part.range.backing(0) for part in it.layers[1].parts] == ["alias"] * 2
+        assert [part.range.leads_to(0) for part in it.layers[1].parts] == ["alias"] * 2
         assert it.shows_right(1)
         it.arrange([1])
         it.ring.begin(0)

@@ -24,7 +24,7 @@ def test_it_shows_what_is_mapped_and_pins_nothing() -> None:
         window[2 * PAGE : 4 * PAGE] = 7
         range_.retire(3, 1)
         core.device.reap(wait=True)
-        assert range_.backing(3) == "none"
+        assert range_.leads_to(3) == "none"
         assert bool((window[3 * PAGE : 4 * PAGE] == 7).all())
         range_.map(3, 1)
         assert window[2 * PAGE : 3 * PAGE].shape == (PAGE,)

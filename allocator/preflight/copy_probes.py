@@ -64,7 +64,7 @@ def registered(cuda: Cuda, nbytes: int) -> Iterator[int]:
 
 @contextmanager
 def registered_file(cuda: Cuda, nbytes: int) -> Iterator[int]:
-    """A file as weights lie in it, mapped and registered as those are: for reading alone where that is offered."""
+    """Yields a file mapped and registered like weights: read-only where that is offered."""
     with tempfile.TemporaryFile() as file:
         file.write(pattern(3, nbytes))
         file.flush()
@@ -95,7 +95,7 @@ def copies(cuda: Cuda, tell: Tell) -> None:
 
 
 def file_copies(cuda: Cuda, tell: Tell) -> None:
-    """The same of a file that is mapped and registered, to the device."""
+    """Asks the same about a file that is mapped and registered, to the device."""
     _compare(cuda, tell, {"registered_file": registered_file}, ("to_device",))
 
 

@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes, for the probes: whatever they call is looked up when it is first called.
+"""The CUDA driver through ctypes, for the probes: each function is looked up at its first call.
 
 The core's own table (driver_abi.h) has no host allocations, no graphs and no copies with a direction; and a probe may
 have to go wrong without the core.
@@ -138,7 +138,7 @@ class Cuda:
         self("cuCtxSetCurrent", self.context)
 
     def code(self, name: str, *arguments: object) -> int:
-        """The result of a call. Missing."""
+        """Makes a call and returns its code. DriverMissing."""
         if name not in self._found:
             parameters, _, version = _FUNCTIONS[name].partition(" ")
             try:
@@ -150,7 +150,7 @@ class Cuda:
         return self._found[name](*arguments)
 
     def __call__(self, name: str, *arguments: object) -> None:
-        """A call that has to succeed. Refused, Missing."""
+        """Makes a call that has to succeed. DriverRefused, DriverMissing."""
         result = self.code(name, *arguments)
         if result:
             text = ctypes.c_char_p()
@@ -158,12 +158,13 @@ class Cuda:
             raise DriverRefused(name, result, known.decode() if known else "an unknown error")
 
     def attribute(self, number: int) -> int | None:
-        """None where the driver does not know it."""
+        """Returns an attribute; None where the driver does not know it."""
         value = ctypes.c_int()
         return value.value if self.code("cuDeviceGetAttribute", ctypes.byref(value), number, self.device) == 0 else None
 
     def location(self, kind: int, node: int | None = None) -> Location:
-        """The device's own memory, or a NUMA node of the host: by default the one nearest to the device."""
+        """Returns a location: the device's own memory, or a NUMA node of the host, by default the one nearest to the
+        device."""
         if kind == DEVICE:
             return Location(DEVICE, self.device)
         nearest = self.attribute(ATTRIBUTES["host_numa_id"])
@@ -190,7 +191,7 @@ class Cuda:
         return address.value
 
     def open(self, address: int, nbytes: int, kind: int) -> None:
-        """Access for the device, to pages of the host for the CPU too."""
+        """Gives the device access, to pages of the host the CPU too."""
         wanted = [Access(self.location(DEVICE), 3)] + ([Access(self.location(HOST), 3)] if kind == HOST else [])
         self("cuMemSetAccess", address, nbytes, (Access * len(wanted))(*wanted), len(wanted))
 
@@ -202,13 +203,13 @@ class Cuda:
 
     @contextmanager
     def mapped(self, kind: int, page: int, pages: int = 1) -> Iterator[int]:
-        """An address with so many pages of their own behind it, and of nothing else."""
+        """Yields an address with so many new pages behind it."""
         handles = [self.create(page, self.properties(kind)) for _ in range(pages)]
         address = self.reserve(page * pages)
         try:
             self.map(address, handles, page, kind)
             yield address
-        finally:  # as far as it goes: what failed before is the answer
+        finally:  # as far as possible: an earlier failure is the answer
             self.code("cuCtxSynchronize")
             self.code("cuMemUnmap", address, page * pages)
             self.code("cuMemAddressFree", address, page * pages)
@@ -217,7 +218,7 @@ class Cuda:
 
     @contextmanager
     def stream(self) -> Iterator[ctypes.c_void_p]:
-        """One that waits for no other."""
+        """Yields a stream that waits for no other."""
         made = ctypes.c_void_p()
         self("cuStreamCreate", ctypes.byref(made), 1)
         try:
@@ -236,7 +237,7 @@ class Cuda:
             self.code("cuEventDestroy", made)
 
     def write(self, address: int, data: bytes) -> None:
-        """Into memory of the device's addresses, waiting for it."""
+        """Writes to memory at a device address, and waits for it."""
         self("cuMemcpyHtoD", address, data, len(data))
         self("cuCtxSynchronize")
 

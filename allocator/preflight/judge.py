@@ -1,6 +1,6 @@
-"""What the facts of a preflight mean: differences from what the code assumes, settings to go round them, answers.
+"""Judges the facts of a preflight: differences from what the code assumes, settings to go round them, answers.
 
-Pure: facts in, a verdict out. A probe that broke off, or was not asked, decides nothing by itself, but for one that
+Pure: facts in, a verdict out. A probe that broke off, or did not run, decides nothing by itself, but for one that
 crashed over pages of the host, or whose driver never returned: then they are not used.
 """
 
@@ -22,7 +22,7 @@ Probes = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`effect`: what it means, and what is done about it."""
+    """A difference from an assumption. `effect`: its consequence, and what is done about it."""
 
     what: str
     assumed: str
@@ -38,7 +38,7 @@ class ProbeAnswer:
 
 @dataclass(slots=True)
 class ProbeVerdict:
-    """`settings`: values for fields of Config, each with its `reasons`."""
+    """The verdict of a preflight. `settings`: values for fields of Config, each with its `reasons`."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,8 @@ class ProbeVerdict:
 
 
 def judge(probes: Probes, page_size: int) -> ProbeVerdict:
-    """`probes`: name → status ("answered", "failed", "crashed", "no end"), facts, said. `page_size`: the default."""
+    """Judges all facts. `probes`: name → status ("answered", "failed", "crashed", "no end"), facts, said. `page_size`:
+    the default."""
     verdict = ProbeVerdict()
     _page_size(probes, page_size, verdict)
     wrong = list(_wrong_with_host_pages(probes))
@@ -96,7 +97,7 @@ def _page_size(probes: Probes, page_size: int, verdict: ProbeVerdict) -> None:
 
 
 def _wrong_with_host_pages(probes: Probes) -> Iterator[str]:
-    """Why they cannot be used; nothing where they can, or nobody knows."""
+    """Yields why host pages cannot be used; nothing where they can, or it is not known."""
     tried = _facts(probes, "host_pages")
     for step in ("create", "map", "copied_there", "copied_back", "to_device", "from_device"):
         if why := _error(tried.get(step)):
@@ -171,7 +172,7 @@ def _asynchrony(probes: Probes) -> Iterator[Difference]:
 
 
 def _setting(probes: Probes) -> Iterator[Difference]:
-    """Over several pages of the host a memset is refused everywhere so far; see docs/limits.md."""
+    """Judges a memset over several pages of the host, which every driver refuses so far; see docs/limits.md."""
     if why := _error(_facts(probes, "several_handles").get("host_page_set")):
         effect = "a library that clears spilled memory so gets an error; torch fills with kernels"
         yield Difference("a memset over a page of the host", "is done", why, effect)
@@ -258,7 +259,7 @@ def _at_once(probes: Probes) -> str:
 
 
 def _of(name: str, *checks: str) -> Callable[[Probes], str]:
-    """An answer that lists what a probe told of these checks, or of all."""
+    """Returns a function whose answer lists a probe's facts about `checks`, or all."""
 
     def ask(probes: Probes) -> str:
         facts, outcome = _facts(probes, name), probes.get(name)

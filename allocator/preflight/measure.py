@@ -1,4 +1,4 @@
-"""What the probes share: how they tell facts, sizes for the device at hand, and a stream that is busy."""
+"""Helpers of the probes: telling facts, sizes for the device at hand, and a busy stream."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MIB = 2**20
 
 
 def tell(name: str, value: Any) -> None:
-    """One fact, at once: what was told counts, however the probe ends."""
+    """Tells one fact, at once: it counts however the probe ends."""
     print(json.dumps({"fact": name, "value": value}), flush=True)
 
 
 def sizes(cuda: Cuda) -> tuple[int, int]:
-    """(bytes of a page, pages of one copy): 64 MiB in ballonet's pages; on the stand-in 8 MiB."""
+    """Returns (bytes of a page, pages of one copy): 64 MiB in ballonet's pages; on the stand-in 8 MiB."""
     return (2 * MIB, 4) if cuda.is_standin else (8 * MIB, 8)
 
 
 def pattern(seed: int, nbytes: int) -> bytes:
-    """Bytes that differ everywhere, so that pages which changed places are seen."""
+    """Returns bytes that differ everywhere, so that pages which changed places are seen."""
     return random.Random(seed).randbytes(nbytes)
 
 
@@ -50,7 +50,7 @@ def did(tell: Tell, name: str, action: Callable[[], object]) -> bool:
 
 
 def median_time(action: Callable[[], object], times: int = 5) -> float:
-    """Seconds of the middle one of so many, after one that does not count."""
+    """Returns the median seconds of so many runs, after one that does not count."""
     taken = []
     for _ in range(times + 1):
         begin = time.perf_counter()
@@ -86,8 +86,8 @@ def busy_with(cuda: Cuda, stream: ctypes.c_void_p) -> Iterator[Callable[[], Call
 
 
 def returns_at_once(begin: Callable[[], Callable[[], bool]], submit: Callable[[], object]) -> dict[str, Any]:
-    """Whether a call returns while the work in front of it goes on, and what it took. `at_once` is None where that work
-    had ended before the call."""
+    """Tells whether a call returns while the work in front of it goes on, and how long it took. `at_once` is None where
+    that work had ended before the call."""
     busy = begin()
     was_busy = busy()
     before = time.perf_counter()

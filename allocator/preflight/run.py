@@ -1,4 +1,4 @@
-"""Runs the probes one after the other, each in a process of its own, and puts together what they told."""
+"""Runs the probes one after the other, each in a process of its own, and collects their facts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAID = 2000  # characters of what a probe said that failed
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Where a probe's function is, which has its name; and how long it may take."""
+    """A probe: the module of its function, which has its name, and its time limit."""
 
     module: str
     seconds: float = 60
@@ -59,7 +59,7 @@ Status = Literal["answered", "failed", "crashed", "no end"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a probe. `facts` is what it told before it ended, however that was; `said`: the end of its stderr
+    """The outcome of a probe. `facts`: those told before it ended, however that was; `said`: the end of its stderr
     where it did not end well."""
 
     status: Status
@@ -69,8 +69,8 @@ class Outcome:
 
 
 def run_probe(name: str, library: str, ordinal: int, left: float = PREFLIGHT) -> Outcome:
-    """In a process of its own, which is killed after the probe's time. `left`: seconds that there are; to be cut off
-    because these were fewer says nothing of the probe."""
+    """Runs a probe in a process, which is killed after the probe's time. `left`: seconds of the whole preflight; a
+    cut-off by these says nothing of the probe."""
     if left <= 0:
         return Outcome("failed", 0, {}, "no time was left")
     command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.child", name, library, str(ordinal)]
@@ -95,7 +95,7 @@ def run_probe(name: str, library: str, ordinal: int, left: float = PREFLIGHT) ->
 
 
 def _facts(told: IO[str]) -> dict[str, Any]:
-    """The facts among what a probe printed; a last line that was cut off is none."""
+    """Returns the facts among what a probe printed; a last line that was cut off is none."""
     told.seek(0)
     facts = {}
     for line in told:
@@ -119,7 +119,8 @@ def preflight(
     names: tuple[str, ...] = tuple(PROBES),
     begun: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Any]:
-    """Asks all, and judges; plain values, ready for JSON. `begun` is told the name of each probe before it runs.
+    """Runs all probes, and judges; returns plain values, ready for JSON. `begun` is told the name of each probe before
+    it runs.
 
     Keys: when, key (of the device and its driver), probes (name → status, seconds, facts, said), settings, reasons,
     differences (what, assumed, found, effect), answers (question, answer).
@@ -142,6 +143,6 @@ def preflight(
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
-    """The whole result as JSON. OSError."""
+    """Writes the whole result as JSON. OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -38,8 +38,8 @@ class ProbePlace:
 
 @contextmanager
 def opened(library: str, ordinal: int) -> Iterator[Device]:
-    """A device of the core with a few pages, whatever an earlier preflight chose. DriverUnavailable where torch cannot
-    use it."""
+    """Opens a device of the core with a few pages, whatever an earlier preflight chose. DriverUnavailable where torch
+    cannot use it."""
     given = Config.from_env().merge(budget=64 * 8 * MIB, host_budget=64 * 8 * MIB)
     named = replace(given, device=f"cuda:{ordinal}", libcuda=library)
     settings = replace(named, host_pages=True, peer="none", peer_budget=None, faults=())
@@ -64,7 +64,7 @@ def wait(device: Device) -> None:
 
 
 def _random(nbytes: int, seed: int) -> torch.Tensor:
-    """Bytes in memory of the CPU's."""
+    """Returns random bytes in CPU memory."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
@@ -238,7 +238,7 @@ def traffic(tell: Tell, library: str, ordinal: int) -> None:
 
 
 def _beside(source: torch.Tensor, to: torch.Tensor, received: Callable[[], float], pause: float) -> dict[str, Any]:
-    """GB/s that were copied, and that the counter gave meanwhile, of each of ten looks."""
+    """Returns the GB/s that were copied, and those of the counter meanwhile, of each of ten looks."""
     stop, copied = threading.Event(), [0]
 
     def copy() -> None:

@@ -67,7 +67,7 @@ class Selection:
         if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
         found, now = self._admitted(looked, active), self._memory.now()
-        taken = found.kv + found.activations - (now.usable - now.dear)
+        taken = found.kv + found.activations - (now.usable - now.in_use)
         if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
             found = self._admitted(looked, active)
         lacking = self.needed(each for each in looked if each[0].request_id not in found.where)

@@ -56,7 +56,7 @@ def find_pages(
     if gc.collect() and tried():
         return
     if tier is not None:
-        tier.governor.duplicates.wish(sum(count for _, count in runs))
+        tier.governor.duplicates.request_drop(sum(count for _, count in runs))
         if _waited(device, tier, tried):
             return
         if tier.governor.spill:
@@ -74,7 +74,7 @@ def map_device(range_: Range, runs: Iterable[tuple[int, int]]) -> None:
     PoolExhausted, DriverError."""
     for first, count in runs:
         for piece in range(first, first + count):
-            if range_.backing(piece) == "host":
+            if range_.leads_to(piece) == "host":
                 range_.map_host(piece, 1)
                 break
         else:
@@ -83,7 +83,7 @@ def map_device(range_: Range, runs: Iterable[tuple[int, int]]) -> None:
 
 def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
     waiting, clock = tier.governor.tuning.waiting, tier.governor.waits
-    began, most, patience = clock(), 0, waiting.room if tier.patient else waiting.room_look
+    began, most, patience = clock(), 0, waiting.room if tier.last_wait_succeeded else waiting.room_look
     try:
         while (left := began + patience - clock()) > 0:
             requested = device.page_request
@@ -91,11 +91,11 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
             if requested:
                 tier.governor.pages.wait(min(left, waiting.room_look))
             if tried():  # also without a request, as pages may have been given since
-                tier.patient = True
+                tier.last_wait_succeeded = True
                 return True
             if not requested and not device.page_request:
                 return False
-        tier.patient = False
+        tier.last_wait_succeeded = False
         return False
     finally:
         if most:

@@ -108,7 +108,7 @@ class CacheRanges:
         one.
         `number`: of the layer in its model.
 
-        None where attention kernels could not index so many tokens (`geometry`, Note [int32]). DriverError.
+        None where attention kernels could not index so many tokens (geometry.py, Note [int32]). DriverError.
         """
         self._ranges = [each for each in self._ranges if each() is not None]
         for kv_range in (each() for each in self._ranges):

@@ -10,7 +10,7 @@ from ...offload.residency.kv_extent import KVExtent
 from ..device.streams import stream_of
 
 if TYPE_CHECKING:
-    from ...allocator._native import Backing, Place
+    from ...allocator._native import LeadsTo, Place
 
 
 class MovableKV:
@@ -27,9 +27,9 @@ class MovableKV:
         """The pieces in use."""
         return self.range.pieces if self._extent is None else self._extent.end
 
-    def backing(self, piece: int) -> Backing:
+    def leads_to(self, piece: int) -> LeadsTo:
         """The kind of memory that the piece is mapped to."""
-        return self.range.backing(piece)
+        return self.range.leads_to(piece)
 
     def move(self, piece: int, to: Place) -> bool:
         """Moves the piece to another page of its own. DriverError."""

@@ -84,15 +84,15 @@ class KVPages:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
 
     @property
-    def unsettled(self) -> bool:
+    def needs_wait_or_remap(self) -> bool:
         """Is some of the range not readable at its addresses now? See `show`."""
-        return self._extent is not None and self._extent.mover.unsettled
+        return self._extent is not None and self._extent.mover.needs_wait_or_remap
 
     def show(self) -> None:
         """Makes the tokens readable at their addresses, until a layer of the cache appends. Call it, on any thread,
         before tokens are read or overwritten other than by the layer that is about to run. BallonetError where the
         layer is in a slot while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
-        if self._tier is None or self._extent is None or not self._extent.mover.unsettled:
+        if self._tier is None or self._extent is None or not self._extent.mover.needs_wait_or_remap:
             return
         with GroupLease(self._group):
             if self._device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -120,7 +120,7 @@ class KVPages:
 
     def reachable(self, first: int, end: int) -> bool:
         """Can the pieces [first, end) be backed? Not while a tensor still shows tokens there whose page was taken."""
-        return self._extent is None or all(self.range.backing(piece) != "alias" for piece in range(first, end))
+        return self._extent is None or all(self.range.leads_to(piece) != "alias" for piece in range(first, end))
 
     def retire(self, first: int, end: int) -> None:
         """Gives the pages of the pieces [first, end) back."""

@@ -194,7 +194,7 @@ class KVRange:
 
     def pair(self, place: int) -> Pair:
         """The layer's keys, [batch, heads, length, k_dim], and values. Raises as `KVPages.show`."""
-        if self.pages.unsettled:
+        if self.pages.needs_wait_or_remap:
             _show_pages(self.pages)
         return self.shown.pair(place)
 
@@ -211,7 +211,7 @@ class KVRange:
         tokens, which are expected soon, will need. Returns whether there were any."""
         shown, pieces = self.shown, self.shown.needed()
         soon = min(self._most, self.geometry.pieces(min(then, self.geometry.tokens)))
-        if all(self.range.backing(piece) == "device" for piece in range(pieces, soon)):
+        if all(self.range.leads_to(piece) == "device" for piece in range(pieces, soon)):
             pieces = max(pieces, soon)
         if pieces >= self._most:
             return False
@@ -311,7 +311,7 @@ class KVRange:
         self.pages.filled(self.shown.lengths())
 
     def _show(self, place: int) -> None:
-        if not self.shown.lost and not self.pages.unsettled:
+        if not self.shown.lost and not self.pages.needs_wait_or_remap:
             latest = self.shown.latest[place]
             latest.keys, latest.values = self.pair(place)
 
@@ -320,7 +320,7 @@ class KVRange:
         if self.device.kind == "standin":
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, tokens * step, 0, True)
-            if self.pages.unsettled:
+            if self.pages.needs_wait_or_remap:
                 self.range.note_use(0, False)  # all of it is read
         else:
             self.device.note_stream(self.pages.stream)

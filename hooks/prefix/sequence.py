@@ -244,7 +244,7 @@ class CachedSequence:
     @contextmanager
     def leased(self, end: int) -> Iterator[None]:
         """Keeps the tokens [0, end) in place. Gone where they cannot be read: see Note [In use by another request]."""
-        if self.in_use and any(each.pages.unsettled for each in self.kv_ranges):
+        if self.in_use and any(each.pages.needs_wait_or_remap for each in self.kv_ranges):
             raise Gone(self)
         with ExitStack() as stack:
             for group in {id(each.group): each.group for each in self.kv_ranges}.values():
@@ -252,7 +252,7 @@ class CachedSequence:
             if self.in_use:
                 for each in self.kv_ranges:
                     first, last = each.geometry.pieces(each.missing), each.geometry.pieces(end)
-                    if any(each.range.backing(piece) != "device" for piece in range(first, last)):
+                    if any(each.range.leads_to(piece) != "device" for piece in range(first, last)):
                         raise Gone(self)
             yield
 

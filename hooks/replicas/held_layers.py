@@ -58,8 +58,8 @@ class HeldLayers:
         residency = residency_of(handle)
         if residency.interval != "auto":
             raise ManageError(
-                f"{residency.name} is managed with interval={residency.interval!r}: a replica whose layers are dropped
-                and " 'restored is managed with interval="auto"'
+                f"{residency.name} is managed with interval={residency.interval!r}: a replica whose layers are dropped "
+                'and restored is managed with interval="auto"'
             )
         self._handle = handle
         self._residency = residency

@@ -159,7 +159,7 @@ class SectorClient(PageClient):
         """What this thread submits from now on, under its lease, reads and writes pages. DriverError."""
         self.stream = self._current()
         self.host_writes.arrive(self.stream)
-        if self._mover.comes:
+        if self._mover.lacks_bytes_or_copying:
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
@@ -170,7 +170,7 @@ class SectorClient(PageClient):
             self.host_writes.arrive(None)
             self._mover.arrive(None)
             self._range.note_use(self._current(), write)
-            return not self._mover.coming
+            return not self._mover.lacks_bytes
 
     def away(self, pieces: Iterable[int]) -> list[int]:
         """Returns those of these whose bytes are on the host."""
@@ -242,9 +242,9 @@ class SectorChaos:
         """Pieces that requests may have had: those before a certain one."""
         return self._client.end
 
-    def backing(self, piece: int) -> str:
+    def leads_to(self, piece: int) -> str:
         """What the piece leads to: a page of a request, or "kept", one that nobody has; else "none"."""
-        found = self._range.backing(piece)
+        found = self._range.leads_to(piece)
         return found if found == "kept" or self._client.has(piece) else "none"
 
     def move(self, piece: int, to: Place) -> bool:

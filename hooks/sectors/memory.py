@@ -25,7 +25,7 @@ def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.se
         device.budget // tuning.reserve,
         dirty=(offered.dirty + resting) * page,
         room=host * page,
-        dear=offered.dear * page,
+        in_use=offered.in_use * page,
     )
 
 

@@ -2,10 +2,10 @@
 
 Note [Host copies of returned layers]
     A layer that has left and come back is read from a slot of its own, and its parameters stay on the host (ring.py,
-    Note [Leaving and coming back]), so that its weights are copied there once. The host copy lasts while device pages
-    were short recently (`DevicePages.scarce`) and while all such copies take no more host pages than are free beside
-    them. When it ends, and before a forward with gradients or a capture, which read a layer's own addresses, the layer
-    is resident again (`make_resident`); the next time that it leaves it is copied anew.
+    Note [Starting and stopping to stream]), so that its weights are copied there once. The host copy lasts while device
+    pages were short recently (`DevicePages.scarce`) and while all such copies take no more host pages than are free
+    beside them. When it ends, and before a forward with gradients or a capture, which read a layer's own addresses, the
+    layer is resident again (`make_resident`); the next time that it leaves it is copied anew.
 
 Note [Dropped layers]
     A layer that another replica runs for this one is dropped. The governor counts no pages for it, so it is in no plan,

@@ -170,7 +170,7 @@ class WeightBackings:
 
 def is_away(opened: Range) -> bool:
     """Do the range's addresses lead to pages of another range?"""
-    return any(opened.backing(first) == "alias" for first, _ in live(opened, 0, opened.pieces)[:1])
+    return any(opened.leads_to(first) == "alias" for first, _ in live(opened, 0, opened.pieces)[:1])
 
 
 def _in_file(span: TensorSpan, files: Files) -> FileSpan | None:

@@ -21,24 +21,24 @@ class StreamMarks(Protocol):
     """Moments in the work of this thread's current stream."""
 
     def capturing(self) -> bool:
-        """Is that work being captured?"""
+        """Is the current stream's work being captured?"""
 
     def mark(self) -> Any:
-        """The moment at which all that was submitted so far is done."""
+        """Records the moment at which all that was submitted so far is done."""
 
     def passed(self, marks: Iterable[Any]) -> bool:
-        """All of them?"""
+        """Have all these marks passed?"""
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Between two that have passed."""
+        """Seconds between two marks that have passed."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Gives back what the marks hold."""
+        """Frees the events under marks."""
 
 
 @dataclass(slots=True, eq=False)
 class StreamMark:
-    """A mark, and when it was recorded, in seconds of the host's clock. `passed`: when it did, None while it has
+    """A mark, and when it was recorded, in seconds of the host's clock. `passed`: when it passed, None while it has
     not, as far as known; `since`: for the end of a forward, a mark that passed as it was recorded."""
 
     moment: Any
@@ -49,7 +49,7 @@ class StreamMark:
 
 class Progress:
     """The progress of a device, on the host's clock. `marks`: None where an operator is complete when it returns.
-    `end` may be called on any thread, at any moment; whoever calls the others holds the governor's lock."""
+    `end` may be called on any thread, at any moment; callers of the others hold the governor's lock."""
 
     def __init__(self, marks: StreamMarks | None, clock: Callable[[], float]) -> None:
         """`clock`: seconds."""
@@ -71,7 +71,7 @@ class Progress:
                 marks.release((before.moment,))
 
     def end(self) -> StreamMark | None:
-        """The end of what this thread has launched; None where that is done already, or is being captured."""
+        """Marks the end of what this thread has launched; None where that is done already, or is being captured."""
         marks = self._marks
         if marks is None or self._idle is None or marks.capturing():
             return None
@@ -80,7 +80,7 @@ class Progress:
         return found
 
     def look(self) -> None:
-        """Which ends have passed?"""
+        """Finds out which ends have passed."""
         marks = self._marks
         for end in tuple(self._pending):
             assert marks is not None
@@ -93,8 +93,8 @@ class Progress:
 
 
 class Activity:
-    """When a client was in use last. `ended` may be called on any thread, at any moment; whoever calls the others holds
-    the governor's lock."""
+    """When a client was in use last. `ended` may be called on any thread, at any moment; callers of the others hold the
+    governor's lock."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         """`progress`: of the device; None for a client that never runs."""
@@ -103,17 +103,17 @@ class Activity:
         self._ends: list[StreamMark] = []  # that have not passed, as far as known
 
     def began(self, now: float) -> None:
-        """An iteration begins."""
+        """Notes that an iteration begins."""
         self.at = max(self.at, now)
 
     def ended(self, now: float, end: StreamMark | None) -> None:
-        """An iteration has been launched, up to `end`."""
+        """Notes that an iteration has been launched, up to `end`."""
         self.at = max(self.at, now)
         if end is not None:
             self._ends.append(end)
 
     def last(self, now: float) -> float:
-        """When it was in use last: now, while the device has not done all of it."""
+        """Returns when the client was in use last: now, while the device has not done all of it."""
         if self._ends and self._progress is not None:
             self._progress.look()
             for end in tuple(self._ends):

@@ -1,4 +1,4 @@
-"""A change of what one model streams, or of what it consists of: nothing of it is taken meanwhile."""
+"""A change of one model's plan or ranges, during which the core takes nothing of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .reclaim_list import ReclaimList
 
 
 class ModelChange:
-    """What happens within `Governor.changing`: `state`, None until it is found, keeps it meanwhile."""
+    """The context of `Governor.changing`. `state`: the model's, None until `begin` has found it."""
 
     def __init__(self, known: Overview, reclaim: ReclaimList, model: ModelClient) -> None:
         self.model = model
@@ -25,7 +25,7 @@ class ModelChange:
         self._reclaim = reclaim
 
     def begin(self) -> frozenset[int]:
-        """Withdraws what is offered of the model, and returns the layers that were taken. KeyError."""
+        """Withdraws the model's offers, and returns the layers that were taken. KeyError."""
         with self._known.lock:
             state = self.state = self._known.clients.of_model(self.model)
             self.before, self.promised = self.model.plan, state.faster
@@ -34,12 +34,12 @@ class ModelChange:
             self._known.list.void()
         self._known.device.withdraw(state.keys())
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             self.taken = frozenset(state.taken)
         return self.taken
 
     def end(self, failed: bool) -> None:
-        """Offers it again, as its plan says now. `failed`: an exception leaves `changing`."""
+        """Offers the model again, as its plan says now. `failed`: an exception leaves `changing`."""
         state, before = self.state, self.before
         if state is None:
             return
@@ -50,7 +50,7 @@ class ModelChange:
                     state.waking &= state.point is None or state.point.phase != "decode"
                     state.arranged(before, self.promised)
                     taken = sum(map(before.pages.__getitem__, self.taken))
-                    if before.pages == state.model.plan.pages:  # else nothing of it was pulled or given back
+                    if before.pages == state.model.plan.pages:  # else pages of the two plans cannot be compared
                         self._tell(state, state.model.plan.device_pages - before.device_pages + taken)
             finally:
                 state.held.discard(self)
@@ -63,7 +63,7 @@ class ModelChange:
             self._known.watch()
 
     def _tell(self, state: ModelState, more: int) -> None:
-        """An event where its layers have `more` device pages than before, or fewer. The caller holds the lock."""
+        """Logs that the layers have `more` device pages than before, or fewer. The caller holds the lock."""
         if not more:
             return
         known, plan = self._known, state.model.plan

@@ -1,13 +1,13 @@
-"""Chaos mode: moves random pages of weights and KV to other pages while a model runs, to prove that no one can tell.
+"""Chaos mode: moves random pages of weights and KV to other pages while a model runs, to prove that results do not
+depend on it.
 
-What lives at a fixed address must give the same results whatever page is behind it. So at the boundaries of decoder
+Tensors at fixed addresses must give the same results whatever page is behind them. So at the boundaries of decoder
 layers pages that the running forward itself has leased are swapped for others: of weights within the device (weights
-are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to
-its backing, as when the core takes it, and restored, or with it from the peer to the host. A free page that is still
-mapped leaves its addresses, so that whoever reads there is found out. Which ones is drawn from a generator of its own,
-so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
-reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or
-`ballonet.testing.manage`.
+are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to its
+backing, as when the core takes it, and restored, or with it from the peer to the host. A free page that is still mapped
+leaves its addresses, so that a read there fails. Which ones is drawn from a generator of its own, so that sampling
+draws what it would have drawn. Now and then a lever of the ladder is pulled or reverted there as well, whether pages
+are short or not. Switched on by BALLONET_CHAOS=seed or `ballonet.testing.manage`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...allocator._native import Place
 
 Way = Literal["device", "host", "peer", "away", "down", "restored", "unmapped"]
-WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to go each way
+WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to for each way
     "device": ("device", "host", "peer"),
     "host": ("device", "host", "peer"),
     "peer": ("device", "host", "peer"),
@@ -40,16 +40,16 @@ OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
 
 
 class MovablePages(Protocol):
-    """What chaos needs of a `Range`."""
+    """The part of `Range` that chaos needs."""
 
     @property
     def pieces(self) -> int: ...
-    def backing(self, piece: int) -> str: ...
+    def leads_to(self, piece: int) -> str: ...
     def move(self, piece: int, to: Place) -> bool: ...
 
 
 class KV(MovablePages, Protocol):
-    """What chaos needs of the pages of a KV range."""
+    """The part of a KV range's pages that chaos needs."""
 
     def displace(self, piece: int) -> bool: ...
     def demote(self, piece: int) -> bool: ...
@@ -61,10 +61,10 @@ P = TypeVar("P", bound=MovablePages)
 
 
 class Chaos:
-    """One generator and what it has done so far. Several threads may act at once."""
+    """A random generator, and counts of the moves made so far. Several threads may act at once."""
 
     def __init__(self, seed: int, host: bool, peer: bool = False, tuning: ChaosMoves = DEFAULT.chaos) -> None:
-        """`host`: whether host pages can be mapped in the place of device pages here; `peer`: is there one?"""
+        """`host`: can host pages be mapped in the place of device pages? `peer`: is there one?"""
         self.seed = seed
         self._tuning = tuning
         self._ways: tuple[Way, ...] = ("device", "unmapped", *(("host", "away", "restored") if host else ()))
@@ -105,7 +105,7 @@ class Chaos:
                     break
 
     def pull(self, levers: Sequence[Lever]) -> None:
-        """Pulls or reverts a random one now and then, of those that need nobody's consent. A pull takes a whole layer
+        """Pulls or reverts a random lever now and then, of those that need no consent. A pull takes a whole layer
         however few pages it is asked for, and a layer goes back as a whole or not at all: so a revert is asked for all
         pages that are to spare, else layers would only ever leave. DriverError."""
         levers = [each for each in levers if each.rung is not Rung.DUPLICATES]
@@ -119,7 +119,7 @@ class Chaos:
     def _draw(self, ranges: Sequence[P], way: Way) -> tuple[P, int] | None:
         """A random piece that can go that way, of a random range that has one."""
         for pages in self._random.sample(ranges, len(ranges)):
-            found = [piece for piece in range(pages.pieces) if pages.backing(piece) in WHERE[way]]
+            found = [piece for piece in range(pages.pieces) if pages.leads_to(piece) in WHERE[way]]
             if found:
                 return pages, self._random.choice(found)
         return None

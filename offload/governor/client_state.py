@@ -1,4 +1,4 @@
-"""What the governor keeps for each of its clients: how it looks from there, what it did last, and what was taken."""
+"""The governor's record of each client: its activity, its last iteration, and what was taken."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode":
 @dataclass(slots=True, eq=False)
 class ClientState:
     """`number`: never used again. `activity`: of its iterations. `taken`: layers or offers that the core took, and the
-    client does not know of yet. `used`: when it was in use last, as known when that was asked last; `waking`: it was
-    idle until its present iteration, a model until it decodes."""
+    client does not know of yet. `used`: when it was in use last, as known at the last query; `waking`: it was idle
+    until its present iteration, a model until it decodes."""
 
     number: int
     name: str
@@ -33,24 +33,24 @@ class ClientState:
     waking: bool = field(default=True, kw_only=True)
 
     def key(self, index: int) -> int:
-        """In the reclaim list."""
+        """The key of the client's layer or offer in the reclaim list."""
         return self.number * KEYS_PER_CLIENT + index
 
     def last_use(self, now: float) -> float:
-        """When it was in use last, by its iterations."""
+        """Returns when the client was in use last, by its iterations."""
         return self.activity.last(now)
 
     @property
     def wanted(self) -> float | None:
-        """See ModelClient.wanted_until."""
+        """Until when requests need the client; see ModelClient.wanted_until."""
         return None
 
     def client(self) -> Client | None:
-        """None where it was collected."""
+        """The client; None where it was collected."""
         raise NotImplementedError
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
-        """See Client.entry."""
+        """Returns the client's entry for `Device.publish`; see Client.entry."""
         client = self.client()
         return None if client is None else client.entry(index)
 
@@ -58,10 +58,10 @@ class ClientState:
 @dataclass(slots=True, eq=False)
 class ModelState(ClientState):
     """State of a ModelClient. `base`: layers that stream because its memory demands it. `taken`: since `model.plan`.
-    `held`: nothing of it may be taken. `grant`: a plan with more resident layers, for which there are pages to spare;
-    `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last. `passes`: its
-    iterations since its plan was looked at, by phase, and at how many of them it will be: `due`; `streams`: did
-    it when it was asked about last?"""
+    `held`: while not empty, nothing of it may be taken. `grant`: a plan with more resident layers, for which there are
+    pages to spare; `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last.
+    `passes`: its iterations since its plan was compared last, by phase; `due`: after how many the next comparison is;
+    `streams`: did it stream at its last decision?"""
 
     model: ModelClient
     base: int
@@ -91,7 +91,7 @@ class ModelState(ClientState):
         return self.model.interval == "auto"
 
     def slo(self, phase: Phase) -> float:
-        """Seconds; infinite where nobody said."""
+        """The SLO of that phase in seconds; infinite where none was given."""
         found = self.model.tpot_slo if phase == "decode" else self.model.ttft_slo
         return math.inf if found is None else found
 
@@ -119,21 +119,21 @@ class ModelState(ClientState):
         return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
-        """What it has to stream now; see remap.standing."""
+        """Returns the plan that memory demands now; see remap.standing."""
         if not self.taken:
             return self.model.plan
         costs, _ = self.costs_at(point, page_seconds)
         return standing(self.model.plan, self.taken, costs, self.base, self.tuning.slots, self.tuning.capped)
 
     def passed(self, phase: Phase) -> bool:
-        """Counts an iteration, unless its plan is to be looked at then: False."""
+        """Counts an iteration; False, uncounted, where its plan is to be compared instead."""
         if sum(self.passes.values()) + 1 >= self.due:
             return False
         self.passes[phase] += 1
         return True
 
     def arranged(self, before: Plan, promised: Plan | None) -> None:
-        """Notes that its plan was `before`; `promised`: what was `faster` then."""
+        """Notes that its plan was arranged anew. `before`: the plan until then; `promised`: `faster` at that time."""
         after = self.model.plan
         if after == before:
             return
@@ -155,8 +155,8 @@ class ModelState(ClientState):
 
 @dataclass(slots=True, eq=False)
 class PageState(ClientState):
-    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `restorable`: pages
-    that it may bring back."""
+    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `restorable`: pages that
+    it may restore."""
 
     paged: weakref.ref[PageClient] = field(kw_only=True)
     model: int = field(default=0, kw_only=True)
@@ -175,7 +175,7 @@ class PageState(ClientState):
         return None if client is None else client.entry(index % INDICES_PER_SPLIT)
 
     def offers(self) -> list[Offer]:
-        """What it offers now, without what was taken and it does not know of yet."""
+        """Returns the client's offers, without those that were taken and it does not know of yet."""
         client = self.paged()
         if client is None:
             return []

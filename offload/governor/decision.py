@@ -1,14 +1,14 @@
-"""What a model streams in its next iteration, from all that is known at that moment: numbers in, a decision out.
+"""Decides what a model streams in its next iteration: numbers in, a decision out.
 
 Note [Two reasons to stream]
     Without an SLO layers stream because memory demands it and for nothing else: those that did not fit when the model
     came, and those that were taken since, by exhaustion only (Oneiros). With an SLO as many stream as the SLO allows
-    (Select-N §4.1: "maximize host memory usage"), at once, and the pages are free for whoever wants them: nobody waits
-    for exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one
-    for the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and
-    changes nothing. An interval that was given as a number is kept, and None never streams: neither gives any pages.
-    While requests wait for the end of a batch an SLO is a limit and no aim: a batch that takes as long as it may keeps
-    those waiting. In the time machine 25 of 60 requests were served where SLOs were always aims (bench_tenants.py).
+    (Select-N §4.1: "maximize host memory usage"), at once, and the pages are free for others: no model waits for
+    exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one for
+    the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and changes
+    nothing. An interval that was given as a number is kept, and None never streams: neither gives any pages. While
+    requests wait for the end of a batch an SLO is a limit and no aim: a batch that takes as long as it may keeps those
+    waiting. In the time machine 25 of 60 requests were served where SLOs were always aims (bench_tenants.py).
 
 Note [One slot or two]
     How many slots are best, and with them how many layers stream for the same pages, follows from r, which is assumed
@@ -38,9 +38,9 @@ from .situation import Situation
 
 @dataclass(frozen=True, slots=True)
 class StreamDecision:
-    """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: that the
-    iteration takes by the record, None where nobody measured; `refusal`: why the SLO is missed, where it is; `notice`:
-    to be shown, said once."""
+    """`plan`: what to stream in the next iteration, and `why`; `interval`: where the plan is one; `seconds`: of the
+    iteration by the record, None where not measured; `refusal`: why the SLO is missed, where it is; `notice`: a text to
+    be shown once."""
 
     plan: Plan
     why: str
@@ -51,7 +51,7 @@ class StreamDecision:
 
 
 def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
-    """See Note [Two reasons to stream]."""
+    """Decides what the model streams in an iteration like `point`. See Note [Two reasons to stream]."""
     if not state.auto:
         return _told(now, state, point)
     if state.slo(point.phase) < math.inf:
@@ -73,8 +73,8 @@ def decide(now: Situation, state: ModelState, point: Point) -> StreamDecision:
 
 
 def faster(now: Situation, state: ModelState) -> Plan | None:
-    """The plan that its iterations of late would have been faster with, in no more pages; None where there is none, or
-    nobody knows. See Note [One slot or two]."""
+    """Returns the plan with which its iterations of late would have been faster, in no more pages; None where there is
+    none, or it is not known. See Note [One slot or two]."""
     standing = now.standing(state)
     if not state.auto or state.has_slo or state.taken or not standing.copied:
         return None
@@ -92,7 +92,7 @@ def fastest(
     most: int | None = None,
     slots: tuple[int, ...] = DEFAULT.weights.slots,
 ) -> Plan:
-    """`standing`, or that of the plans of `fewest` for its pages that saves the part `margin` of the time of so many
+    """Returns `standing`, or the plan of `fewest` for its pages that saves the part `margin` of the time of so many
     iterations of each kind."""
 
     def seconds(plan: Plan) -> float:
@@ -104,7 +104,7 @@ def fastest(
 
 
 def _told(now: Situation, state: ModelState, point: Point) -> StreamDecision:
-    """Somebody said how."""
+    """Decides for an interval that the user gave."""
     interval = state.model.interval if isinstance(state.model.interval, int) else None
     return _made(now, state, point, state.model.plan, "as was asked for", interval)
 
@@ -142,8 +142,8 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> StreamDecision:
 
 
 def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -> StreamDecision:
-    """What memory demands, as long as that keeps the SLO, of the model or of the batch's requests; else as little as
-    there are pages for."""
+    """Decides on what memory demands, as long as that keeps the SLO, of the model or of the batch's requests; else on
+    as little as there are pages for."""
     costs, measured = now.costs(state, point)
     if measured and costs.of(standing) <= state.slo(point.phase):
         return _made(now, state, point, standing, f"{_reason(state, standing)}, within what requests ask")
@@ -153,8 +153,8 @@ def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -
 
 
 def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
-    """The first decode step after it was idle: no more layers stream than its cap. Should the cap fall later, `revert`
-    gives layers back in time; to do so at once would flap with the batch."""
+    """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
+    `revert` gives layers back in time; to do so at once would flap with the batch."""
     standing = now.standing(state)
     models = [now.model(each) for each in now.states if each is state or (each.auto and not each.held)]
     change = activate(models, state.name, now.spare)

@@ -1,10 +1,11 @@
 """Rung 7 of the ladder: layers that other replicas of a model hold as well, which could be dropped (KunServe §4.1).
 
-Note [A wish, and a plan]
+Note [A request, and a plan]
     To drop layers takes the consent of the controller of the replicas: it knows who else holds them, and whether that
-    would help at all. So nothing of it is on the list that the core takes from. Whoever goes down the ladder and finds
-    too little up to rung 6 says here how many pages are lacking; that is posted as a wish, once no lock is held, and
-    frees nothing by itself. What the controller decides comes later, as a plan (hooks/replicas/held_layers.py).
+    would help at all. So no duplicated layer is on the list that the core takes from. A caller that goes down the
+    ladder and finds too little up to rung 6 notes here how many pages are lacking; that is posted as a request, once no
+    lock is held, and frees nothing by itself. The controller's decision comes later, as a plan
+    (hooks/replicas/held_layers.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 
 class Duplicates:
-    """Whoever can drop layers of this device, and the pages that are wished for. Thread-safe."""
+    """Registered droppers of duplicated layers, and pages still requested. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,8 +23,8 @@ class Duplicates:
         self._lacking = 0
 
     def register(self, wanted: Callable[[int], object], pages: Callable[[], int]) -> Callable[[], None]:
-        """`wanted(pages)` is told of wishes, on any thread, and returns at once; `pages()`: device pages that a drop
-        would free at most. Returns what ends that."""
+        """Registers a dropper. `wanted(pages)` is called with requests, on any thread, and returns at once; `pages()`:
+        device pages that a drop would free at most. Returns a function that ends the registration."""
         entry = wanted, pages
         with self._lock:
             self._known.append(entry)
@@ -44,22 +45,22 @@ class Duplicates:
 
     @property
     def known(self) -> bool:
-        """Can anyone drop layers?"""
+        """Is any dropper registered?"""
         return bool(self._known)
 
     @property
     def lacking(self) -> int:
-        """Pages that have not been wished for yet."""
+        """Pages noted as short that have not been requested yet."""
         return self._lacking
 
-    def lack(self, pages: int) -> None:
-        """Notes that so many pages were not found up to rung 6. For whoever holds a lock: it is posted later."""
+    def note_shortage(self, pages: int) -> None:
+        """Notes that so many pages were not found up to rung 6. Callers may hold a lock: `post` comes later."""
         if pages > 0 and self._known:
             with self._lock:
                 self._lacking += pages
 
     def post(self) -> None:
-        """Tells of what is lacking, where anything is. The caller holds no lock of the governor's."""
+        """Requests the pages noted as short, if any. The caller holds no lock of the governor's."""
         if not self._lacking:
             return
         with self._lock:
@@ -67,7 +68,7 @@ class Duplicates:
         for wanted, _ in known if pages else ():
             wanted(pages)
 
-    def wish(self, pages: int) -> None:
-        """Posts that so many pages are lacking."""
-        self.lack(pages)
+    def request_drop(self, pages: int) -> None:
+        """Requests so many pages at once."""
+        self.note_shortage(pages)
         self.post()

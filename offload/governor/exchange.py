@@ -1,10 +1,10 @@
-"""Models of a device lend each other pages: who wants its own takes them back, and nobody keeps what is due.
+"""Carries out what models of a device lend each other: a model takes its own pages back, and none keeps what is due.
 
 Note [The fate of what was borrowed]
     In this order, until what is due is given back; no byte is moved, and what is in use is never touched.
-    1   prefixes that are only kept, and that the host has as well (it is copied there ahead of need, as soon as pages
-        are short: overview.py): one call of the core leads their addresses there. Their keys stay, and lead to the same
-        bytes as before.
+    1   prefixes that are only kept, and that the host has as well (they are copied there ahead of need, as soon as
+        pages are short: reclaim_list.py): one call of the core leads their addresses there. Their keys stay, and lead
+        to the same bytes as before.
     2   prefixes of which only the device has the bytes: their keys are forgotten first, from the tail, and then their
         pages go back, a sequence at a time, however many they are (store.py).
     3   what is left is due yet. It is in the reclaim list before everything but clean prefixes and what costs nothing
@@ -30,19 +30,20 @@ from .reclaim_list import ReclaimList
 
 
 class Exchange:
-    """Thread-safe."""
+    """Takes pages back that models have lent. Thread-safe."""
 
     def __init__(self, known: Overview, reclaim: ReclaimList) -> None:
         self._known = known
         self._reclaim = reclaim
 
     def needs(self, number: int, pages: int) -> None:
-        """The cache, which this thread uses, is about to have so many pages more. DriverError."""
+        """Takes back what the cache's model has lent, as far as so many pages more need it. On the thread that uses the
+        cache. DriverError."""
         with self._known.lock:
             found = self._known.clients.whose(number)
             if found is None or len(self._known.clients.models) < 2:
                 return
-            self._known.hear()
+            self._known.drain_core_events()
             now = self._known.clock()
             if (
                 self._known.lending.covers(self._known.clients.use(found, now), now)
@@ -54,7 +55,7 @@ class Exchange:
             self._take_back(owed, found.name)
 
     def keep(self, model: ModelClient, caches: Iterable[int]) -> None:
-        """Marks these caches as only kept for prompts to this model. DriverError."""
+        """Marks `caches` as only kept for prompts to the model. DriverError."""
         with self._known.lock:
             state = self._known.clients.get(model)
             if state is None:
@@ -64,7 +65,7 @@ class Exchange:
                 self._known.clients.claim(number, state)
             if len(self._known.clients.models) < 2:
                 return
-            self._known.hear()
+            self._known.drain_core_events()
             owed = self._dues(self._known.clock())
         if owed:
             self._take_back(owed, "reserves")
@@ -78,12 +79,12 @@ class Exchange:
             )
 
     def spare(self, now: float) -> None:
-        """Now and then: reserves that were not used for long enough are others'. The caller holds the lock."""
+        """Lowers, now and then, reserves that were not used for long enough. The caller holds the lock."""
         if len(self._known.clients.models) > 1 and now >= self._known.lending.due_at:
             self._dues(now)
 
     def _dues(self, now: float) -> Mapping[int, int]:
-        """Reserves are what they are by now: what is due? The caller holds the lock."""
+        """Updates the reserves, and returns the pages due by model. The caller holds the lock."""
         uses = self._known.clients.uses(now)
         for use, pages in self._known.lending.look(uses, now, self._known.pages.total):
             if pages < 0:
@@ -91,10 +92,10 @@ class Exchange:
         return self._known.lending.due(uses, self._known.pages.unused, self._known.pages.total)
 
     def _take_back(self, owed: Mapping[int, int], by: str) -> None:
-        """See Note [The fate of what was borrowed]."""
+        """Takes back the pages due by model. See Note [The fate of what was borrowed]."""
         with self._known.lock:
             self._known.list.void()
-        self._reclaim.published()  # and what should be copied behind waits for the next list
+        self._reclaim.publish_if_stale()  # write-behind waits for the next list
         keys = [
             candidate.client * KEYS_PER_CLIENT + candidate.index
             for candidate in self._reclaim.candidates()
@@ -103,7 +104,7 @@ class Exchange:
         if keys:
             self._known.device.take(keys)
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             owed = self._known.owed(self._known.clock())
             models = [(state, owed[state.number]) for state in self._known.clients.models if state.number in owed]
         for state, pages in models:

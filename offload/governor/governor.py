@@ -19,8 +19,8 @@ Note [The same answer]
         who is idle         nobody becomes so before `Idleness.calm_until`, which whoever adds, removes or keeps a
                             client takes back
         free pages          their number, the budget and the request are those of the last look, and time alone ends
-                            neither a dwell nor a shortage yet (`Pages.unchanged`); while pages are short, never
-        reserves            are not due (`Lendable.due_at`)
+                            neither a dwell nor a shortage yet (`DevicePages.unchanged`); while pages are short, never
+        reserves            are not due (`Lending.due_at`)
         the reclaim list    is not out of date
         a faster plan       passes are counted on, and the one that is due is looked at
     What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes
@@ -53,7 +53,7 @@ from .exchange import Exchange
 from .kv_read_plan import Streamed
 from .ladder_pulls import LadderPulls
 from .overview import Overview
-from .published import Pool
+from .published import DeviceView
 from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
@@ -74,7 +74,7 @@ class Governor:
 
     def __init__(
         self,
-        device: Pool,
+        device: DeviceView,
         *,
         bandwidth: float | None = None,
         received: Callable[[], int | None] | None = None,
@@ -161,7 +161,7 @@ class Governor:
         with self._known.lock:
             state = self._known.clients.of_model(model)
             now = self.clock()
-            self._known.hear()
+            self._known.drain_core_events()
             self._arrive(state, point, now)
             free = self._known.look(now)
             self.exchange.spare(now)
@@ -240,7 +240,7 @@ class Governor:
         """Notes that a client offers something else now, or is only kept from now on, or no more. On any thread."""
         with self._known.lock:
             self._known.clients.idleness.changed()
-            self._known.hear()
+            self._known.drain_core_events()
             self._known.look(self.clock())
             self._known.list.void()
         self.reclaim.publish()
@@ -270,7 +270,7 @@ class Governor:
         """The indices that the core took since this was asked last: the cache does not offer them any more. Asked by
         the thread that is about to use it, between two iterations."""
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             state = self._known.clients.numbered(number)
             cache = None if state is None else state.client()
             if state is None or cache is None:
@@ -289,7 +289,7 @@ class Governor:
             cache = None if state is None else state.client()
             if state is None or cache is None:
                 return 0
-            self._known.hear()
+            self._known.drain_core_events()
             now = self.clock()
             spare = max(0, self._known.look(now) - self.pages.mark)
             if state.waking:

@@ -1,7 +1,7 @@
-"""Who of a governor's clients is idle: unused for a pause, or only kept, and leased by nobody.
+"""Which clients of a governor are idle: unused for a pause, or only kept, and not leased.
 
-Note [Who says so]
-    A model whose requests somebody schedules is in use while there are any, however long its turn does not come, and
+Note [Scheduled models]
+    A model whose requests a scheduler serves is in use while there are any, however long its turn does not come, and
     idle as soon as the last one has ended (Oneiros §5.2): no timer decides. Its iterations count by time where they
     came later, as it was used by itself then; so do those of any other model. That is all that the scheduler has to
     say: in which order models ran is known from their iterations, each of which says when it begins, and a priority is
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 
 class Idleness:
     """`pause`: seconds after its last iteration, as the device does it, after which a client is idle. Not thread-safe:
-    whoever calls holds the governor's lock."""
+    callers hold the governor's lock."""
 
     def __init__(self, clients: Clients, pause: float) -> None:
         self._clients = clients
         self._pause = pause
         self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
         self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
-        self.calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
+        self.calm_until = -math.inf  # before then no client becomes idle: all are in use, none is only kept
 
     def woke(self, state: ClientState, now: float) -> bool:
-        """An iteration of it is about to begin: has it been idle until now?"""
+        """Has the client, whose iteration is about to begin, been idle until now?"""
         return now >= self.calm_until and self.rests(state, now)
 
     def changed(self) -> None:
-        """Notes that there are other clients, or that some are only kept, or are not any more."""
+        """Notes that clients came or went, or are only kept or not any more."""
         self.calm_until = -math.inf
 
     def rests(self, state: ClientState, now: float) -> bool:
-        """Has it been unused for the pause, whoever leases it now, or does whoever schedules its requests have none?
-        `ClientState.used` says from then on since when."""
+        """Has the client been unused for the pause, even if leased now, or does its scheduler have no request? Sets
+        `ClientState.used`."""
         state.used, wanted = state.last_use(now), state.wanted
         if wanted is not None and wanted >= state.used:
             return wanted != math.inf
         return now - state.used >= self._pause
 
     def idle(self, state: PageState, client: PageClient, now: float) -> bool:
-        """Does it rest, or is it only kept, and does nobody lease it?"""
+        """Does the client rest, or is it only kept, with no lease on it?"""
         return (self.rests(state, now) or client.only_cached) and not client.running
 
     def resting(self, now: float) -> list[PageClient]:
@@ -64,14 +64,14 @@ class Idleness:
         return [client for state, client in idle if next_used.get(state.model) is not state]
 
     def active(self, now: float) -> frozenset[int]:
-        """The numbers of those that are not idle."""
+        """The numbers of the clients that are not idle."""
         models = {state.number for state in self._clients.models if not self.rests(state, now) or state.model.running}
         return frozenset(
             models.union(state.number for state, it in self._clients.paged if not self.idle(state, it, now))
         )
 
     def rested(self, now: float) -> tuple[bool, bool]:
-        """Are others idle, or were they used in another order, than when this was asked last? Of models, of others."""
+        """Has the set or order of idle clients changed since the last call? Returns (of models, of page clients)."""
         if now < self.calm_until:
             return False, False
         active, before = self.active(now), (self._resting, self._unused)
@@ -89,7 +89,7 @@ class Idleness:
         return self._resting != before[0], self._unused != before[1]
 
     def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:
-        """Pages that are offered by those who are idle, other than this one. `offered`: by number."""
+        """Pages offered by idle clients other than `but`. `offered`: by number."""
         there = {state.number for state in self._clients.models}.union(state.number for state, _ in self._clients.paged)
         idle = there - self.active(now) - {but}
         return sum(pages for number, pages in offered.items() if number in idle)

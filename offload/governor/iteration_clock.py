@@ -1,4 +1,4 @@
-"""How long iterations take, from the beginning of one to that of the next, in the device's time.
+"""Times iterations, from the beginning of one to that of the next, in the device's time.
 
 On a GPU the host begins an iteration when it launches it, many layers before the device gets there: the host's clock
 tells how fast the host launches. So each beginning is a mark on the stream, and an interval is read once both of its
@@ -17,7 +17,7 @@ Tag = TypeVar("Tag")
 
 
 class Intervals(Generic[Tag]):
-    """The intervals of one thread's iterations, each with what its caller said of it."""
+    """The intervals of one thread's iterations, each with its caller's tag."""
 
     def __init__(self, marks: StreamMarks | None, clock: Callable[[], float], pending: int) -> None:
         """`marks`: None where an operator is complete when it returns; then `clock`, in seconds, tells. `pending`:
@@ -28,8 +28,8 @@ class Intervals(Generic[Tag]):
         self._begun: deque[tuple[Any, Tag]] = deque()
 
     def begin(self, tag: Tag) -> list[tuple[Tag, float]]:
-        """An iteration begins on this thread's current stream. The iterations that have ended since this was asked
-        last, oldest first: the tag of each, and its seconds. An iteration that is captured is none."""
+        """Notes that an iteration begins on this thread's current stream. Returns the tag and seconds of each that has
+        ended since the last call, oldest first. An iteration that is captured does not count."""
         marks = self._marks
         if marks is None:
             self._begun.append((self._clock(), tag))
@@ -50,7 +50,7 @@ class Intervals(Generic[Tag]):
         return ended
 
     def forget(self) -> None:
-        """What is not read yet counts no more."""
+        """Drops the iterations that were not read yet."""
         while self._begun:
             self._release(self._begun.popleft()[0])
 

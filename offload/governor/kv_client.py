@@ -104,7 +104,7 @@ class KVClient(PageClient):
     @property
     def streamed(self) -> Streamed:
         """How what is away is read."""
-        return self.way.said(self.displaced)
+        return self.way.status(self.displaced)
 
     def offers(self) -> Sequence[Offer]:
         """Returns what may be taken, in this order. Clean pages that are only cached cost nothing to give."""

@@ -1,4 +1,4 @@
-"""What of a KV cache may be taken: its full pages, and the pages of the slots that it is read through."""
+"""The offers of a KV cache: its full pages, and the pages of the slots that it is read through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_SLICE: Final = 4  # index of the first offer that is of a slot: those bef
 
 
 class KVOffers:
-    """The governor asks, on any thread, for offers under its lock and for entries without."""
+    """The offers of one cache. The governor calls on any thread: `all` under its lock, `parts` without."""
 
     def __init__(self, extents: KVExtents, turns: KVTurns, way: KVReadPlan) -> None:
         self.prefills = False  # does the iteration have many rows?
@@ -29,8 +29,8 @@ class KVOffers:
         self._slices: dict[int, Slice] = {}  # by index of the offer
 
     def all(self) -> Sequence[Offer]:
-        """In the order of taking: pages of slots that no layer reads; full pages, one offer for all layers (`full`);
-        the other pages of slots. The number of full pages does not matter."""
+        """Returns the offers in the order of taking: pages of slots that no layer reads; full pages, one offer for all
+        layers (`full`); the other pages of slots. The number of full pages does not matter."""
         self._extents.look()
         self._full = self.full()
         sliced = self._sliced()
@@ -42,7 +42,7 @@ class KVOffers:
         return found
 
     def parts(self, index: int) -> list[Any]:
-        """The parts of an offer for `Device.publish`; none where there is no such offer any more."""
+        """Returns the parts of an offer for `Device.publish`; none where there is no such offer any more."""
         if (taken := self._slices.get(index)) is not None:
             return self._way.parts(taken)
         full = self._full[index] if index < len(self._full) else []
@@ -68,7 +68,7 @@ class KVOffers:
         return found
 
     def _sliced(self) -> dict[int, Slice]:
-        """Pages of slots, by index of the offer: what was offered before has the index that it had."""
+        """Pages of slots, by index of the offer: an offer that was there before keeps its index."""
         known = {each[:3]: index for index, each in self._slices.items()}
         found: dict[int, Slice] = {}
         for each in self._way.slices():

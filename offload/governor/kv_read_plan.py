@@ -1,19 +1,19 @@
-"""How a KV cache in use reads what of it lies on the host: it is restored, or it is streamed through slots, or it is
-read in place. Decided anew as pages come and go (layer_stream.py), and arranged between two iterations.
+"""How a KV cache in use reads its pages on the host: restored, streamed through slots, or read in place. Decided anew
+as pages come and go (layer_stream.py), and arranged between two iterations.
 
 Note [Room for slots]
-    Where pages of a cache were taken no page is free, as a rule. So slots are made of what the cache has: some more
-    of its oldest pages go to the host, as many of each layer (SwiftCache Eq. 4 and 5), and the layers take turns in
-    what that frees. A slot is somewhat larger than it must be, so that it is not made anew with every page. What
-    needs pages in the middle of an operator may have those of slots, after all others of the cache (`slices`): each
-    page serves all layers in turn. So some pages stay with the cache, to be taken before.
+    Where pages of a cache were taken no page is free, as a rule. So slots are made of what the cache has: some more of
+    its oldest pages go to the host, as many of each layer (SwiftCache Eq. 4 and 5), and the layers take turns in what
+    that frees. A slot is somewhat larger than it must be, so that it is not made anew with every page. An operator that
+    needs pages may take those of slots, after all others of the cache (`slices`): each page serves all layers in turn.
+    So some pages stay with the cache, to be taken before.
 
-Note [Somebody looks]
-    Whoever looks at a layer that is in slot has it host-mapped, and all that is submitted is waited for. A program that
-    does so in each iteration (a beam search, which reorders) would pay for that again and again. So after a look the
-    layer stays host-mapped, twice as long each time; each iteration with others in slot makes that shorter again.
+Note [Reads from outside]
+    A read of a layer in slot from outside its forward maps it to the host, and waits for all that is submitted. A
+    program that does so in each iteration (a beam search, which reorders) would pay for that again and again. So after
+    such a read the layer stays host-mapped, twice as long each time; each iteration with others in slot shortens that.
 
-Note [Whose turn]
+Note [Threads]
     The thread that uses the cache calls everything but `give_if_unused`, which may be called on any thread and in the
     middle of anything, holds the lock for a moment or not at all, and does nothing while anyone leases the cache.
 """
@@ -44,8 +44,8 @@ _ZERO_COPY: Final = Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """How a cache reads what of it lies on the host: `away` pages. `slots` of `slot_pages` each; `copied`: bytes
-    that came through them so far; `exposed`: seconds of an iteration in which it is expected to wait for the link."""
+    """How a cache reads its `away` pages, those on the host. `slots` of `slot_pages` each; `copied`: bytes copied to
+    them so far; `exposed`: seconds of an iteration in which it is expected to wait for the link."""
 
     way: Way
     away: int
@@ -67,7 +67,7 @@ class _Iteration:
 
 
 class KVReadPlan:
-    """How one cache is read. See Note [Whose turn]."""
+    """How one cache is read. See Note [Threads]."""
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class KVReadPlan:
         self._slots = KVSlots(device, group, transfer)
         self._lock = Lock()
         self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0, 0.0)
-        self._wait = 0  # iterations at rest from now on
-        self._look = 0  # until it is decided anew
-        self._shy = 1  # iterations at rest after the next look of somebody
+        self._wait = 0  # iterations without slots from now on
+        self._look = 0  # iterations until the next decision
+        self._backoff = 1  # iterations without slots after the next read from outside
         self._intervals = Intervals[_Iteration](marks, clock, tuning.pending)
         self._iteration: _Iteration | None = None  # that has begun
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
 
     @property
     def copied(self) -> int:
-        """Bytes that came through slots so far."""
+        """Bytes copied to slots so far."""
         return self._slots.copied
 
     @property
@@ -105,46 +105,46 @@ class KVReadPlan:
 
     @property
     def changes(self) -> int:
-        """How often what may be taken of slots became another."""
+        """How often the slices of slots changed."""
         return self._slots.changes
 
     @property
     def _within_reach(self) -> int:
-        """Device pages that slots can have from nobody, the idle ones of activations among them."""
+        """Device pages that slots can have without taking any, the idle ones of activations among them."""
         return self._device.available + self._device.idle
 
     def slices(self) -> list[Slice]:
-        """What may be taken of slots, those first that fewest layers read. On any thread."""
+        """Slices of slots that may be taken, those first that the fewest layers read. On any thread."""
         return self._slots.slices()
 
     def parts(self, taken: Slice) -> list[Part]:
         """Returns the parts of such a slice, for `Device.publish`. On any thread."""
         return self._slots.parts(taken)
 
-    def said(self, away: int) -> Streamed:
-        """How it is now. `away`: pages."""
+    def status(self, away: int) -> Streamed:
+        """Returns how the cache is read now. `away`: pages."""
         way = Way.RESIDENT if not away else Way.STREAMED if self._slots.pieces else Way.ZERO_COPY
         return Streamed(way, away, self._slots.slots, self._slots.pages, self._slots.copied, self._choice.exposed)
 
     # -- for the thread that uses it
 
     def enter(self, extent: KVExtent, stream: int) -> None:
-        """A layer is about to append and to be read. BallonetError, DriverError."""
+        """Prepares a layer's slot before it appends and is read. BallonetError, DriverError."""
         if self._slots.slots:
             with self._lock:
                 self._slots.enter(extent, stream)
 
     def map_to_host(self, extent: KVExtent) -> None:
-        """Somebody looks at it, or its tokens go. BallonetError, DriverError."""
+        """Maps a layer to the host, for a read from outside or before its tokens go. BallonetError, DriverError."""
         with self._lock:
             self._slots.map_to_host(extent)
             if not self._slots.pieces:
                 self._slots.close()
-        self._wait = max(self._wait, self._shy)
-        self._shy = min(2 * self._shy, self._tuning.look)
+        self._wait = max(self._wait, self._backoff)
+        self._backoff = min(2 * self._backoff, self._tuning.look)
 
     def give(self) -> int:
-        """Slots go back. How many pages. DriverError."""
+        """Gives the slots back. Returns how many pages. DriverError."""
         pages = self._slots.slots * self._slots.pages
         if self._slots.slots:
             with self._lock:
@@ -153,13 +153,13 @@ class KVReadPlan:
         return pages
 
     def nothing_away(self, rows: int) -> None:
-        """As `arrange`, where nothing is away and there are no slots."""
+        """Does what `arrange` does where nothing is away and there are no slots."""
         self._begin(rows, 0, self._tuning.link)
 
     def arrange(self, extents: Sequence[KVExtent], rows: int, link: float | None, stream: int) -> Choice | None:
-        """Between two iterations, the next of which has so many `rows` of each sequence. `extents`: of all ranges, in
-        the order in which they compute; `link`: bytes per second. Returns what was chosen, where there are other
-        slots now. BallonetError, DriverError."""
+        """Decides and arranges how the cache is read, between two iterations, the next of which has so many `rows` of
+        each sequence. `extents`: of all ranges, in the order in which they compute; `link`: bytes per second. Returns
+        the choice, where slots changed. BallonetError, DriverError."""
         speed = link or self._tuning.link
         if self._slots.slots:
             with self._lock:
@@ -167,7 +167,7 @@ class KVReadPlan:
         away = sum([extent.mover.away for extent in extents])
         self._begin(rows, away, speed)
         if self._slots.pieces:
-            self._shy = max(1, self._shy - 1)
+            self._backoff = max(1, self._backoff - 1)
         if not away:
             self.give()
         if not away or self._settled(away, rows):
@@ -203,19 +203,19 @@ class KVReadPlan:
         free += sum(max(0, extent.held - extent.away) for extent in extents)
         free -= self._device.budget // page // self._tuning.left
         held = [max(extent.held, extent.away) for extent in extents]
-        # What nobody knows counts as long as the copies take. It is all before the next layer enters, who says that the
-        # attention of the last one has been launched.
+        # Unknown compute time: assume it equals copy time. All of it comes before the next layer enters, which shows
+        # that the attention of the last one has been launched.
         seconds = sum(held) * page / link if self._computes is None else self._computes
         layers = [LayerReads(pages, 0.0, seconds / len(extents)) for pages in held]
         return choose(layers, page=page, link=link, free=max(0, free), rows=rows, tuning=self._tuning)
 
     def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:
-        """Makes slots as chosen, and puts all that is away in slot. See Note [Room for slots]."""
+        """Makes the chosen slots, and leads all that is away to them. See Note [Room for slots]."""
         wanted, most = self._choice.streamed, max(extent.away for extent in extents)
         fits = most <= self._slots.pages and self._slots.pieces <= sum(extent.away for extent in extents)
         if self._slots.slots != self._choice.slots or not fits:
             self._slots.close()
-            self._device.reap()  # what they were made of is free
+            self._device.reap()  # pages of former slots are free then
             wanted = max(wanted, most)
             pages = wanted + max(1, wanted // self._tuning.slack)
             lacking = self._choice.slots * pages - self._within_reach
@@ -230,7 +230,7 @@ class KVReadPlan:
             self._slots.bind(extents)
 
     def _begin(self, rows: int, away: int, link: float) -> None:
-        """An iteration begins; what is known by now of those before is learned."""
+        """Notes that an iteration begins, and learns from those that have ended."""
         if self._iteration is not None:
             self._iteration.through = self._slots.pieces > 0
         self._iteration = _Iteration(rows, away, link)
@@ -239,7 +239,7 @@ class KVReadPlan:
                 self._learn(iteration, seconds)
 
     def _learn(self, iteration: _Iteration, seconds: float) -> None:
-        """How long does an iteration compute? `seconds`: that it took."""
+        """Updates how long an iteration computes. `seconds`: its time."""
         copying = iteration.away * self._device.page_size / iteration.link
         if not iteration.through:
             self._computes = max(0.0, seconds - copying / self._tuning.in_place)
@@ -249,7 +249,7 @@ class KVReadPlan:
     # -- for the governor
 
     def give_if_unused(self) -> None:
-        """Slots go back, unless somebody leases the cache."""
+        """Gives the slots back, unless the cache is leased."""
         if self._slots.slots and not self._group.leases:
             if_free(self._lock, self._close)
 

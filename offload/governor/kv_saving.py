@@ -1,8 +1,9 @@
-"""Copies of a KV cache's pages that are made in the background: to the host or the peer, and from the peer to the host.
+"""Background copies of a KV cache's pages: to the host or the peer, and from the peer to the host.
 
 Note [Before it is copied]
     A draft of the reclaim list (published.py) may have a page as dirty while its backing gets one here. Published then,
-    it would mean a backing that holds the bytes. So the governor is told between the two: what is drafted is void.
+    the core would take the backing for one that holds the bytes. So the governor is told between the two: the draft is
+    void.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .kv_turns import KVTurns
 
 
 class KVSaving:
-    """Thread-safe. Nobody waits here for the cache's lock: whoever calls may hold it."""
+    """Background copies of one cache. Thread-safe. No call waits for the cache's lock, which the caller may hold."""
 
     def __init__(
         self,
@@ -49,23 +50,23 @@ class KVSaving:
         self._governor = governor
         self._lock = lock
         self._name = name
-        self._behind = Lock()  # of whoever is about to copy what is marked
+        self._behind = Lock()  # held by the thread that is about to copy what is marked
 
     def write_behind(self, pages: int) -> None:
-        """Starts to copy up to so many full pages to their backings, those first that would be taken first, and notices
-        what was copied before. See Note [Before it is copied]. Does nothing where the driver will not."""
+        """Starts to copy up to so many full pages to their backings, those first that would be taken first, and notes
+        what was copied before. See Note [Before it is copied]. Does nothing where the driver refuses."""
         if (pages or self._extents.busy) and not self._lock.locked():  # perhaps by this very thread
             if_free(self._behind, partial(self._write_behind, pages))
 
     def notice(self) -> bool:
-        """Notices what has been copied, unless somebody copies now. Is more clean than before? DriverError."""
+        """Notes what has been copied, unless copies are being submitted. Returns whether more is clean. DriverError."""
         with self._lock:
             return self._extents.busy and not self._behind.locked() and self._extents.saved()
 
     def demote(self, pages: int) -> None:
-        """Starts to copy up to so many pages from the peer to the host, those first that nobody reads there; they take
+        """Starts to copy up to so many pages from the peer to the host, those first that are not read there; they take
         their places once they have arrived, when `write_behind` is called, or the next iteration begins. Returns at
-        once; does nothing where the driver will not."""
+        once; does nothing where the driver refuses."""
         self._extents.look()
         if not self._lock.locked():  # as in write_behind
             if_free(self._behind, partial(self._demote, pages))
@@ -80,7 +81,7 @@ class KVSaving:
             extent.backing.demoting(ready, done)
             done.wait()
             extent.mover.saving.saved()
-            return extent.backing.pages.backing(piece) == "host"
+            return extent.backing.pages.leads_to(piece) == "host"
 
     def _write_behind(self, pages: int) -> None:
         with self._lock:
@@ -124,7 +125,7 @@ class KVSaving:
         self._governor.events.decided(lever, "pull", pages, what=self._name, predicted=predicted)
 
     def _sending(self, ready: Mapping[KVExtent, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
-        """Seconds for what is copied behind; None where a link was not measured that matters."""
+        """Seconds that copies of these pages take; None where a link they need was not measured."""
         host, peer = self._governor.link.page_seconds, self._governor.link.peer_page_seconds
         places = Counter(extent.backing.pages.place(piece) for extent, (pieces, _) in ready.items() for piece in pieces)
         mean = mean_seconds(places["peer"], places["host"], peer, host)

@@ -2,8 +2,8 @@
 
 Note [Who calls]
     The thread that uses the cache calls KVTier; the governor KVClient (kv_client.py), on any thread, `offers` even
-    under its lock, or in a finalizer, in the middle of anything. So nobody waits there for the lock of the cache, and
-    nobody who holds that calls the governor.
+    under its lock, or in a finalizer, in the middle of anything. So KVClient never waits for the lock of the cache, and
+    no holder of that lock calls the governor.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .kv_turns import KVTurns
 
 
 class KVTier:
-    """The pages of one cache. Refers to its ranges weakly."""
+    """The pages of one cache in use. Refers to its ranges weakly."""
 
     def __init__(self, device: Device, group: Group, governor: GovernorApi, model_name: str = "") -> None:
         """`group`: of all its ranges; `model_name`: of its model, for readers."""
         self.lock = Lock()  # of the states of its pieces
-        self.patient = True  # did others give what they lease when they were waited for last?
+        self.last_wait_succeeded = True  # did others give what they lease when they were waited for last?
         self.governor = governor
         self.turns = KVTurns()
         self.extents = KVExtents(device)
@@ -39,53 +39,54 @@ class KVTier:
         self._tuning = governor.tuning.kv_growth
         self._way = self.client.way
         self._restoring = Lock()  # held while pages get their bytes
-        self._arrives = False  # are there bytes on their way to the device, as far as known?
-        self._unsaid = 0  # pages that are full, which the governor does not know
-        self._slot_changes = 0  # changes of slots that the governor was told of
+        self._arrives = False  # are pages being restored, as far as known?
+        self._unreported = 0  # full pages that the governor was not told of
+        self._slot_changes = 0  # the count of slot changes that the governor was told last
         self.client.model_name = model_name
         self.number = governor.add_client(self.client)
 
     def add(self, extent: KVExtent) -> int:
-        """One more range. Returns its number."""
+        """Adds a range and returns its number."""
         return self.extents.add(extent)
 
     def enter(self, extent: KVExtent, stream: int) -> None:
-        """A layer of this range is about to append and to be read, on `stream`. BallonetError, DriverError."""
+        """Prepares a range before its layer appends and is read, on `stream`. BallonetError, DriverError."""
         self.turns.stream = stream
-        if extent.mover.comes:
+        if extent.mover.lacks_bytes_or_copying:
             self._arrive(extent, stream)
         self._way.enter(extent, stream)
 
     def prefilling(self, pages: int) -> None:
-        """A layer is about to get so many pages at once, and so will those after it. Where there are not enough for
-        the next ones, as many pages of the layers that have run are copied to the host meanwhile, so that they can be
-        given up at once (eLLM §4.3.2). DriverError."""
+        """Called before a layer gets so many pages at once, as those after it will. Where too few are free for the next
+        ones, starts to copy as many pages of layers that have run to the host, so that they can be given up at once
+        (eLLM §4.3.2). DriverError."""
         wanted = self._tuning.layers * pages
         if self._device.available < wanted:
             self.client.write_behind(wanted)
             self.governor.reclaim.publish_now()
 
     def show(self, extent: KVExtent, stream: int | None) -> None:
-        """What `stream` is given from now on, on None the host, finds the tokens of this range at its addresses, until
-        a layer enters. On any thread. BallonetError, DriverError."""
+        """Has `stream`, with None the host, find the tokens of this range at its addresses, until a layer enters. On
+        any thread. BallonetError, DriverError."""
         self._arrive(extent, stream)
         if extent.mover.in_slot:
             self._way.map_to_host(extent)
 
     def _arrive(self, extent: KVExtent, stream: int | None) -> None:
-        if extent.mover.coming:
+        if extent.mover.lacks_bytes:
             with self._restoring:
                 extent.fetch(self.transfer, stream or 0)
         extent.mover.arrive(stream)
 
     def iteration(self, stream: int, rows: int = 1, more: int = 0, forward: int = 0) -> None:
-        """Before the first layer appends `rows` tokens, on `stream`, for which its range gets so many pages `more`, and
-        the others as many. `forward`: the number of its lease, 0 outside of one. DriverError."""
+        """Begins an iteration: restores pages and arranges slots before the first layer appends `rows` tokens on
+        `stream`. `more`: pages that each range gets for them; `forward`: the number of its lease, 0 outside of one.
+        DriverError."""
         client, way = self.client, self._way
         if self.governor.taken_of(self.number):
             self.extents.look_anew()
-        if client.saving.notice() or self._unsaid:
-            self._unsaid = 0
+        if client.saving.notice() or self._unreported:
+            self._unreported = 0
             self.governor.client_changed(self.number)
         away = self.extents.away
         pages = self.governor.restorable_pages(self.number) if away else 0
@@ -102,7 +103,7 @@ class KVTier:
         else:
             way.nothing_away(rows)
         if self._arrives:
-            self._arrives = self.extents.comes
+            self._arrives = self.extents.lacks_bytes_or_copying
         self.turns.forward = 0 if away or way.slots or self._arrives else forward
         if way.changes != self._slot_changes:
             self._slot_changes = way.changes
@@ -110,29 +111,28 @@ class KVTier:
 
     def grown(self, pages: int, soon: bool) -> None:
         """Notes that so many more pages are full. `soon`: where pages are scarce the governor is told before the next
-        iteration, once they are a part of the budget that is worth a new list."""
-        self._unsaid += pages
+        iteration, once they are worth a new list."""
+        self._unreported += pages
         total = self._device.budget // self._device.page_size
-        if not soon or not worth_telling(self._unsaid, total, self._tuning):
+        if not soon or not worth_telling(self._unreported, total, self._tuning):
             return
         if self.governor.pages.scarce or scarce(self._device.available, total, self.governor.tuning.pages):
-            self._unsaid = 0
+            self._unreported = 0
             self.governor.client_changed(self.number)
 
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
-        """A token came to the range of this number; see `ahead`."""
+        """Maps pages ahead after a token came to the range of this number; see `ahead`."""
         width = window(self._device.page_size, self._tuning.ahead)
         for each in ahead(number, len(self.extents), width, took=took, next_takes=next_takes):
             if (extent := self.extents.get(each)) is not None:
                 extent.map_ahead()
 
     def restore(self, pages: int, stream: int) -> int:
-        """Restores so many pages that are away, if there is room, and their bytes range after range; returns how many.
-        DriverError."""
+        """Restores so many pages that are away, if there is room, range after range; returns how many. DriverError."""
         self.extents.look()
         began, reading = self.governor.clock(), self._reading(self.extents.away)
         extents = [extent for extent in self.extents.all() if extent.away]
-        shown = [extent for extent in extents if not extent.alone()]  # and those have no tensors of their own by now
+        shown = [extent for extent in extents if not extent.alone()]  # the others have no tensors over them by now
         self.turns.forward, self._arrives = 0, True
         with self._restoring:
             back = _restore(extents, pages, shown, self.transfer, stream)
@@ -151,12 +151,12 @@ class KVTier:
     def decided(
         self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
     ) -> None:
-        """Something about its pages, by this thread. Times are in seconds."""
+        """Logs an event about the cache's pages, by this thread. Times are in seconds."""
         what = self.client.name
         self.governor.events.decided(lever, verb, pages, what=what, predicted=predicted, measured=measured)
 
     def _arrange(self, stream: int, rows: int, away: int) -> None:
-        """How are the pages read that stay away? An event where slots come or go."""
+        """Arranges how pages that stay away are read. Logs an event where slots come or go."""
         seconds = self._reading(away)
         link = None if seconds is None else self._device.page_size / seconds
         began = self.governor.clock()
@@ -167,7 +167,8 @@ class KVTier:
             self.decided("layer stream", verb, pages, chosen.exposed, self.governor.clock() - began)
 
     def _reading(self, away: int) -> float | None:
-        """Seconds for a page of those that are away, as they lie; None where a link was not measured that matters."""
+        """Mean seconds to copy a page that is away, from where it lies; None where a link that it needs was not
+        measured."""
         near = self.extents.near
         return mean_seconds(near, away - near, self.governor.link.peer_page_seconds, self.governor.link.page_seconds)
 
@@ -180,8 +181,8 @@ def _restore(
     stream: int,
     chosen: Sequence[int] | None = None,
 ) -> int:
-    """Restores so many pages of these, if there is room: of each those of `chosen`, if that is not None. `shown`: to
-    whose tensors somebody refers, who may read them on any stream: the host waits for those."""
+    """Restores so many pages of `extents`, if there is room: of each those of `chosen`, if that is not None. `shown`:
+    extents under tensors, which may be read on any stream: the host waits for their copies."""
     back = 0
     try:
         for extent in extents:

@@ -1,25 +1,25 @@
-"""The order in which the layers of a cache append: which one begins an iteration, and which ones only follow."""
+"""The order in which the layers of a cache append, and which append begins an iteration."""
 
 from __future__ import annotations
 
 
 class KVTurns:
-    """Used by the thread that uses the cache. A layer is (number of its range, place in that).
+    """The order of appends, used by the cache's thread. A layer is (number of its range, place in that).
 
-    One of the later layers of an iteration, in the forward for which nothing is away nor on its way, only follows:
-    `KVRange.append_next` notes that itself, as each layer of each token pays for it."""
+    In a forward for which nothing is away or being restored, `KVRange.append_next` notes layers after the first itself,
+    as each layer of each token pays for it."""
 
     def __init__(self) -> None:
-        self.layers = 0  # that append in an iteration
-        self.forward = 0  # the forward whose later layers find nothing away, nor on its way; 0: there is none
-        self.stream = 0  # that tokens were appended on last
+        self.layers = 0  # number of layers that append in an iteration
+        self.forward = 0  # the forward for which nothing is away or being restored; 0: there is none
+        self.stream = 0  # the stream of the last append
         self.order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
-        self.turns: list[int] = []  # in this one
+        self.turns: list[int] = []  # the same in this iteration
         self.leader: tuple[int, int] | None = None  # the layer that began it
-        self.since = 0  # appends since its last
+        self.since = 0  # appends since the leader's last
 
     def begins(self, layer: tuple[int, int]) -> bool:
-        """A layer is about to append: is it the first one of an iteration?"""
+        """Notes that a layer is about to append. Is it the first one of an iteration?"""
         self.since += 1
         if layer != self.leader and self.leader is not None and self.since <= self.layers:
             self.turns.append(layer[0])

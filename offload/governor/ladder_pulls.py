@@ -52,16 +52,16 @@ class LadderPulls:
             if pages > 0 and candidate.rung <= last:
                 if candidate.rung > Rung.DUPLICATES and not wished:
                     wished = True
-                    self._known.duplicates.wish(pages)
+                    self._known.duplicates.request_drop(pages)
                 pages -= self._known.device.take([candidate.client * KEYS_PER_CLIENT + candidate.index])
         if pages > 0 and not wished:
-            self._known.duplicates.wish(pages)
+            self._known.duplicates.request_drop(pages)
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
         layers = rung in OF_LAYERS
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             now = self._known.clock()
             free = self._known.look(now)
             situation, held = self._known.situation(now, free), self._known.clients.held(now)

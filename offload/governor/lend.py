@@ -1,11 +1,11 @@
-"""What the models of a device have reserved, lent and borrowed of its pages (SwiftCache §3.4, §3.5): the books. Who
-carries out what they say is exchange.py.
+"""The books of what models of a device have reserved, lent and borrowed (SwiftCache §3.4, §3.5). exchange.py moves the
+pages.
 
-Note [Whose is what]
+Note [Reserves]
     There is one pool, and pages are of one size: what changes hands changes its owner, and no byte is moved. So a model
     has no pages of its own, but a reserve: what its caches had in use at one time of the last `window` seconds, in
-    whole units, and at least the part of its floor that weights do not take. Scaled up is at the moment when a cache is
-    about to grow, before its pages are asked for; scaled down, once a second at most, when somebody asks.
+    whole units, and at least the part of its floor that weights do not take. A reserve is scaled up when a cache is
+    about to grow, before its pages are asked for, and scaled down at most once a second, at a `look`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..policy.tuning import DEFAULT, Loans
 
 @dataclass(slots=True)
 class Use:
-    """What one model uses, in pages: `used` by caches in use, or about to be; `held` by all of its caches, on the
-    device; `block`: that it grows by, 0 while it has none; `floor`: that its KV keeps."""
+    """Pages of one model: `used` by caches in use, or about to be; `held` by all of its caches, on the device; `block`:
+    the step it grows by, 0 while it has none; `floor`: what its KV keeps."""
 
     number: int
     name: str
@@ -33,8 +33,8 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What one model has lent and borrowed, in pages: `reserve`: its own; `borrowed`: that it holds beyond that;
-    `lent`: that were its reserve and are for others now; `unit`: of what changes hands."""
+    """Pages that one model has lent and borrowed. `reserve`: its own; `borrowed`: held beyond that; `lent`: former
+    reserve that is for others now; `unit`: the multiple in which pages change hands."""
 
     reserve: int = 0
     borrowed: int = 0
@@ -52,7 +52,7 @@ class _Book:
 
 
 class Lending:
-    """By number of the model. Not thread-safe: whoever calls holds the governor's lock."""
+    """The books of all models, by number. Not thread-safe: callers hold the governor's lock."""
 
     def __init__(self, window: float, tuning: Loans = DEFAULT.loans) -> None:
         """`window`: seconds."""
@@ -62,14 +62,14 @@ class Lending:
         self.due_at = tuning.check  # when it is time to look what can be spared
 
     def covers(self, use: Use, now: float) -> bool:
-        """Is what the model uses its own? It is noted."""
+        """Notes what the model uses. Is it within the reserve?"""
         book = self._book(use.number)
         book.window.use(now, use.used)
         return use.used <= book.reserve
 
     def look(self, uses: Sequence[Use], now: float, total: int) -> list[tuple[Use, int]]:
-        """Reserves follow what is used, of a pool of so many pages. Returns who took back how many of what it had lent,
-        or for fewer than none lent them."""
+        """Updates reserves to what is used, in a pool of `total` pages. Returns the models that took back pages they
+        had lent, with how many; negative: newly lent."""
         self.due_at = now + self._tuning.check
         self._books = {use.number: self._book(use.number) for use in uses}
         for use in uses:
@@ -90,25 +90,25 @@ class Lending:
         return changes
 
     def accounts(self, uses: Sequence[Use]) -> list[Account]:
-        """As lending.py wants them."""
+        """The books as lending.py takes them."""
         books = [(use, self._book(use.number)) for use in uses]
         return [Account(use.number, book.block, book.reserve, use.held, use.priority) for use, book in books]
 
     def due(self, uses: Sequence[Use], free: int, total: int) -> dict[int, int]:
-        """Pages that each has to give back, so that every reserve is whole."""
+        """Pages that each model has to give back, so that every reserve is whole."""
         return due(self.accounts(uses), free, self._largest(total))
 
     def borrowed(self, uses: Sequence[Use]) -> int:
-        """Pages of all that are held beyond reserves."""
+        """Pages that models hold beyond their reserves, in all."""
         return sum(each.borrowed for each in self.accounts(uses))
 
     def of(self, use: Use) -> Lent:
-        """What is in the books of a model."""
+        """Returns the books of a model."""
         book = self._book(use.number)
         return Lent(book.reserve, max(0, use.held - book.reserve), book.lent, book.unit)
 
     def _largest(self, total: int) -> int:
-        """Pages of a unit, at most."""
+        """The most pages of a unit."""
         return max(1, total // self._tuning.part)
 
     def _book(self, number: int) -> _Book:

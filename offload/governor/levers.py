@@ -1,8 +1,7 @@
-"""The ladder of a device as one list of levers, with the same four verbs each: what would it free, what would it cost,
-pull, revert.
+"""The ladder of a device as one list of levers, each with `would_free`, `would_cost`, `pull` and `revert`.
 
-As a rule nobody pulls them here. The core does, in the middle of an operator, by what the governor publishes; and the
-governor reverts when pages are to spare. This is for those who ask what there is (a report, a refusal), and for chaos.
+As a rule the core pulls, in the middle of an operator, by the published list, and the governor reverts when pages are
+to spare. This list is for reports, refusals, and chaos.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Protocol
 
 from ..policy.reclaim_order import LISTED, Candidate, Rung
 from .governor import Governor
-from .published import Pool
+from .published import DeviceView
 
 
 class Lever(Protocol):
@@ -23,23 +22,24 @@ class Lever(Protocol):
 
     @abstractmethod
     def would_free(self) -> int:
-        """Pages, at most, at this moment."""
+        """The most pages that a pull would free at this moment."""
 
     @abstractmethod
     def would_cost(self) -> tuple[float, float]:
-        """Seconds of each iteration, for as long as all of them are away, and seconds once."""
+        """Returns (seconds of each iteration while all of them are away, seconds once)."""
 
     @abstractmethod
     def pull(self, pages: int) -> int:
-        """Frees up to so many, of what this thread may take, or a few more; how many were. DriverError."""
+        """Frees up to so many pages, of what this thread may take, or a few more. Returns how many. DriverError."""
 
     @abstractmethod
     def revert(self, pages: int) -> int:
-        """Up to so many free pages go back to whoever gave theirs, before their next iteration; how many will."""
+        """Grants up to so many free pages to clients that gave theirs, before their next iteration. Returns how
+        many."""
 
 
 class Free(Lever):
-    """Pages that nobody has."""
+    """Free pages."""
 
     rung = Rung.TRIM
 
@@ -64,7 +64,7 @@ class Inflate(Lever):
 
     rung = Rung.INFLATE
 
-    def __init__(self, device: Pool) -> None:
+    def __init__(self, device: DeviceView) -> None:
         self._device = device
 
     def would_free(self) -> int:
@@ -81,7 +81,7 @@ class Inflate(Lever):
 
 
 class Listed(Lever):
-    """What models and caches offer of one rung."""
+    """Offers of models and caches on one rung."""
 
     def __init__(self, governor: Governor, rung: Rung) -> None:
         self.rung = rung
@@ -107,8 +107,8 @@ class Listed(Lever):
 
 
 class DropLever(Lever):
-    """Layers that other replicas hold as well. A pull posts a wish and frees nothing: see duplicates.py. What running
-    as a stage of a pipeline costs is for the controller of the replicas to weigh."""
+    """Layers that other replicas hold as well. A pull posts a request and frees nothing: see duplicates.py. The
+    controller of the replicas weighs what running as a stage of a pipeline costs."""
 
     rung = Rung.DUPLICATES
 
@@ -122,7 +122,7 @@ class DropLever(Lever):
         return 0.0, 0.0
 
     def pull(self, pages: int) -> int:
-        self._duplicates.wish(pages)
+        self._duplicates.request_drop(pages)
         return 0
 
     def revert(self, pages: int) -> int:
@@ -130,11 +130,11 @@ class DropLever(Lever):
 
 
 class Wait(Lever):
-    """What others request of this thread, and what this thread may hear of."""
+    """Waiting for other threads: this one gives the pages requested of it, and may get others."""
 
     rung = Rung.WAIT
 
-    def __init__(self, governor: Governor, device: Pool) -> None:
+    def __init__(self, governor: Governor, device: DeviceView) -> None:
         self._governor = governor
         self._device = device
 
@@ -159,7 +159,7 @@ class Spill(Lever):
 
     rung = Rung.SPILL
 
-    def __init__(self, governor: Governor, device: Pool, allowed: bool) -> None:
+    def __init__(self, governor: Governor, device: DeviceView, allowed: bool) -> None:
         self._governor = governor
         self._device = device
         self._allowed = allowed
@@ -182,8 +182,8 @@ class Spill(Lever):
         return 0
 
 
-def levers(governor: Governor, device: Pool, *, spill: bool) -> Sequence[Lever]:
-    """In the order of their rungs. `spill`: may pages of the host stand in?"""
+def levers(governor: Governor, device: DeviceView, *, spill: bool) -> Sequence[Lever]:
+    """Returns the levers in the order of their rungs. `spill`: may pages of the host stand in?"""
     found: list[Lever] = [
         Free(governor),
         Inflate(device),

@@ -1,4 +1,4 @@
-"""The links of a device as its governor knows them: to the host, to its peer, and what others send over the first."""
+"""The links of a device, to the host and to its peer, with others' traffic on the first."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from threading import Lock
 
 from ..policy.tuning import OtherTraffic
-from .published import Pool
+from .published import DeviceView
 from .traffic import Traffic, sent
 
 
 class HostLink:
-    """Thread-safe. Bandwidths are in bytes per second, and None where nobody has measured them."""
+    """The measured links of a device. Thread-safe. Bandwidths are in bytes per second, None where not measured."""
 
     def __init__(
         self,
-        device: Pool,
+        device: DeviceView,
         lock: Lock,
         moved: Callable[[], None],
         bandwidth: float | None,
@@ -24,9 +24,9 @@ class HostLink:
         clock: Callable[[], float],
         tuning: OtherTraffic,
     ) -> None:
-        """`lock`: of the governor, under which `moved` is called where what was decided may not hold any more;
-        `received`: bytes per second that go over the link (record/link.py), None where nobody can say: it is asked in
-        the background, while anything streams."""
+        """`lock`: of the governor, under which `moved` is called where earlier decisions may not hold any more;
+        `received`: bytes per second that go over the link (record/link.py), None where not known: called in the
+        background, while anything streams."""
         self.traffic = 0.0  # bytes per second that others take
         self._page = device.page_size
         self._lock = lock
@@ -40,7 +40,7 @@ class HostLink:
 
     @property
     def bandwidth(self) -> float | None:
-        """From the host. Needed before a model with an SLO is added."""
+        """Bandwidth from the host. Needed before a model with an SLO is added."""
         return self._bandwidth
 
     @bandwidth.setter
@@ -51,12 +51,12 @@ class HostLink:
 
     @property
     def page_seconds(self) -> float | None:
-        """To copy a page from the host."""
+        """Seconds to copy a page from the host."""
         return None if self._bandwidth is None else self._page / self._bandwidth
 
     @property
     def peer_bandwidth(self) -> float | None:
-        """Between the device and its peer; None also where there is none."""
+        """Bandwidth between the device and its peer; None also where there is none."""
         return self._peer_bandwidth
 
     @peer_bandwidth.setter
@@ -67,11 +67,11 @@ class HostLink:
 
     @property
     def peer_page_seconds(self) -> float | None:
-        """To copy a page to the peer or back."""
+        """Seconds to copy a page to the peer or back."""
         return None if self._peer_bandwidth is None else self._page / self._peer_bandwidth
 
     def set_traffic(self, rate: float) -> None:
-        """Others take so many bytes per second of the link to the host."""
+        """Notes that others take so many bytes per second of the link to the host."""
         with self._lock:
             if self._bandwidth is None:
                 return
@@ -81,6 +81,6 @@ class HostLink:
                 self._moved()
 
     def watch(self, streams: bool) -> None:
-        """Others' traffic matters while anything streams."""
+        """Watches others' traffic, which matters only while anything streams."""
         if self._watcher is not None:
             self._watcher.wanted(streams)

@@ -1,10 +1,10 @@
-"""What is known of a device's models, other clients and pages, kept up to date.
+"""The governor's state: a device's models, other clients, pages and links, kept up to date.
 
 Note [Locks]
-    One lock, held while numbers are looked at, never while a client prepares anything or the core waits for a layer
-    that is being taken. `Device.taken`, `publish`, `snapshot`, `page_request` are called under it: they take locks of
-    the core only, which never calls Python; so is what clients answer at once (client.py). Entries are made without it;
-    a list made of them is published only if nobody has begun a newer one, nor changes a model, since.
+    One lock, held while numbers are read, never while a client prepares anything or the core waits for a layer that is
+    being taken. `Device.taken`, `publish`, `snapshot`, `page_request` are called under it: they take locks of the core
+    only, which never calls Python; so is what clients answer at once (client.py). Entries are made without it; a list
+    made of them is published only if no newer one was begun, and no model changed, since.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .duplicates import Duplicates
 from .lend import Lending
 from .link import HostLink
 from .pages import DevicePages
-from .published import Pool, Published
+from .published import DeviceView, Published
 from .restore import Back, plan_restore
 from .situation import Situation
 
 
 class Overview:
-    """What whoever decides looks at, under `lock`. Not thread-safe."""
+    """The state that decisions read and change under `lock`. Not thread-safe."""
 
     def __init__(
         self,
-        device: Pool,
+        device: DeviceView,
         clock: Callable[[], float],
         tuning: Tuning,
         window: float,
@@ -48,7 +48,7 @@ class Overview:
         received: Callable[[], int | None] | None,
         waits: Callable[[], float],
     ) -> None:
-        """See Governor."""
+        """The parameters are those of Governor."""
         self.device: Final = device
         self.tuning: Final = tuning
         self.clock: Final = clock
@@ -56,19 +56,19 @@ class Overview:
         self.clients: Final = Clients(tuning.pages.idle, Progress(marks, clock), tuning.weights)
         self.lending: Final = Lending(window, tuning.loans)
         self.link: Final = HostLink(device, self.lock, self._link_changed, bandwidth, received, clock, tuning.traffic)
-        # what is looked up while nothing happens
+        # answers that are repeated while nothing changes
         self.answers: dict[tuple[int, Point], StreamDecision] = {}
         self.settled: RunningShares | None = None
-        self.wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
+        self.wanting = 0  # free pages when a model got fewer than it would take, as a power of two; 0: none did
         # pages
         self.pages: Final = DevicePages(device, tuning.pages, waits)
         self.list: Final = Published(device)
         self.events: Final = Events() if events is None else events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
-        self._refused: int | None = None  # pages so far that operators could not have, as known
+        self._refused: int | None = None  # pages so far that operators could not have
         self._waited = False  # was anything taken since it was last looked?
-        self._candidates: list[Candidate] | None = None  # of the models, where nothing of them has changed
+        self._candidates: list[Candidate] | None = None  # of the models; None once a model has changed
 
     def _link_changed(self) -> None:
         self.moved(*self.clients.models)
@@ -76,7 +76,7 @@ class Overview:
     # -- what happened; the caller holds the lock
 
     def moved(self, *changed: ModelState) -> None:
-        """What was answered, settled and listed may not hold any more, nor what is known of these."""
+        """Drops answers, shares and lists, which may not hold any more, and the costs of the `changed` models."""
         for state in changed:
             state.costs.clear()
         self.answers.clear()
@@ -85,7 +85,7 @@ class Overview:
         self.list.stale = True
 
     def models_changed(self) -> None:
-        """What is listed of models may not hold any more."""
+        """Drops the candidates of models, which may not hold any more."""
         self._candidates = None
 
     def drop_dead(self) -> None:
@@ -95,18 +95,18 @@ class Overview:
         if models or caches:
             self.list.void()
 
-    def hear(self) -> None:
-        """Takes in what the core took, and which models and caches are gone."""
+    def drain_core_events(self) -> None:
+        """Applies what the core took since the last call, and removes models and caches that are gone."""
         if self.clients.gone:
             self.drop_dead()
         if taken := self.device.taken():
-            self._heard(taken)
+            self._apply_taken(taken)
 
-    def _heard(self, taken: Sequence[tuple[int, int, int]]) -> None:
+    def _apply_taken(self, taken: Sequence[tuple[int, int, int]]) -> None:
         for _, key, pages in taken:
             self.clients.took(*divmod(key, KEYS_PER_CLIENT))
             if self.list.comes_after(key, Rung.DUPLICATES):
-                self.duplicates.lack(pages)
+                self.duplicates.note_shortage(pages)
         self.events.hear()
         self._waited = True
         for paged, _ in self.clients.paged:
@@ -116,14 +116,13 @@ class Overview:
         self.moved()
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> StreamDecision | None:
-        """An iteration of the model begins. Its last decision, where all that made it is as it was, and all that an
-        answer does beside that would be done in vain; else None, and nothing has been noted. See governor.py, Note [The
-        same answer]. KeyError."""
+        """Returns the model's last decision at the beginning of an iteration, where all that it depends on is
+        unchanged; else None, with nothing noted. See governor.py, Note [The same answer]. KeyError."""
         state = self.clients.by_model[id(model)]
         last, (phase, batch, length) = state.point, point
         if (
             last is None
-            or last.phase != phase  # as `Point.counts_for`
+            or last.phase != phase  # these three as `Point.counts_for`
             or not last.batch < 2 * batch <= 2 * last.batch
             or not last.length < 2 * length <= 2 * last.length
             or self.list.stale
@@ -134,7 +133,7 @@ class Overview:
         ):
             return None
         if taken := self.device.taken():
-            self._heard(taken)
+            self._apply_taken(taken)
             return None
         decision = self.answers.get((state.number, last))
         if decision is None or (state.streams and not state.passed(phase)):
@@ -142,8 +141,8 @@ class Overview:
         self.clients.running.began(state, now)
         return decision
 
-    def rest(self, now: float) -> None:
-        """Who is idle, and in which order were they used?"""
+    def update_idle(self, now: float) -> None:
+        """Updates which clients are idle, and in which order they were used."""
         models, caches = self.clients.idleness.rested(now)
         if models:
             self.moved()
@@ -151,10 +150,10 @@ class Overview:
             self.list.stale = True
 
     def look(self, now: float) -> int:
-        """At the pages: how many are free, and can some go back to whoever gave theirs?"""
-        self.rest(now)
+        """Reads how many pages are free, returns it, and grants spare ones to clients that gave theirs."""
+        self.update_idle(now)
         if self.duplicates.known:
-            self._hear_refusals()
+            self._note_refusals()
         free, spare = self.pages.look(now, self._waited)
         self._waited = False
         if spare:
@@ -164,13 +163,13 @@ class Overview:
             self.moved()
         return free
 
-    def _hear_refusals(self) -> None:
-        """Notes what operators could not have, whom the core goes down the whole ladder for."""
+    def _note_refusals(self) -> None:
+        """Notes the pages that operators could not have although the core went down the whole ladder."""
         self.events.hear()
         refused = self.events.counts().get(Rung.REFUSE.label, {}).get("pull")
         pages = 0 if refused is None else refused.pages
         if self._refused is not None:
-            self.duplicates.lack(pages - self._refused)
+            self.duplicates.note_shortage(pages - self._refused)
         self._refused = pages
 
     def grant(self, back: Back) -> None:
@@ -193,7 +192,7 @@ class Overview:
         return self.lending.due(self.clients.uses(now), self.pages.unused, self.pages.total)
 
     def watch(self) -> None:
-        """Others' traffic matters while anything streams. The caller does not hold the lock."""
+        """Watches others' traffic while anything streams. The caller does not hold the lock."""
         with self.lock:
             self.link.watch(any(state.model.plan.streamed or state.taken for state in self.clients.models))
 
@@ -214,7 +213,7 @@ class Overview:
         )
 
     def peer(self) -> tuple[int, int]:
-        """Pages of the peer that nobody has, and all of them."""
+        """Returns (free pages of the peer, all its pages)."""
         numbers = self.device.snapshot()
         total: int = numbers["peer_budget"] // self.device.page_size
         return total - numbers["peer_pages"] + numbers["peer_free"], total

@@ -1,5 +1,5 @@
-"""The device's pages as the governor watches them: how many are free, are they short, and can some go back to whoever
-gave theirs."""
+"""The device's pages as the governor watches them: how many are free, whether they are short, and how many are
+spare."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable
 
 from ..policy.remap import CalmClock, observe
 from ..policy.tuning import FreePages
-from .published import Pool
+from .published import DeviceView
 
 
 class DevicePages:
-    """`look` is not thread-safe: whoever calls holds the governor's lock; the others are."""
+    """Free pages over time. `look` is not thread-safe, its callers hold the governor's lock; the others are."""
 
-    def __init__(self, device: Pool, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: DeviceView, tuning: FreePages, waits: Callable[[], float] = time.monotonic) -> None:
         """`waits`: the clock by which `wait` gives up."""
-        self.short = False  # were few free when it was looked last?
-        self.scarce = False  # or not long ago?
-        self._quiet_until = -math.inf  # before then time alone changes nothing of what a look finds
-        self._seen = 0, 0  # what was free at the last look, and the budget
-        self._ample: float | None = None  # since when
+        self.short = False  # were few free at the last look?
+        self.scarce = False  # or were few free not long ago?
+        self._quiet_until = -math.inf  # before then time alone does not change the result of a look
+        self._seen = 0, 0  # free pages at the last look, and the budget
+        self._ample: float | None = None  # since when pages are ample
         self._device = device
         self._tuning = tuning
         self._waits = waits
@@ -31,29 +31,29 @@ class DevicePages:
 
     @property
     def total(self) -> int:
-        """As many as the budget allows."""
+        """Pages of the budget."""
         return self._device.budget // self._device.page_size
 
     @property
     def mark(self) -> int:
-        """The pages that never go back."""
+        """Pages that stay free and are never given back."""
         return self._mark(self.total)
 
     @property
     def free(self) -> int:
-        """The pages that nobody has."""
+        """Free pages."""
         return self._device.available
 
     @property
     def unused(self) -> int:
-        """The pages that nobody has, or is about to have no more, or has in blocks that are free."""
+        """Pages that are free, retiring, or under free blocks."""
         now = self._device.snapshot()
         idle: int = now["heap"]["cached"] // self._device.page_size
         used: int = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
         return max(0, self.total - used + idle)
 
     def look(self, now: float, waited: bool) -> tuple[int, int]:
-        """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
+        """Returns (free pages, those of them that may go back). `waited`: was any page taken or refused since the last
         look?"""
         free, budget = self._device.available, self._device.budget
         total = budget // self._device.page_size
@@ -71,8 +71,8 @@ class DevicePages:
         return now < self._quiet_until and not device.page_request and (device.available, device.budget) == self._seen
 
     def _next_change(self, waits: bool) -> float:
-        """The moment from which on a look may find something else, though as many pages are free as at this one: at
-        once while they are short, or where the next look begins a dwell. `waits`: does none begin while it is so?"""
+        """Returns when a look may find something else although as many pages are free: at once while they are short, or
+        where the next look begins a dwell. `waits`: does none begin now?"""
         if self.short or (self._calm is None and not waits):
             return -math.inf
         calm = math.inf if self._calm is None else self._calm.since + self._tuning.dwell
@@ -92,12 +92,12 @@ class DevicePages:
         return self.short or (self.scarce and recent)
 
     def went_back(self) -> None:
-        """Some did, which is no use that grows: the dwell begins anew."""
+        """Notes that pages were given back, which is no use that grows: the dwell begins anew."""
         self._calm, self._quiet_until = None, -math.inf
 
     def wait(self, timeout: float) -> bool:
-        """Waits until others may have given some, `timeout` seconds at most, and gives meanwhile what others request of
-        this thread. False where nothing has happened."""
+        """Waits until others may have given pages, `timeout` seconds at most, and gives meanwhile what others request
+        of this thread. False at the timeout."""
         end, before, requested = self._waits() + timeout, self.free, 0
         while True:
             requested, was = self._device.page_request, requested
@@ -111,6 +111,6 @@ class DevicePages:
                     return True
 
     def given(self) -> None:
-        """Some were freed: whoever waits tries again."""
+        """Wakes waiting threads, as pages were freed."""
         with self._given:
             self._given.notify_all()

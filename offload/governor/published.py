@@ -2,8 +2,8 @@
 
 Note [Drafts]
     What may be taken is decided under the governor's lock, but entries are made by the models, without it. So a list is
-    drafted, filled, and published if it is the latest draft by then, and nobody has forbidden it meanwhile (`void`).
-    Until one is published what the core has counts as out of date.
+    drafted, filled, and published if it is the latest draft by then, and it was not voided meanwhile (`void`). Until
+    one is published what the core has counts as out of date.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .client_state import ClientState
 _RUNGS: Final = {rung.label: rung for rung in Rung}
 
 
-class Pool(Protocol):
+class DeviceView(Protocol):
     """The part of `Device` that the governor uses."""
 
     @property
@@ -44,7 +44,7 @@ class Pool(Protocol):
 
 @dataclass
 class Draft:
-    """A list to be: candidates and whose they are, in the order of taking."""
+    """The next list while it is made: candidates with their clients, in the order of taking."""
 
     number: int
     order: Sequence[tuple[ClientState, Candidate]]
@@ -52,11 +52,11 @@ class Draft:
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
     dirty: dict[int, int] = field(default_factory=dict)  # of `pages`, those whose bytes go to the host when taken
-    dear: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Rung.HIDDEN_WEIGHTS` on
+    in_use: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Rung.HIDDEN_WEIGHTS` on
 
     @property
     def keys(self) -> list[tuple[int, Rung, bool, int]]:
-        """With what makes its lever, and the pages of what is divisible."""
+        """The facts by which lists differ: (key, rung, borrowed, pages where divisible) of each candidate."""
         return [
             (
                 number * KEYS_PER_CLIENT + candidate.index,
@@ -68,7 +68,7 @@ class Draft:
         ]
 
     def fill(self) -> None:
-        """Asks the clients for what they have."""
+        """Gets the entries from the clients."""
         for client, candidate in self.order:
             entry = client.entry(candidate.index)
             if entry is not None:
@@ -80,7 +80,7 @@ class Draft:
                     dirty = min(candidate.pages, _dirty(entry[1]))
                     self.dirty[client.number] = self.dirty.get(client.number, 0) + dirty
                     if candidate.rung >= Rung.HIDDEN_WEIGHTS:
-                        self.dear[client.number] = self.dear.get(client.number, 0) + candidate.pages
+                        self.in_use[client.number] = self.in_use.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
         """The names of its entries, by key."""
@@ -93,28 +93,28 @@ class Draft:
 
 
 class Published:
-    """Not thread-safe, but for `named`: whoever calls holds the governor's lock."""
+    """The list that the core has. Not thread-safe, but for `named`: callers hold the governor's lock."""
 
-    def __init__(self, device: Pool) -> None:
+    def __init__(self, device: DeviceView) -> None:
         self._device = device
         self._number = 0
         self._keys: list[tuple[int, Rung, bool, int]] = []
-        self._current = True  # has the core what was offered last?
+        self._current = True  # has the core the last list that was drafted?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
-        self.pages: dict[int, int] = {}  # that are in it, within caps, by number of the client
+        self.pages: dict[int, int] = {}  # in the list, within caps, by number of the client
         self.dirty: dict[int, int] = {}  # of these, those whose bytes go to the host when they are taken
-        self.dear: dict[int, int] = {}  # and those that are in use
+        self.in_use: dict[int, int] = {}  # and those that are in use
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
     def void(self) -> None:
-        """Nothing that is being made may be published, and what is there has to be made anew."""
+        """Forbids to publish the present draft, and has the next list made anew."""
         self._number += 1
         self._current = False
         self.stale = True
 
     def draft(self, order: Sequence[tuple[ClientState, Candidate]]) -> Draft | None:
-        """None where the core has that already."""
+        """Begins a draft. None where the core has that list already."""
         self.stale = False
         self._number += 1
         draft = Draft(self._number, order)
@@ -124,16 +124,16 @@ class Published:
         return draft
 
     def publish(self, draft: Draft) -> None:
-        """Unless there has been another one since."""
+        """Publishes the draft, unless a later one was begun."""
         if draft.number == self._number:
             self._names.appendleft(draft.names())
             self._device.publish(draft.entries, draft.limits)
             self.published += 1
             self._keys, self._current = draft.keys, True
-            self.pages, self.dirty, self.dear = draft.pages, draft.dirty, draft.dear
+            self.pages, self.dirty, self.in_use = draft.pages, draft.dirty, draft.in_use
 
     def named(self, key: int) -> Named:
-        """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
+        """Returns the lever, client and predicted cost of the entry of this key. On any thread."""
         return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))
 
     def comes_after(self, key: int, rung: Rung) -> bool:

@@ -1,4 +1,4 @@
-"""Makes the reclaim list of a device, publishes it, and has pages copied ahead so that those that go first are clean.
+"""Makes and publishes the reclaim list of a device, and has pages copied ahead so that those that go first are clean.
 
 Note [What is prepared]
     The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it
@@ -20,47 +20,49 @@ from .situation import Situation
 
 
 class Offered(NamedTuple):
-    """Pages that others give when asked. `dirty`: of these, those whose bytes go to the host then; `dear`: that are in
-    use."""
+    """Pages that others give when asked. Of these, `dirty` have their bytes copied to the host then, and `in_use` are
+    used by others."""
 
     pages: int
     dirty: int
-    dear: int
+    in_use: int
 
 
 class ReclaimList:
-    """Thread-safe; nobody who calls holds the governor's lock. See overview.py, Note [Locks]."""
+    """Makes and publishes the list. Thread-safe; callers do not hold the governor's lock. See overview.py, Note
+    [Locks]."""
 
     def __init__(self, known: Overview) -> None:
         self._known = known
 
     def publish_now(self) -> None:
-        """All that is offered at this moment may be taken."""
+        """Publishes all that is offered at this moment."""
         with self._known.lock:
             self._known.list.void()
         self.publish()
 
     def offered(self, but: int) -> Offered:
-        """What clients other than that number have on the published list, within caps."""
+        """Returns what clients other than number `but` have on the published list, within caps."""
         with self._known.lock:
             found = self._known.list
             return Offered(
-                *(sum(its.values()) - its.get(but, 0) for its in (found.pages, found.dirty, found.dear)),
+                *(sum(its.values()) - its.get(but, 0) for its in (found.pages, found.dirty, found.in_use)),
             )
 
     def candidates(self) -> list[Candidate]:
-        """All that may be taken now, in the order of taking."""
+        """Returns all that may be taken now, in the order of taking."""
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             now = self._known.clock()
-            self._known.rest(now)
+            self._known.update_idle(now)
             return self._known.listed(
                 self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
             )
 
     def publish(self) -> None:
-        """The reclaim list, if it is another one now. See Note [Locks]."""
-        behind = self.published()
+        """Publishes the list if it is out of date, and starts the copies that it calls for. See overview.py, Note
+        [Locks]."""
+        behind = self.publish_if_stale()
         if behind:
             with self._known.lock:
                 resting = self._known.clients.idleness.resting(self._known.clock())
@@ -69,21 +71,21 @@ class ReclaimList:
         for cache, pages in behind:
             cache.write_behind(pages)
         if behind:
-            self.published()
+            self.publish_if_stale()
             for cache, pages in self._leaving():
                 cache.demote(pages)
 
-    def published(self) -> list[tuple[PageClient, int]]:
-        """What caches should copy to the host after that."""
+    def publish_if_stale(self) -> list[tuple[PageClient, int]]:
+        """Publishes the list if it is out of date. Returns how many pages caches should copy to the host after that."""
         with self._known.lock:
-            self._known.hear()
+            self._known.drain_core_events()
             if not self._known.list.stale:
                 return []
             now = self._known.clock()
-            self._known.rest(now)
+            self._known.update_idle(now)
             situation, held = self._known.situation(now, 0), self._known.clients.held(now)
             candidates = self._known.listed(situation, held, self._known.owed(now))
-            behind = self._to_copy(situation, candidates, held, now)
+            behind = self._plan_write_behind(situation, candidates, held, now)
             draft = self._known.list.draft(self._known.clients.of(candidates))
         if draft is not None:
             draft.fill()
@@ -91,11 +93,11 @@ class ReclaimList:
                 self._known.list.publish(draft)
         return behind
 
-    def _to_copy(
+    def _plan_write_behind(
         self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
     ) -> list[tuple[PageClient, int]]:
-        """Pages of caches that are to be copied to the host now: while pages are short, and the link serves no layers.
-        The caller holds the lock."""
+        """Returns how many pages caches should copy to the host now: some while pages are short and the link serves no
+        layers. The caller holds the lock."""
         busy = any(state.model.plan.copied or state.taken for state in now.states if state.number in now.active)
         if not self._known.pages.short:
             return []
@@ -106,7 +108,7 @@ class ReclaimList:
         return [(cache, pages.get(state.number, 0)) for state, cache in self._known.clients.paged]
 
     def _leaving(self) -> list[tuple[PageClient, int]]:
-        """What of caches should leave the peer for the host; see peer.py."""
+        """Returns how many pages of caches should leave the peer for the host; see peer.py."""
         free, total = self._known.peer()
         if not total:
             return []

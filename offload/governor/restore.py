@@ -1,4 +1,4 @@
-"""Who gets pages back that are to spare: numbers in, plans of models and pages of caches out."""
+"""Which models and caches get spare pages back: numbers in, plans of models and pages of caches out."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .situation import Situation
 
 
 class Back(NamedTuple):
-    """By number of the state: plans with more resident layers, and pages of KV."""
+    """The outcome, by number of the state: plans with more resident layers, and pages of KV."""
 
     plans: Mapping[int, Plan]
     pages: Mapping[int, int]
 
 
 def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
-    """Returns who gets so many pages, in the order of reclaim_order.py, Note [What is restored first]. A model with an
-    SLO has what that leaves it. `models`: do they have a part in it?"""
+    """Divides `spare` pages, in the order of reclaim_order.py, Note [What is restored first]. A model with an SLO gets
+    none: its SLO decides. `models`: do models take part?"""
     states = {each.number: now.model(each) for each in now.states if models and each.auto and not each.has_slo}
     priorities = {state.number: state.model.priority for state in now.states}
     absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]
@@ -38,9 +38,11 @@ def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: boo
         if spare <= 0:
             break
         if each.client in states:
-            change = revert([states[each.client]], spare)
-            plans.update((each.client, plan) for plan in change.plans.values())
-            spare += change.freed
+            model = states[each.client]
+            plan = revert(model, spare)
+            if plan is not None:
+                plans[each.client] = plan
+                spare += model.plan.device_pages - plan.device_pages
         else:
             some = min(spare, each.pages)
             pages[each.client] = pages.get(each.client, 0) + some
@@ -55,6 +57,6 @@ def _of_model(number: int, model: Model) -> Absent:
 
 
 def restored_on_use(displaced: int, spare: int, offered: int) -> int:
-    """Pages that a cache restores when it is used again: it reads them in place in each step otherwise, so that they
-    are worth what idle models and caches have. `offered`: by those."""
+    """Returns how many pages a cache restores when it is used again: it reads them in place in each step otherwise, so
+    that they are worth taking from idle models and caches, which have `offered`."""
     return min(displaced, spare + offered)

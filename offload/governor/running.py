@@ -1,4 +1,4 @@
-"""Whose forward runs on which thread, and what it has used: from there a governor knows what is in use."""
+"""Which model's forward runs on which thread, and which caches it has used: what a governor takes to be in use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .client_state import ModelState, PageState
 
 
 class Running:
-    """The forwards of a device's models. `progress`: of the device. Not thread-safe, but for `ended`: whoever calls
-    holds the governor's lock."""
+    """The forwards of a device's models. `progress`: of the device. Not thread-safe, but for `ended`: callers hold the
+    governor's lock."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._on: dict[int, ModelState] = {}  # whose forward runs, by thread
-        self._read: dict[int, set[PageState]] = {}  # the page clients that it has used so far, by thread
+        self._on: dict[int, ModelState] = {}  # the model whose forward runs, by thread
+        self._read: dict[int, set[PageState]] = {}  # the page clients that the forward has used so far, by thread
 
     @property
     def models(self) -> tuple[ModelState, ...]:
@@ -28,7 +28,7 @@ class Running:
         return self._on.get(threading.get_ident())
 
     def began(self, state: ModelState, now: float) -> None:
-        """An iteration of it begins on this thread."""
+        """Notes that an iteration of the model begins on this thread."""
         state.used = now
         if self._progress.ahead:
             self._progress.begin()
@@ -36,14 +36,14 @@ class Running:
         self._on[threading.get_ident()] = state
 
     def client_began(self, state: PageState, now: float) -> None:
-        """An iteration of it begins on this thread, within one of its model's where there is such."""
+        """Notes that an iteration of the client begins on this thread, within one of its model, if any."""
         state.activity.at = max(state.activity.at, now)
         thread = threading.get_ident()
         if thread in self._on:
             self._read.setdefault(thread, set()).add(state)
 
     def ended(self, state: ModelState | None, now: float) -> None:
-        """Notes that its iteration on this thread has been launched, if it began; None: of a model that is gone. May be
+        """Notes that the iteration on this thread has been launched, if it began; None: of a model that is gone. May be
         called in the middle of anything."""
         thread = threading.get_ident()
         read = self._read.pop(thread, set())

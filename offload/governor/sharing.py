@@ -4,8 +4,9 @@ Note [Together]
     On a link one model may have to give up device pages so that another can stream less. So what is best for all
     together is tried first, as if each could have any plan, and holds if those that grow find their pages in what is
     free and in what the others give up. Each comes by itself, before its own next iteration: who has to grow waits, as
-    it is, until the others have made room. Where that would not fit, one model decides at a time, with the others as
-    they are: free pages can be promised once. Combinations that use less of the host and would fit are not looked for.
+    it is, until the others have made room. Where that would not fit, it is decided for one model at a time, with the
+    others as they are: free pages can be promised once. Combinations that use less of the host and would fit are not
+    looked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .situation import Situation
 
 
 def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
-    """Between iterations; `state` is about to have one like `point`. See Note [Together]."""
+    """Returns the shares of the models on the link. Called between iterations; `state` is about to have one like
+    `point`. See Note [Together]."""
     assert now.bandwidth is not None
     points = {each.name: each.point or FIRST["prefill"] for each in now.states} | {state.name: point}
     clients = [now.client(each, points[each.name], _all(each)) for each in now.states]
@@ -34,7 +36,8 @@ def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
 
 
 def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
-    """Whether a model goes with all that are there, should they all decode; see Governor.admit."""
+    """Returns why a model cannot join those that are there, should they all decode; None where it can. See
+    Governor.admit."""
     assert now.bandwidth is not None
     now.active = frozenset(each.number for each in now.states)
     taken = any(each.name == model.name for each in now.states)
@@ -57,7 +60,7 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
 
 
 def _together(now: Situation, clients: Sequence[LinkClient], room: int) -> Shares | None:
-    """What is best for all, if it can be had within `room` beside the pages that they have."""
+    """Returns the best shares for all, if `room` beside the pages that they have allows them."""
     assert now.bandwidth is not None
     found = share(clients, now.bandwidth, now.traffic)
     if isinstance(found, Refusal):

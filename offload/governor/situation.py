@@ -1,4 +1,4 @@
-"""All that is known of a device's models at the moment of a decision, in the words of those who decide.
+"""A snapshot of a device's models at the moment of a decision, and its views for ledger.py and remap.py.
 
 Note [Whose pages]
     A model that takes weights back counts with the free pages, but for those that the next tokens need, and with what
@@ -22,8 +22,8 @@ from .client_state import ModelState
 
 @dataclass(frozen=True, slots=True)
 class Lendable:
-    """What memory the layers of a model could give: `offered` pages of the device, as published; and pages of them that
-    are copied in each iteration, `copied` as it is, and `then` with so many pages less as was asked."""
+    """Memory that the layers of a model could give: `offered` device pages, as published. Pages copied in each
+    iteration: `copied` now, and `then`, with as many pages fewer as was asked."""
 
     offered: int
     copied: int
@@ -34,9 +34,9 @@ class Lendable:
 class Situation:
     """`states`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark`
     are for the next tokens; `offered`: pages in the reclaim list by state number; `bandwidth`: of the link, and others'
-    `traffic` on it, bytes per second; `settled`: what the link's models were given last, as long as nothing has
-    changed; `floors`: device pages that the weights of a model keep for its floor, by state number;
-    `peer_seconds`: to copy a page to the peer, and has that room for what leaves?"""
+    `traffic` on it, bytes per second; `settled`: the shares of the link's models, None once anything has changed;
+    `floors`: device pages that the weights of a model keep for its floor, by state number; `peer_seconds`: to copy a
+    page to the peer; `peer_room`: has the peer free pages?"""
 
     states: Sequence[ModelState]
     active: frozenset[int]
@@ -54,12 +54,12 @@ class Situation:
 
     @property
     def page_seconds(self) -> float | None:
-        """To copy a page."""
+        """Seconds to copy a page."""
         return None if self.bandwidth is None else self.page_size / self.bandwidth
 
     @property
     def leaving_seconds(self) -> float | None:
-        """To copy a page of KV to where it would go now."""
+        """Seconds to copy a page of KV to where it would go now."""
         return self.peer_seconds if self.peer_room and self.peer_seconds is not None else self.page_seconds
 
     @property
@@ -68,25 +68,25 @@ class Situation:
         return max(0, self.free - self.mark)
 
     def costs(self, state: ModelState, point: Point) -> tuple[Costs, bool]:
-        """See ModelState.at."""
+        """Returns (costs of such an iteration, are they measured)."""
         return state.costs_at(point, self.page_seconds)
 
     def expected(self, state: ModelState, point: Point) -> Costs | None:
-        """See ModelState.expected."""
+        """Returns the usual costs of such an iteration; None where it was not measured."""
         return state.expected(point, self.page_seconds)
 
     def standing(self, state: ModelState) -> Plan:
-        """See ModelState.standing; in the iteration that it does, or will do when it has work again."""
+        """Returns ModelState.standing for the iteration that the model does, or will do when it has work again."""
         point = state.point if state.number in self.active else None
         return state.standing(point or state.last["prefill"], self.page_seconds)
 
     def room(self, state: ModelState) -> int:
-        """Pages with which it may take weights back. See Note [Whose pages]."""
+        """Pages with which the model may take weights back. See Note [Whose pages]."""
         idle = (each.number for each in self.states if each is not state and each.number not in self.active)
         return self.spare + sum(self.offered.get(number, 0) for number in idle)
 
     def model(self, state: ModelState) -> Model:
-        """As remap.py wants it."""
+        """The model as remap.py takes it."""
         active = state.number in self.active
         (decode, _), (prefill, _) = (self.costs(state, state.last[phase]) for phase in ("decode", "prefill"))
         return Model(
@@ -105,11 +105,11 @@ class Situation:
         )
 
     def planned(self, state: ModelState, point: Point, option: LinkOption) -> Plan:
-        """What an option of `client` means."""
+        """Returns the plan that an option of `client` stands for."""
         return self.standing(state) if option.interval == FIXED else self.costs(state, point)[0].plan(option.interval)
 
     def client(self, state: ModelState, point: Point, room: int) -> LinkClient:
-        """As ledger.py wants it, with so many pages beside those that it has."""
+        """Returns the model as ledger.py takes it, with so many pages beside those that it has."""
         costs, _ = self.costs(state, point)
         plan = self.standing(state)
         slo, available = state.slo(point.phase), plan.device_pages + room
@@ -130,7 +130,7 @@ class Situation:
         )
 
     def _least(self, state: ModelState, phase: Phase) -> int:
-        """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""
+        """Device pages that the model's SLO needs: those of the plan that it was given, or would be given alone."""
         slo = state.slo(phase)
         if slo == math.inf:
             return 0
@@ -143,7 +143,7 @@ class Situation:
 
 @lru_cache(maxsize=256)
 def _kept(costs: Costs, floor: int, available: int) -> int:
-    """Device pages that layers keep of a floor, as far as an interval that fits can keep it."""
+    """Device pages that layers keep of a floor, as far as an interval that fits allows."""
     every = (costs.plan(interval).device_pages for interval in range(1, costs.none + 1)) if floor else ()
     return min(floor, max((pages for pages in every if pages <= available), default=0))
 

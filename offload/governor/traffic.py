@@ -1,4 +1,4 @@
-"""What others send over the host link of a device, watched in the background while models stream."""
+"""Others' traffic on the host link of a device, watched in the background while models stream."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import median
 
 from ...allocator.errors import BallonetError
 from ..policy.tuning import OtherTraffic
-from .published import Pool
+from .published import DeviceView
 
 
 class Traffic:
-    """A daemon thread that looks only while it is wanted. To ask takes 20 ms (link.received), which no thread that runs
-    a model should wait for."""
+    """A daemon thread that measures while anything streams. A look takes 20 ms (record/link.py, `received`), too long
+    for a forward thread."""
 
     def __init__(
         self,
@@ -25,9 +25,9 @@ class Traffic:
         clock: Callable[[], float],
         tuning: OtherTraffic,
     ) -> None:
-        """`received`: bytes per second that the device receives, None where nobody knows, and then it is not asked
-        again; `copied`: bytes that ballonet sent to the device so far; `tell`: is called with the bytes per second of
-        others; `clock`: seconds."""
+        """`received`: bytes per second that the device receives, None where not known, which ends the looks; `copied`:
+        bytes that ballonet sent to the device so far; `tell`: is called with the bytes per second of others; `clock`:
+        seconds."""
         self._received = received
         self._copied = copied
         self._tell = tell
@@ -35,11 +35,11 @@ class Traffic:
         self._period = tuning.period
         self._seen: deque[float] = deque(maxlen=tuning.looks)
         self._lock = threading.Lock()
-        self._stop: threading.Event | None = None  # of the thread that looks
+        self._stop: threading.Event | None = None  # ends the thread
 
     @property
     def watching(self) -> bool:
-        """Is there a thread that looks?"""
+        """Does the thread run?"""
         return self._stop is not None
 
     def wanted(self, streams: bool) -> None:
@@ -57,7 +57,7 @@ class Traffic:
                 self._seen.clear()
 
     def look(self) -> bool:
-        """Once; says whether it is worth another time."""
+        """Measures once. False where the traffic is not known."""
         began, before = self._clock(), self._copied()
         received = self._received()
         if received is None:
@@ -74,7 +74,7 @@ class Traffic:
                 pass
 
 
-def sent(device: Pool) -> int:
+def sent(device: DeviceView) -> int:
     """Bytes that ballonet has copied from the host to the device."""
     copied: dict[str, int] = device.snapshot()["copied"]
     return sum(count for name, count in copied.items() if name.endswith("_h2d"))

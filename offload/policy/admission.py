@@ -2,21 +2,21 @@
 decisions out.
 
 Note [Algorithm 1]
-    Read here: P_T are all bytes that KV and activations may have together: those that are free, those that may still be
-    created under the budget, and those that others have to give when asked (the published list). Lines 8 and 24 lack an
-    "and". KV that goes to the host needs staging on the device while it is written, which is charged like activations.
-    The two phases are two loops in the paper; a batch of transformers decodes and prefills at once, so decoding
-    requests come first, and what is left is for prompts. Lines 23-27, which say how many pages change between KV and
-    activations, are no part of the answer: both take pages from one pool when they need them, and give them back to it.
+    Read here: P_T are all bytes that KV and activations may have together: free ones, those that may still be created
+    under the budget, and those that others give when asked (the published list). Lines 8 and 24 lack an "and". KV that
+    goes to the host needs staging on the device while it is written, which is charged like activations. The two phases
+    are two loops in the paper; a batch of transformers decodes and prefills at once, so decoding requests come first,
+    and what is left is for prompts. Lines 23-27, which say how many pages change between KV and activations, are no
+    part of the answer: both take pages from one pool when they need them, and give them back to it.
 
 Note [All or nothing]
     A request gets everything that it needs in this iteration, or nothing: none holds pages while it waits for others
     (§4.4.1, "hold and wait").
 
-Note [Nobody else can go on]
-    A request that was preempted comes back to the device. Where there is no room for that, and nobody else runs who
-    could make some, as other models keep theirs, it goes on with its KV on the host: two models whose requests wait for
-    each other's pages would wait for ever.
+Note [No other can go on]
+    A request that was preempted is restored to the device. Where there is no room for that, and no other request runs
+    that could make some, as other models keep theirs, it goes on with its KV on the host: two models whose requests
+    wait for each other's pages would wait for ever.
 
 Note [Blocked heads]
     The paper stops at the first request that does not fit, and so it is here with one that decodes. Smaller ones may go
@@ -41,8 +41,8 @@ Where = Literal["device", "host"]
 class Demand:
     """What a request needs to take part in the next iteration, in bytes beyond what it has. `kv`: on the device, for
     new tokens and for what has to be fetched; `activations`: at their peak; `staging`: of the device, while `kv` is
-    written to the host. `decoding`: its prompt is computed. `passed`: iterations in which others behind it got in.
-    `away`: of `kv`, what lies on the host, where it can be read, only slower."""
+    written to the host. `decoding`: its prompt is computed. `passed`: iterations in which others behind it were
+    admitted. `away`: the part of `kv` that lies on the host, where it can be read, only slower."""
 
     request: str
     kv: int
@@ -56,9 +56,9 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes. `kv`, `activations`: free pages that are mapped for either; `elsewhere`: free, not created yet, or given
-    by others when asked; `host`: that KV of prompts may have on the host; `reserve`: that are to stay free, the
+    by others when asked; `host`: what KV of prompts may have on the host; `reserve`: what has to stay free, the
     threshold of Algorithm 1. Of `elsewhere`, `dirty` are given only as far as there is `room` for them on the host, and
-    `dear` are in use by others, who are slower without them."""
+    `in_use` are in use by others, who are slower without them."""
 
     kv: int
     activations: int
@@ -67,7 +67,7 @@ class Memory:
     reserve: int = 0
     dirty: int = 0
     room: float = math.inf
-    dear: int = 0
+    in_use: int = 0
 
     @property
     def total(self) -> int:
@@ -80,7 +80,7 @@ class Memory:
         return self.total - self.reserve - round(max(0, self.dirty - self.room))
 
     def fits(self, device: int, host: int) -> bool:
-        """Are there so many bytes, with so much KV of prompts on the host, where what others give goes as well?"""
+        """Are there so many bytes of the device, with so much KV of prompts on the host, beside what others give?"""
         return device <= self.total - self.reserve and max(0, device - self.total + self.dirty) + host <= self.room
 
 
@@ -97,7 +97,7 @@ class Admission:
 
 
 def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving) -> Admission:
-    """Algorithm 1: `demands` in the order in which they came. See the notes above."""
+    """Admits requests by Algorithm 1: `demands` in the order in which they came. See the notes above."""
     where: dict[str, Where] = {}
     blocked: list[str] = []
     passed: set[str] = set()

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 
 def window(page: int, limit: int) -> int:
-    """Pages of `page` bytes that may lie ahead of their use: `limit` bytes in all, or one page."""
+    """Returns how many pages of `page` bytes may lie ahead of their use: `limit` bytes in all, or one page."""
     return max(1, limit // page)
 
 
 def ahead(layer: int, layers: int, width: int, *, took: bool, next_takes: bool) -> tuple[int, ...]:
-    """The layers, of ranges of their own, whose next page is asked for once this one has appended a token. `took`: it
-    took a new page for that; `next_takes`: it will for the next one. At most `width` pages lie ahead, while all go in
-    step."""
+    """Returns the layers, of ranges of their own, whose next page is requested once `layer` has appended a token.
+    `took`: it took a new page for that; `next_takes`: it will for the next one. At most `width` pages lie ahead, while
+    all layers append alike."""
     asked = []
     if took and layer + width < layers:
         asked.append(layer + width)

@@ -4,8 +4,8 @@ Note [Algorithm 2]
     Read here: line 4 means min(2 B, B_max). A violation event is three violations within five iterations; a decode
     step's (TPOT) counts before a first token's (TTFT). The paper begins with 1; here `Serving.buffer` says with how
     much, as without SLOs nothing is violated, and prompts may have all of the host. After an event counting begins
-    anew, as the next iterations still show what was before it. A smaller buffer evicts nothing: it only lets nobody in
-    until it is used less.
+    anew, as the next iterations still show what was before it. A smaller buffer evicts nothing: it only admits no
+    request until it is used less.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ class LogicalBuffer:
         return before < self._most
 
     def usable(self, used: int) -> int:
-        """Bytes that new KV may have, where `used` are used."""
+        """Returns the bytes that new KV may have beside `used` ones."""
         return max(0, min(self._most, self.size) - used)

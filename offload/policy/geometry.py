@@ -67,7 +67,7 @@ class Geometry:
 
     @cached_property
     def k_bytes(self) -> int:
-        """The section of keys, padded to `ALIGNMENT`."""
+        """Bytes of the section of keys, padded to `ALIGNMENT`."""
         return _up(self.side_by_side * self.heads * self.k_dim * self.itemsize, ALIGNMENT)
 
     @cached_property
@@ -76,17 +76,18 @@ class Geometry:
 
     @cached_property
     def token_bytes(self) -> int:
-        """From one token to the next."""
+        """Bytes from one token to the next."""
         return self.layers * (self.k_bytes + self.v_bytes)
 
     @cached_property
     def sequence_bytes(self) -> int:
-        """From one page-aligned part of the range to the next: the whole range, or with `slots` one sequence's part."""
+        """Bytes from one page-aligned part of the range to the next: the whole range, or with `slots` one sequence's
+        part."""
         return _up(self.tokens * self.token_bytes, self.page)
 
     @property
     def parts(self) -> int:
-        """How many such parts there are."""
+        """The number of parts of the range: 1, or with `slots` one for each sequence."""
         return 1 if self.kind == "inner" else self.batch
 
     @property
@@ -101,7 +102,7 @@ class Geometry:
 
     @property
     def int32_ok(self) -> bool:
-        """See Note [int32]."""
+        """Do token offsets fit 32 bits? See Note [int32]."""
         return self.tokens * self.token_stride < INT32
 
     def _strides(self, dim: int) -> tuple[int, int, int, int]:
@@ -133,7 +134,7 @@ class Geometry:
         return length * self.token_bytes // self.page
 
     def runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """(first piece, count) of what grows when the parts go from `start` to `end` pieces, one run per part."""
+        """(first piece, count) of what is added when the parts grow from `start` to `end` pieces, one run per part."""
         step = self.sequence_bytes // self.page
         return [(part * step + start, end - start) for part in range(self.parts)] if end > start else []
 
@@ -162,7 +163,7 @@ def choose(
     alone: bool,
     joining: bool = False,
 ) -> Geometry:
-    """The geometry for up to `layers` layers of one shape that may share a range.
+    """Chooses the geometry for up to `layers` layers of one shape that may share a range.
 
     `tokens`: the most to make room for; `expected`: those that are likely to come. `alone`: something acts on single
     layers (streams, offloads or drops them). `joining`: sequences come and go by themselves. Raises ValueError where

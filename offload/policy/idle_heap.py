@@ -12,23 +12,23 @@ from __future__ import annotations
 
 
 class IdleHeap:
-    """Looks at one loop's steps, `steps` at a time. Sizes in bytes."""
+    """Decides for one loop, every `steps` steps, whether its heap gives back idle pages. Sizes in bytes."""
 
     def __init__(self, steps: int) -> None:
         self._steps = self._left = steps
-        self._largest = 0  # of these steps
+        self._largest = 0  # bytes that one of these steps needed
         self._trimmed = False  # were all pages given back before them?
         self._grown = 0, 0  # what lay idle after such steps, and what they needed
 
     def passed(self, needed: int) -> bool:
-        """A step that needs so much is computed. Is it time to ask `gives`?"""
+        """Notes that a step needed so much. Is it time to ask `gives`?"""
         self._largest = max(self._largest, needed)
         self._left -= 1
         return self._left <= 0
 
     def gives(self, idle: int, streams: bool) -> bool:
-        """Is what lies idle to go? `streams`: do layers stream? Other steps are looked at from now on. See Note [Pages
-        of a burst]."""
+        """Should the idle pages go? `streams`: do layers stream? Begins the next `steps` steps. See Note [Pages of a
+        burst]."""
         if self._trimmed:
             self._grown = idle, self._largest
         grown, needed = self._grown

@@ -1,4 +1,4 @@
-"""Which offloading interval meets an SLO and fits the memory (Select-N §4.3-4.5): numbers in, an interval out.
+"""The offloading interval that meets an SLO and fits the memory (Select-N §4.3-4.5): numbers in, an interval out.
 
 An interval i streams the last of every i layers. `NONE` of n layers, n + 1, streams nothing (the paper's infinity). The
 time of an iteration at an interval is that of its schedule, with the compute of the iteration spread over the layers by
@@ -37,11 +37,11 @@ class Costs:
         return round(sum(self.pages) * Fraction(self.page_seconds) / Fraction(self.seconds), 6)
 
     def plan(self, interval: int) -> Plan:
-        """ValueError for an interval below 1."""
+        """Returns the plan of an interval. ValueError for one below 1."""
         return Plan(self.pages) if interval >= self.none else at_interval(self.pages, interval)
 
     def time(self, interval: int) -> float:
-        """Seconds of an iteration."""
+        """Seconds of an iteration at an interval."""
         return self.of(self.plan(interval))
 
     def of(self, plan: Plan) -> float:
@@ -49,7 +49,7 @@ class Costs:
         return self._seconds(plan.steady(self.ratio)) if plan.streamed else self.seconds
 
     def expected(self, plan: Plan) -> float:
-        """As `of`, as the ring does it."""
+        """Seconds of an iteration under a plan as the ring really copies it. See plan.py, Note [At most]."""
         return self._seconds(plan.expected(self.ratio)) if plan.copied else self.seconds
 
     def _seconds(self, found: Pass) -> float:

@@ -1,18 +1,19 @@
-"""The order in which the native core may take layers while nobody is there to plan: numbers in, a list out.
+"""The order in which the native core may take layers in the middle of an operator: numbers in, a list out.
 
 Note [Nested]
-    `remap.reclaimable` says what plan a model has after each step, and its plans for m and for m + 1 layers have few
-    layers in common. The core takes layer by layer, and cannot put back what it took before. So the list has the layers
-    in an order of which every beginning is spread around the circle as well as it can be: the next layer is always the
-    one farthest from those that stream. Where there are 2^k equal layers that is the order of van der Corput, in which
-    no gap is below half of what even spacing would give. What was taken is arranged exactly before the model runs next.
+    `remap.reclaimable` gives the plan that a model has after each step, and its plans for m and for m + 1 streamed
+    layers have few layers in common. The core takes layer by layer, and cannot put back what it took before. So the
+    list has the layers in an order of which every beginning is spread around the circle as well as it can be: the next
+    layer is always the one farthest from those that stream. Where there are 2^k equal layers that is the order of van
+    der Corput, in which no gap is below half of what even spacing would give. What was taken is arranged exactly before
+    the model runs next.
 
 Note [As much as can be arranged]
-    A layer that is taken gives all its pages, and what streams then needs slots, which come out of layers that stream
-    as well (m is more than what is freed). So a model gives as many pages as the plan that frees most under its cap,
-    and never more: then there is always a plan for what is left. Beyond the cap, at the end of the list, it gives as
-    many as the plan that frees most at all: a budget far below, or an allocation that would fail, is met by a model
-    that is slow. What an SLO needs (`Model.least`) stays even then.
+    A layer that is taken gives all its pages, and streamed layers need slots, whose pages come from streamed layers as
+    well: m streamed layers free fewer than m layers' pages. So a model gives as many pages as the plan that frees most
+    under its cap, and never more: then there is always a plan for what is left. Beyond the cap, at the end of the list,
+    it gives as many as the plan that frees most at all: a budget far below, or an allocation that would fail, is met by
+    a model that is slow. The pages that an SLO needs (`Model.least`) stay even then.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def nested(pages: tuple[int, ...], streamed: tuple[int, ...] = ()) -> tuple[int,
 def listing(
     models: Iterable[Model], gone: Mapping[str, Collection[int]]
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """(model, layer) of all that may be taken, in the order of `ladder.weights_order`: idle models each until it has
-    given what it can, then those that run, in turns. The first list stays within the caps, the second goes on beyond
-    them. `gone`: layers of each that have no pages of their own. See Note [As much as can be arranged]."""
+    """(model, layer) of all that may be taken, in the order of `reclaim_order.weights_order`: idle models each until it
+    has given what it can, then those that run, in turns. The first list stays within the caps, the second goes on
+    beyond them. `gone`: layers of each model that have no pages of their own. See Note [As much as can be arranged]."""
     givers = [_Giver.of(model, gone[model.name]) for model in models]
     within = _in_turns(givers)
     for giver in givers:
@@ -62,7 +63,7 @@ def listing(
 
 
 def by_rung(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> Iterator[tuple[Rung, Model, int]]:
-    """As `listing`, with the rung of the ladder that takes each layer."""
+    """Iterates over what `listing` has, with the rung of the ladder that takes each layer."""
     known = {model.name: model for model in models}
     hidden = {name: givable(replace(model, base=0)) for name, model in known.items()}  # while the copies hide
     within, beyond = listing(known.values(), gone)
@@ -78,14 +79,15 @@ def by_rung(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> Ite
 
 
 def of_layer(rung: Rung, model: Model, layer: int, number: int) -> Candidate:
-    """A layer of the model with that number as a candidate. All have one recency: equals are in their order already."""
+    """Returns a layer as a candidate. `number`: of the model. All have one recency: equals are in their order
+    already."""
     stalls = model.active and rung in (Rung.STALLING_WEIGHTS, Rung.LAST_WEIGHTS)
     seconds = model.costs.page_seconds if stalls else 0.0
     return Candidate(rung, number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=number)
 
 
 def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:
-    """What each gives of what is `left` to give."""
+    """Returns the layers that models give in turns, until none has pages `left` to give."""
     givers, taken = list(those), []
     while givers:
         giver = min(givers, key=lambda it: weights_order(it.model, it.given))
@@ -99,7 +101,7 @@ def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:
 
 
 def givable(model: Model) -> int:
-    """Device pages that it can give under its cap. See Note [As much as can be arranged]."""
+    """Device pages that a model can give under its cap. See Note [As much as can be arranged]."""
     return model.plan.device_pages - max(model.least, _least(model.plan.pages, model.cap))
 
 

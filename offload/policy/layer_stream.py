@@ -1,4 +1,4 @@
-"""How KV that is on the host serves attention, and how much memory for which way (SwiftCache §3.2, §3.3). Pure.
+"""How attention reads KV that is on the host, and how much memory each way takes (SwiftCache §3.2, §3.3). Pure.
 
 Words
     streamed    pages of a layer's KV that stay on the host and are copied into a *slot* each time it attends to them
@@ -23,8 +23,8 @@ Note [A pass]
     are waited for: whether they could have begun in the pass before is not for here to know.
 
 Note [In place]
-    What reads host pages in place has the link's speed as its own, and nothing else to do meanwhile. It takes its bytes
-    once for every 256 rows. Above 64 rows copying is better even where it cannot hide, unless there is no room at all.
+    A kernel that reads host pages in place runs at the link's speed, with nothing to overlap. The bytes are read once
+    for every 256 rows. Above 64 rows copying is better even where it cannot hide, unless there is no room at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def block_bytes(tokens: int, heads: int, dim: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Blocks whose layers take turns in the layer-stream cache; blocks that are in the regular one with all layers."""
+    """A division of blocks: `streamed` ones, whose layers take turns in the layer-stream cache, and `regular` ones,
+    with all layers on the device."""
 
     streamed: int
     regular: int
@@ -55,8 +56,8 @@ class Split:
 
 
 def split(layers: int, block: int, master: int, workers: Sequence[int], slots: int = 1) -> Split:
-    """The two caches that store the most (Eq. 2-5). `block`: bytes of one in one layer (Eq. 1); `master`: bytes of the
-    device, `workers`: of each place that lends. ValueError. See Note [Errata]."""
+    """Returns the two caches that store the most (Eq. 2-5). `block`: bytes of one in one layer (Eq. 1); `master`: bytes
+    of the device, `workers`: of each place that lends. ValueError. See Note [Errata]."""
     if layers < 1 or block < 1 or slots < 1 or master < 0 or min(workers, default=0) < 0:
         raise ValueError("layers, bytes of a block and slots are at least 1, and no place is smaller than nothing")
     slots = min(slots, layers)
@@ -68,7 +69,7 @@ def split(layers: int, block: int, master: int, workers: Sequence[int], slots: i
 
 @dataclass(frozen=True, slots=True)
 class LayerReads:
-    """`pages`: device pages of its KV that are away. Seconds that it computes: in its `attention`, and the `rest`."""
+    """One layer. `pages`: of its KV that are away. Seconds of its compute: `attention`, and the `rest`."""
 
     pages: int
     rest: float
@@ -83,9 +84,10 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`streamed`: pages of each layer, or as many as it has away, that stay on the host; the others are restored.
-    `slots`: of so many pages each. `pages`: device pages that all this takes. `seconds`: of an iteration when what
-    is restored is there, `exposed` of them for the link. `first`: seconds of the iteration that restores it.
+    """A way to read. `streamed`: pages of each layer, or as many as it has away, that stay on the host; the others are
+    restored. `slots`: how many, of so many pages each. `pages`: device pages that all this takes. `seconds`: of an
+    iteration once pages are restored, `exposed` of them waiting for the link. `first`: seconds of the iteration that
+    restores them.
     """
 
     way: Way
@@ -106,7 +108,7 @@ def choose(
     rows: int,
     tuning: KVReads = DEFAULT.kv_reads,
 ) -> Choice:
-    """The fastest way that fits `free` device pages; of equals the one that takes fewest.
+    """Returns the fastest way that fits `free` device pages; of equals the one that takes the fewest.
 
     `page`: bytes; `link`: bytes per second; `rows`: of queries in one attention, batch times new tokens.
     ValueError.
@@ -134,9 +136,9 @@ def _better(choice: Choice) -> tuple[float, int]:
 
 
 def fewest_streamed(away: Sequence[int], free: int, slots: int) -> int | None:
-    """The least w such that `slots` of w pages, and all that layers have away beyond w, fit `free`; or None.
+    """Returns the least w such that `slots` of w pages, and all that layers have away beyond w, fit `free`; or None.
 
-    What is needed falls with w while more than `slots` layers have more than w away, and rises from there on.
+    The need falls with w while more than `slots` layers have more than w away, and rises from there on.
     """
     most = sorted(away, reverse=True)
     least = most[slots] if slots < len(most) else 0
@@ -158,7 +160,7 @@ class _Costs:
     slower: float  # in place than a copy
 
     def choice(self, way: Way, streamed: int, slots: int) -> Choice:
-        """See Note [A pass]."""
+        """Returns the choice with its times. See Note [A pass]."""
         stay = [min(layer.pages, streamed) for layer in self.layers]
         reads = [0.0] * len(stay) if slots else [pages * self.seconds_of_page * self.slower for pages in stay]
         compute = sum(layer.attention + layer.rest for layer in self.layers)
@@ -169,9 +171,9 @@ class _Costs:
         return Choice(way, streamed, slots, pages, seconds, seconds - compute, first)
 
     def _pass(self, copied: Sequence[int], reads: Sequence[float], slots: int) -> float:
-        """Seconds, if so many pages of each layer are copied, and its attention takes so much longer."""
+        """Seconds of a pass in which so many pages of each layer are copied, and its attention takes so much longer."""
         now = link = 0.0
-        over: list[float] = []  # when the attention of each layer was
+        over: list[float] = []  # when the attention of each layer ended
         for layer, pages, read in zip(self.layers, copied, reads, strict=True):
             if pages:
                 link = max(link, over[-slots] if 0 < slots <= len(over) else 0.0)

@@ -1,9 +1,9 @@
-"""Which weights lie where: one range per decoder layer for its large tensors, one resident range for everything else.
+"""The layout of weights: one range per decoder layer for its large tensors, one resident range for everything else.
 
 Pure arithmetic: sizes in, a frozen layout out. A layer's range holds nothing but that layer, so that it can be
-streamed, lent or dropped alone; what is in no decoder layer, and every block that is too small to be worth a copy of
-its own, lies in the resident range, which never streams. Blocks are packed at 512 bytes in the order given: kernels
-are chosen by the alignment of their pointers (cuBLASLt up to 256 bytes), so a closer packing could change results.
+streamed, lent or dropped alone; weights in no decoder layer, and blocks too small to be worth a copy of their own, lie
+in the resident range, which never streams. Blocks are packed at 512 bytes in the order given: kernels are chosen by the
+alignment of their pointers (cuBLASLt up to 256 bytes), so a closer packing could change results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 512  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What moves as a whole: a tensor, or several that share a storage. `layer` is None where it belongs to no layer
+    """A tensor, or several that share a storage: moved as a whole. `layer` is None where it belongs to no layer
     alone."""
 
     key: int
@@ -57,16 +57,16 @@ class RangeLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutStep:
-    """What is moved before sources are given up: one layer, or one block of no layer. (Index of the range, placement)
-    each."""
+    """The blocks moved before their sources are given up: one layer, or one block of no layer. `moves`: (index of the
+    range, placement)."""
 
     moves: tuple[tuple[int, BlockPlacement], ...]
-    pages: int  # how many pages it maps
+    pages: int  # that the step maps
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every block of a model lies. The resident range comes first, then the layers in their order."""
+    """The place of every block of a model. The resident range comes first, then the layers in their order."""
 
     ranges: tuple[RangeLayout, ...]
     page_size: int
@@ -91,17 +91,18 @@ class Layout:
         return tuple(found.get(layer, 0) for layer in range(layers))
 
     def spare(self, *, sources: bool, working: int) -> int:
-        """Pages that must be there beside those of the ranges.
+        """Returns the pages needed beside those of the ranges.
 
         `sources`: whether the weights to be moved lie in the same pool, so that moving needs the pages of one more
-        step. `working`: pages that using the model needs. Moving ends before use begins, so the larger of the two is
-        what counts.
+        step. `working`: pages that using the model needs. Moving ends before use begins, so the larger of the two
+        counts.
         """
         moving = max((step.pages for step in self.steps()), default=0) + 1 if sources else 0
         return max(moving, working)
 
     def steps(self) -> Iterator[LayoutStep]:
-        """The order in which the model is moved, so that sources and ranges overlap by one step and no more.
+        """Iterates over the steps in which the model is moved, so that sources and ranges overlap by one step and no
+        more.
 
         Each range is filled from its start, so a step maps the pages up to its last block that no step before it
         mapped.
@@ -126,8 +127,8 @@ class Layout:
 
 
 def place(blocks: Iterable[Block], page_size: int, large: int = DEFAULT.weights.large) -> Layout:
-    """The layout of `blocks`, each of at least one byte, over pages of `page_size` bytes (a multiple of 512). A block
-    of fewer than `large` bytes stays in the resident range.
+    """Returns the layout of `blocks`, each of at least one byte, over pages of `page_size` bytes (a multiple of 512). A
+    block of fewer than `large` bytes stays in the resident range.
 
     Ranges that would be empty are left out. ValueError for a block without bytes, a key given twice, or a page size
     that no block can be aligned in.

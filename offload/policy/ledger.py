@@ -1,19 +1,19 @@
-"""The coordinator (Select-N §4.5): at which intervals models stream over one link, so that each meets its SLO and most
-host memory is used. Numbers in, a choice or a refusal out.
+"""The coordinator (Select-N §4.5): the intervals at which models stream over one link, so that each meets its SLO and
+most host memory is used. Numbers in, a choice or a refusal out.
 
 Words
     rate   bytes per second that a model takes of a link that it has to itself: bytes of an iteration over its time
     need   bytes per second without which its iterations miss their SLO
 
 Note [Fair shares]
-    A link that is asked for more than it has serves all alike: who asks for no more than an equal share gets that, and
-    the others get equal shares of the rest. So with s the largest need, all get what they need exactly where
-    Σ min(rate, s) is no more than what the link has: who asks for more than s gets s or more. That is so whenever
-    Σ rate is below the bandwidth, the paper's condition (Figure 8, is_valid). And it is so for a model alone at any
-    interval that meets its SLO, the paper's special case: while the others are idle it gets its smallest.
-    Rates are averages, as in the paper. Copies of several models that meet halve each other's speed, and slots hold no
-    more than the next layers: an SLO without any slack can still be missed, by a few percent, where a model needs more
-    than an equal part of the link. With need no larger than that none can.
+    A link that is asked for more than it has serves all alike: a model that asks for no more than an equal share gets
+    that, and the others get equal shares of the rest. So with s the largest need, all get what they need exactly where
+    Σ min(rate, s) is no more than what the link has: a model that asks for more than s gets s or more. That is so
+    whenever Σ rate is below the bandwidth, the paper's condition (Figure 8, is_valid). And it is so for a model alone
+    at any interval that meets its SLO, the paper's special case: while the others are idle it gets its smallest. Rates
+    are averages, as in the paper. Copies of several models that meet halve each other's speed, and slots hold no more
+    than the next layers: an SLO without any slack can still be missed, by a few percent, where a model needs more than
+    an equal part of the link. With a need no larger than that none is missed.
 
 Note [Figure 8]
     Read here: ⌊L/i⌋ layers stream, not L/i; an iteration takes what it takes at that interval, not the same at all of
@@ -45,9 +45,9 @@ Reason = Literal["memory", "slo", "link"]
 @dataclass(frozen=True, slots=True)
 class LinkClient:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
-    infinite where nobody said; `available`: device pages for its layers and slots, of which it keeps `least`; `only`:
-    the interval that somebody asked for; `fixed`: what it streams whatever anyone wants, which is no interval
-    (FIXED); `parts`: of the link, how finely needs are told apart."""
+    infinite where none was given; `available`: device pages for its layers and slots, of which it keeps `least`;
+    `only`: the interval that the user set; `fixed`: a plan that it keeps, which is no interval (FIXED); `parts`: of the
+    link, how finely needs are told apart."""
 
     name: str
     costs: Costs
@@ -61,11 +61,11 @@ class LinkClient:
     parts: int = DEFAULT.weights.link_parts
 
     def plan(self, interval: int) -> Plan:
-        """ValueError for an interval below 1, where it is not FIXED."""
+        """Returns the plan of an interval. ValueError for one below 1 that is not FIXED."""
         return self.costs.plan(interval) if self.fixed is None else self.fixed
 
     def bandwidth(self, part: int) -> int:
-        """Bytes per second: so many parts of the link that `costs` was measured on."""
+        """Bytes per second of so many parts of the link that `costs` was measured on."""
         return math.ceil(self.page_bytes / self.costs.page_seconds * part / self.parts)
 
     def time(self, interval: int, bandwidth: int) -> float:
@@ -78,7 +78,8 @@ class LinkClient:
 
 @dataclass(frozen=True, slots=True)
 class LinkOption:
-    """An interval; the bytes that it keeps on the host and copies in each iteration; bytes per second."""
+    """An interval of one model. `host`: bytes that it keeps on the host and copies in each iteration; `rate`, `need`:
+    bytes per second."""
 
     interval: int
     host: int
@@ -88,7 +89,7 @@ class LinkOption:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What each model that is not idle streams, by name. `level`: the bytes per second that each gets if it asks."""
+    """The options of the models that are not idle, by name. `level`: the bytes per second that each gets if it asks."""
 
     options: dict[str, LinkOption]
     level: int
@@ -100,7 +101,7 @@ class Shares:
 
     @property
     def rate(self) -> int:
-        """Bytes per second of the link that are counted with."""
+        """Bytes per second of the link that the shares take."""
         return sum(min(option.rate, self.level) for option in self.options.values())
 
 
@@ -138,7 +139,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RunningShares:
-    """`missed`: whose SLO was given up, and why."""
+    """Shares between iterations. `missed`: models whose SLO was given up, and why."""
 
     shares: Shares
     missed: dict[str, Refusal]
@@ -150,16 +151,17 @@ _Sum = tuple[
 
 
 def options(client: LinkClient) -> tuple[LinkOption, ...]:
-    """The intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one that
-    streams least, as there is nothing to trade memory for."""
+    """Returns the intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one
+    that streams least, as there is nothing to trade memory for."""
     found = _valid(client)
     return found if client.slo < math.inf else tuple(sorted(found, key=lambda each: (each.host, each.interval))[:1])
 
 
 def possible(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | None:
-    """The intervals with which every SLO is met and most host memory is used; of several the one with the smallest
-    largest need, then with the fewest bytes per second, then with the smallest intervals in the order of `clients`.
-    None where no intervals meet every SLO. `bandwidth` of the link and other `traffic` on it in bytes per second."""
+    """Returns the intervals with which every SLO is met and most host memory is used; of several those with the
+    smallest largest need, then with the fewest bytes per second, then with the smallest intervals in the order of
+    `clients`. None where no intervals meet every SLO. `bandwidth` of the link and other `traffic` on it in bytes per
+    second."""
     active = [client for client in clients if not client.idle]
     best = _best([options(client) for client in active], _left(bandwidth, traffic))
     if best is None:
@@ -169,9 +171,9 @@ def possible(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0
 
 
 def share(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | Refusal:
-    """As `possible`, and where no intervals meet every SLO, why: `clients` come in the order in which they were
-    admitted, and refused is the first that does not go with those before it. What would do is looked for, which takes
-    many times as long as the shares."""
+    """Returns what `possible` does, or where no intervals meet every SLO a refusal: of the first of `clients`, in the
+    order of their admission, that does not go with those before it. Finding what would do takes many times as long as
+    the shares."""
     found = possible(clients, bandwidth, traffic)
     if found is not None:
         return found
@@ -188,9 +190,9 @@ def _left(bandwidth: float, traffic: float) -> int:
 
 
 def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> RunningShares:
-    """`share` between iterations, when no model can be sent away any more: where the link got slower the newest that
-    does not go with those before it keeps streaming what its memory demands, and its SLO is given up. ValueError for
-    layers that do not fit."""
+    """Returns the shares between iterations, when no model can be refused any more: where the link got slower the
+    newest that does not go with those before it keeps streaming what its memory demands, and its SLO is given up.
+    ValueError for layers that do not fit."""
     missed: dict[str, Refusal] = {}
     while isinstance(found := share(clients, bandwidth, traffic), Refusal):
         if found.reason == "memory":
@@ -227,7 +229,7 @@ def _option(client: LinkClient, interval: int, need: int) -> LinkOption:
 
 
 def _need(client: LinkClient, interval: int) -> int | None:
-    """None where the whole link is not enough."""
+    """Returns the need at an interval; None where the whole link is not enough."""
 
     def enough(part: int) -> bool:
         return client.time(interval, client.bandwidth(part)) <= client.slo
@@ -251,13 +253,13 @@ def _least_part(client: LinkClient, interval: int) -> int:
 
 
 def _levels(tables: Sequence[Sequence[LinkOption]]) -> list[int]:
-    """What the largest need may be."""
+    """Returns the values that the largest need may have."""
     return sorted({0, *(option.need for table in tables for option in table)})
 
 
 def _best(tables: Sequence[Sequence[LinkOption]], left: int) -> tuple[tuple[LinkOption, ...], int] | None:
-    """One option of each table, and the largest need. A knapsack for each largest need that is possible: of the sums so
-    far those are kept that no other beats in both bytes on the host and bytes per second."""
+    """Returns the best option of each table, and the largest need, by a knapsack for each possible largest need: of the
+    sums so far those are kept that no other beats in both bytes on the host and bytes per second."""
     best: tuple[tuple[LinkOption, ...], int] | None = None
     most = -1
     for level in _levels(tables):
@@ -290,7 +292,7 @@ def _possible(tables: Sequence[Sequence[LinkOption]], left: int) -> bool:
 
 
 def _needed(tables: Sequence[Sequence[LinkOption]]) -> int | None:
-    """The least bytes per second with which one option of each table goes together."""
+    """Returns the least bytes per second with which one option of each table can be had together."""
     sums = []
     for level in _levels(tables):
         least = [min((min(o.rate, level) for o in table if o.need <= level), default=None) for table in tables]
@@ -309,7 +311,8 @@ def _refusal(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: i
 
 
 def _nearest(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> float | None:
-    """The smallest SLO that can be met beside the others: by the most of the link that each interval can count on."""
+    """Returns the smallest SLO that can be met beside the others, by the most of the link that each interval can
+    get."""
 
     times = []
     for interval in _fitting(client):

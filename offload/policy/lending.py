@@ -21,9 +21,9 @@ Note [Units of a pool]
     and the master gives whole blocks of its own that are as much or more.
 
 Note [Due]
-    Reserves are promises, and nobody's pages lie anywhere. As long as what is free makes every reserve whole, whoever
-    wants more may have it. When a worker wants its pages and they are not free, as others hold them who have more than
-    their own reserves, these give back what is missing, and no more than they borrowed.
+    A reserve is a number of pages, no particular ones. As long as free pages make every reserve whole, any model may
+    have more. When a worker wants its pages and they are not free, models that hold more than their reserves give back
+    what is missing, and no more than they borrowed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def block_bytes(layers: int, tokens: int, heads: int, dim: int, itemsize: int) -
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of one size for both: `size` is `worker` blocks of the one and `master` blocks of the other."""
+    """A unit of one `size` for both models: `worker` blocks of the one and `master` blocks of the other."""
 
     size: int
     worker: int
@@ -49,8 +49,8 @@ class Unit:
 
 
 def unit(worker: int, master: int, page: int = 1) -> Unit:
-    """The smallest that is whole blocks of either model, and whole pages (Eq. 8 and 9). In bytes, or with a page of 1
-    in pages: a block of the worker's, one of the master's, a page. ValueError."""
+    """Returns the smallest unit that is whole blocks of either model, and whole pages (Eq. 8 and 9). `worker`,
+    `master`: their blocks, in bytes, or with a `page` of 1 in pages. ValueError."""
     if worker < 1 or master < 1 or page < 1:
         raise ValueError("a block and a page have at least one byte")
     size = lcm(worker, master, page)
@@ -58,15 +58,15 @@ def unit(worker: int, master: int, page: int = 1) -> Unit:
 
 
 def unit_within(worker: int, master: int, most: int) -> Unit:
-    """As `unit`, in pages; a block of the worker's where that would be more than `most`, and whole blocks of the
-    master's that are as much or more. See Note [Units of a pool]. ValueError."""
+    """Returns `unit` in pages, or where that would be more than `most` one block of the worker's, and whole blocks of
+    the master's that are as much or more. See Note [Units of a pool]. ValueError."""
     found = unit(worker, master)
     return found if found.size <= most else Unit(worker, 1, -(-worker // master))
 
 
 @dataclass(frozen=True, slots=True)
 class UnitExchange:
-    """A move of so many units from one to the other, which are so many blocks of either."""
+    """A move of `units` from one model to the other, in blocks of either."""
 
     units: int
     worker: int
@@ -74,12 +74,12 @@ class UnitExchange:
 
 
 def scale_up(blocks: int, needed: int, unit: Unit) -> UnitExchange:
-    """What a worker that has `blocks` takes back to have at least `needed`."""
+    """Returns what a worker with `blocks` takes back to have at least `needed`."""
     return _exchange(-(-max(0, needed - blocks) // unit.worker), unit)
 
 
 def scale_down(blocks: int, needed: int, unit: Unit) -> UnitExchange:
-    """What a worker that has `blocks` may lend and still have `needed`, the most of a `Window`."""
+    """Returns what a worker with `blocks` may lend and still have `needed`, the most of a `Window`."""
     return _exchange(max(0, blocks - needed) // unit.worker, unit)
 
 
@@ -88,15 +88,15 @@ def _exchange(units: int, unit: Unit) -> UnitExchange:
 
 
 def resized(reserve: int, block: int, needed: int, unit: Unit) -> int:
-    """The reserve of a worker, in pages as its block is, once it has been scaled up or down to what it needs."""
+    """Returns the reserve of a worker, in pages as its block, scaled up or down to what it needs."""
     blocks, wanted = -(-reserve // block), -(-needed // block)
     return (blocks + scale_up(blocks, wanted, unit).worker - scale_down(blocks, wanted, unit).worker) * block
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The account of the model with that number, in pages: its `block`, its `reserve`, and what it has: `held`, of the
-    device. `priority`: those with the lowest give first."""
+    """The account of model `number`, in pages: its `block`, its `reserve`, and the device pages that it has, `held`.
+    `priority`: those with the lowest give first."""
 
     number: int
     block: int
@@ -115,15 +115,15 @@ class Account:
 
 
 def master_of(worker: Account, accounts: Sequence[Account]) -> Account | None:
-    """The one of the others that borrows most, or would, as it has most; None where there is no other."""
+    """Returns the other model that borrows most, or would, as it has most; None where there is no other."""
     others = [each for each in accounts if each.number != worker.number]
     return max(others, key=lambda each: (each.borrowed, each.held, -each.number), default=None)
 
 
 def due(accounts: Sequence[Account], free: int, most: int) -> dict[int, int]:
-    """Pages that each has to give back, so that with what is `free` every reserve is whole, as far as that is borrowed.
-    First gives who has the lowest priority, of equals who borrows most; in units with whoever lacks most, of `most`
-    pages at most. See Note [Due]."""
+    """Returns the pages that each model has to give back, so that with the `free` ones every reserve is whole, as far
+    as they are borrowed. Models with the lowest priority give first, of equals the one that borrows most; in units
+    shared with the one that lacks most, of `most` pages at most. See Note [Due]."""
     missing = sum(each.lacking for each in accounts) - free
     found: dict[int, int] = {}
     if missing <= 0:
@@ -139,14 +139,14 @@ def due(accounts: Sequence[Account], free: int, most: int) -> dict[int, int]:
 
 
 class Window:
-    """The most blocks that were in use at one time of the last `seconds`. Times do not go back. O(1) amortized."""
+    """The most blocks in use at one time of the last `seconds`. Times do not go back. O(1) amortized."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._falling: deque[tuple[float, int]] = deque([(0.0, 0)])  # (until when, blocks): most first, each less
 
     def use(self, now: float, blocks: int) -> None:
-        """From `now` on so many blocks are in use, of all requests together."""
+        """Notes that from `now` on so many blocks are in use, of all requests together."""
         self._until(now)
         while self._falling and self._falling[-1][1] <= blocks:
             self._falling.pop()
@@ -157,7 +157,7 @@ class Window:
         return self._falling[0][1]
 
     def _until(self, now: float) -> None:
-        """What is in use has been until now."""
+        """Moves the window to `now`, with the blocks in use until then."""
         self._falling[-1] = (now, self._falling[-1][1])
         while self._falling[0][0] < now - self.seconds:
             self._falling.popleft()

@@ -1,4 +1,4 @@
-"""How large pages should be where nobody said, from the sizes of what will lie on them. Pure.
+"""Chooses the page size where none was set, from the sizes of ranges. Pure.
 
 Note [What rounding costs]
     Each layer of weights and each region of a cache ends in the middle of a page, so on small models what is lost to
@@ -17,8 +17,8 @@ from .tuning import DEFAULT, Serving
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """A page size in bytes, and the bytes that rounding to it loses, of those that the weights leave of the budget, and
-    the part of these that it should lose at most."""
+    """A page size in bytes. `lost`: bytes lost by rounding to it; `left`: those that the weights leave of the budget;
+    `most`: the part of these that may be lost."""
 
     page: int
     lost: int

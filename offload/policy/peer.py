@@ -1,8 +1,8 @@
 """Which pages of KV leave the peer for the host before it is full, and what a page costs where it is. Pure.
 
 Note [Room]
-    What leaves the device goes to the peer while that has pages, as it is nearer, and to the host from then on, be it
-    ever so hot. So where fewer than an eighth of the peer's pages are free, the coldest of them go to the host, in the
+    What leaves the device goes to the peer while that has pages, as it is nearer, and to the host from then on, however
+    hot. So where fewer than an eighth of the peer's pages are free, the coldest of them go to the host, in the
     background, until a quarter is. What is on the peer and not used costs nothing there, so that idle caches go before
     those that run, and of each kind those first that were used longest ago: the reverse of the order in which they
     leave the device (reclaim_order.py), where what was used last is taken first as its owner has just had its turn.
@@ -18,7 +18,7 @@ from .tuning import PeerPages
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A cache with so many `pages` on the peer that could go. `active`: it is in use; `used`: when it was last."""
+    """A cache with so many `pages` on the peer that could go. `active`: is it in use? `used`: when it was last."""
 
     client: int
     pages: int
@@ -27,7 +27,7 @@ class Near:
 
 
 def lacking(free: int, total: int, tuning: PeerPages) -> int:
-    """Pages that should leave a peer of `total`, of which so many are free or on their way."""
+    """Returns how many pages should leave a peer of `total`, of which so many are free or on their way."""
     return 0 if free * tuning.low >= total else -(-total // tuning.enough) - free
 
 
@@ -42,7 +42,7 @@ def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:
 
 
 def mean_seconds(near: int, far: int, peer: float | None, host: float | None) -> float | None:
-    """To copy a page of so many on the peer and so many on the host, on the mean. A link that was not measured counts
+    """Mean seconds to copy a page, of so many on the peer and so many on the host. A link that was not measured counts
     as the other; None where neither was."""
     peer, host = (host if peer is None else peer), (peer if host is None and near else host)
     if peer is None or host is None or not near + far:

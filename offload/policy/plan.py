@@ -6,9 +6,9 @@ Times are in layers: the mean layer computes in 1 and is copied in `ratio`; each
 Note [At most]
     The papers' formulas, and `Plan.steady` with them, count each streamed layer in each pass, in order: what a plan
     takes at most, which is what an SLO is judged by. `Plan.expected` is what is really copied, and when (schedule.py,
-    Note [As submitted]): what a plan is taken for where the fastest is looked for, and what a report predicts. They
-    differ where three layers have two slots, no more layers stream than there are slots, or slots do not divide them.
-    In the last case, of layers of several sizes, the ring may take a copy's time more.
+    Note [As submitted]): it chooses the fastest plan, and is what a report predicts. They differ where three layers
+    have two slots, no more layers stream than there are slots, or slots do not divide them. In the last case, of layers
+    of several sizes, the ring may take a copy's time more.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Plan:
 
     @property
     def copied_pages(self) -> int:
-        """Pages of those."""
+        """Pages of these layers."""
         return sum(self.pages[layer] for layer in self.copied)
 
     def steady(self, ratio: Fraction) -> Pass:
-        """A pass over the layers at most, in layers; `ratio` as in schedule.py. See Note [At most]."""
+        """The longest pass over the layers, in layers; `ratio` as in schedule.py. See Note [At most]."""
         compute = self._compute()
         return simulate(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
 
     def expected(self, ratio: Fraction) -> Pass:
-        """As `steady`, as the ring does it. See Note [At most]."""
+        """A pass as the ring really copies, in layers. See Note [At most]."""
         compute = self._compute()
         return as_submitted(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
 
@@ -77,9 +77,8 @@ class Plan:
 
 
 def streaming(pages: Sequence[int], streamed: Sequence[int], slots: int) -> Plan:
-    """Returns the plan in which those of these layers that have pages share so many slots, or as many as there are
-        of them. ValueError
-    for no slot."""
+    """Returns the plan in which the `streamed` layers that have pages share so many slots, or as many as there are of
+    them. ValueError for no slot."""
     streamed = [layer for layer in streamed if pages[layer]]
     if streamed and slots < 1:
         raise ValueError(f"{len(streamed)} streamed layers need a slot")
@@ -108,8 +107,8 @@ def fewest(
     most: int | None = None,
     slots: tuple[int, ...] = DEFAULT.weights.slots,
 ) -> Plan | None:
-    """The plan that fits `available` device pages at the smallest time per pass: of those with as many `slots`, the one
-    that streams the fewest layers each, and no more than `most`. None where streaming as many as that does not fit."""
+    """Returns the fastest plan that fits `available` device pages: for each number of `slots` the one that streams the
+    fewest layers counts, no more than `most`. None where streaming as many as that does not fit."""
     return _fewest(tuple(pages), available, ratio, len(pages) if most is None else most, slots)
 
 
@@ -149,7 +148,7 @@ class Fewest:
     slots: tuple[int, ...] = DEFAULT.weights.slots
 
     def choose(self, pages: Sequence[int], available: int) -> Plan | None:
-        """A plan that fits `available` device pages, None where none does."""
+        """Returns a plan that fits `available` device pages, None where none does."""
         return fewest(pages, available, self.ratio, slots=self.slots) or fewest(pages, available, self.ratio)
 
     def smallest(self, pages: Sequence[int]) -> int:
@@ -159,32 +158,32 @@ class Fewest:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The last layer of every so many streams, with None no layer."""
+    """The last layer of every `interval` streams, with None no layer."""
 
     interval: int | None
 
     def choose(self, pages: Sequence[int], available: int) -> Plan | None:
-        """As `Fewest.choose`. ValueError for an interval that the layers do not have."""
+        """Chooses as `Fewest.choose`. ValueError for an interval that the layers do not have."""
         plan = Plan(tuple(pages)) if self.interval is None else at_interval(pages, self.interval)
         return plan if plan.device_pages <= available else None
 
     def smallest(self, pages: Sequence[int]) -> int:
-        """As `Fewest.smallest`."""
+        """Device pages without which no plan fits."""
         return (Plan(tuple(pages)) if self.interval is None else at_interval(pages, self.interval)).device_pages
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """The layers that stream already, and no others: for what is new in them."""
+    """The layers that stream already, and no others: for new tensors in them."""
 
     streamed: frozenset[int]
 
     def choose(self, pages: Sequence[int], available: int) -> Plan | None:
-        """As `Fewest.choose`. New pages of a layer that streams go to the host, whatever is available."""
+        """Chooses as `Fewest.choose`. New pages of a streamed layer go to the host, whatever is available."""
         return Plan(tuple(pages), at := tuple(k for k in sorted(self.streamed) if k < len(pages)), (0,) * len(at))
 
     def smallest(self, pages: Sequence[int]) -> int:
-        """As `Fewest.smallest`."""
+        """Device pages without which no plan fits."""
         return sum(each for layer, each in enumerate(pages) if layer not in self.streamed)
 
 

@@ -1,4 +1,5 @@
-"""What `python -m ballonet prefix-sim` says: how often a prefix cache of some size has what requests begin with.
+"""The simulation of `python -m ballonet prefix-sim`: how often a prefix cache of some size has what requests begin
+with.
 
 The index and the policy are those of the cache itself (`prefixes`, `worth`). Requests in their order: each asks for its
 blocks, of which a leading run may be stored; then all of them are, and as many go as are too many.
@@ -18,7 +19,7 @@ _SIZES: Final = 12  # of a curve
 Trace = Sequence[Sequence[Hashable]]
 
 
-def _nobody_listens(step: str) -> None:
+def _ignore(step: str) -> None:
     pass
 
 
@@ -34,7 +35,7 @@ def hits(trace: Trace, capacity: int | None, policy: str) -> Hits:
 
 
 def facts(trace: Trace, capacity: int, policy: str) -> dict[str, Any]:
-    """Plain values, ready for JSON.
+    """Returns plain values, ready for JSON.
 
     Keys: requests; hit_blocks, of the blocks that they ask for, blocks; hit_rate, the one over the other; capacity and
     policy, as given; distinct_blocks, what a cache that evicts nothing stores; infinite_hit_rate, of that one.
@@ -53,10 +54,10 @@ def facts(trace: Trace, capacity: int, policy: str) -> dict[str, Any]:
 
 
 def curve(
-    trace: Trace, capacity: int, tell: Callable[[str], None] = _nobody_listens
+    trace: Trace, capacity: int, tell: Callable[[str], None] = _ignore
 ) -> tuple[list[int], dict[str, list[float]]]:
-    """Capacities, `capacity` among them, and the hit rate at each by policy. `tell`: what is to be found out next, of
-    `steps_of_curve` things."""
+    """Returns capacities, `capacity` among them, and the hit rate at each by policy. `tell`: called with each of the
+    `steps_of_curve` steps before it."""
     sizes = _sizes(trace, capacity)
     rates: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for policy, found in rates.items():
@@ -71,7 +72,7 @@ def steps_of_curve(trace: Trace, capacity: int) -> int:
 
 
 def _sizes(trace: Trace, capacity: int) -> list[int]:
-    """Each about the same multiple of the one before, up to a cache that evicts nothing."""
+    """Returns sizes, each about the same multiple of the one before, up to a cache that evicts nothing."""
     most = _distinct(trace)
     return sorted({capacity, *(max(1, round(most * 2 ** ((n - _SIZES) * 2 / 3))) for n in range(1, _SIZES + 1))})
 

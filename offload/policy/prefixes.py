@@ -1,4 +1,4 @@
-"""The index of a prefix cache: which blocks of tokens are stored, whose they are, and which go first. Pure.
+"""The index of a prefix cache: the blocks of tokens that are stored, their owners, and which go first. Pure.
 
 A *block* is a number of tokens. Its key stands for all tokens from the first to its last (`chain`), so that blocks
 are the nodes of a forest, and the stored part of a prompt is a leading run of its keys. A block leaves after those that
@@ -18,9 +18,9 @@ from .worth import Odds, Policy
 
 
 def chain(ids: Sequence[int], block: int, salt: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Keys of the full blocks of `ids`: 16 bytes each, of the block, all before it and `salt`, which says what else the
-    keys and values depend on. `known`: those of its first blocks, which are not worked out again. ValueError for a
-    block below 1."""
+    """Returns the keys of the full blocks of `ids`: 16 bytes each, of the block, all before it and `salt`, which says
+    what else the keys and values depend on. `known`: those of its first blocks, which are not worked out again.
+    ValueError for a block below 1."""
     if block < 1:
         raise ValueError(f"a block has at least one token, not {block}")
     content = array("q", ids[len(known) * block :])
@@ -41,7 +41,7 @@ def _digest(content: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Hits:
-    """What was asked for: requests, their full blocks, and those of them that were stored."""
+    """Counts: requests, their full blocks, and those of them that were stored."""
 
     requests: int = 0
     blocks: int = 0
@@ -95,7 +95,7 @@ class Index:
         return iter(self._nodes)
 
     def owner(self, key: Hashable) -> Hashable:
-        """KeyError where it is not stored."""
+        """Returns the owner of a block. KeyError where it is not stored."""
         return self._nodes[key].owner
 
     def after(self, key: Hashable | None) -> list[tuple[Hashable, Hashable]]:
@@ -105,11 +105,11 @@ class Index:
         return [(node.owner, node.key) for node in found.values()]
 
     def peek(self, keys: Sequence[Hashable]) -> int:
-        """How many of the first keys are stored. Changes nothing."""
+        """Returns how many of the first keys are stored. Changes nothing."""
         return next((n for n, key in enumerate(keys) if key not in self._nodes), len(keys))
 
     def match(self, keys: Sequence[Hashable]) -> int:
-        """As `use`, by a request of these blocks; counted in `hits`."""
+        """Uses the stored blocks of a request, as `use`, and counts them in `hits`."""
         found = self.use(keys)
         self.hits.requests += 1
         self.hits.blocks += len(keys)
@@ -117,7 +117,7 @@ class Index:
         return found
 
     def use(self, keys: Sequence[Hashable]) -> int:
-        """As `peek`, by a request that uses the blocks that are stored."""
+        """Notes that a request uses the first keys that are stored. Returns how many."""
         found = self.peek(keys)
         for key in keys[:found]:
             node = self._nodes[key]
@@ -127,8 +127,8 @@ class Index:
 
     def insert(self, keys: Sequence[Hashable], owner: Hashable, *, ended: bool = True) -> list[Hashable]:
         """Stores the blocks of a sequence, from its first, or one that is stored; returns those that were not there,
-        which are `owner`'s now. Evicts nothing, and is no use of those that were there. `ended`: is the last one that
-        of its request?"""
+        which are `owner`'s now. Evicts nothing, and does not count as a use of those that were there. `ended`: is the
+        last block the last of its request?"""
         new: list[Hashable] = []
         parent: _Node | None = None
         behind: Hashable | None = None
@@ -148,12 +148,12 @@ class Index:
         return new
 
     def pin(self, keys: Iterable[Hashable]) -> None:
-        """Keeps them from being evicted until each is unpinned as often. Pins are of keys, stored or not."""
+        """Keeps blocks from being evicted until each is unpinned as often. Pins are of keys, stored or not."""
         for key in keys:
             self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[Hashable]) -> None:
-        """ValueError for a key that is not pinned."""
+        """Takes back one pin of each. ValueError for a key that is not pinned."""
         for key in keys:
             if key not in self._pins:
                 raise ValueError(f"{key!r} is not pinned")
@@ -191,8 +191,8 @@ class Index:
         return gone
 
     def forget(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, Hashable]]:
-        """Drops these, pinned or not, and all that hang on them, those first: (owner, key) of each. For blocks that are
-        no longer what their keys say."""
+        """Drops blocks, pinned or not, after all that hang on them: (owner, key) of each. For blocks that no longer
+        hold what their keys say."""
         gone: list[tuple[Hashable, Hashable]] = []
         for key in keys:
             if key not in self._nodes:
@@ -206,7 +206,7 @@ class Index:
         return gone
 
     def clear(self) -> None:
-        """Drops all, pinned or not. Pins and `hits` stay."""
+        """Drops all blocks, pinned or not. Pins and `hits` stay."""
         self.forget(list(self._roots))
 
     def _drop(self, node: _Node, *, evicted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which weights give their pages to the KV cache, and when they get them back (Oneiros §5): numbers in, plans out.
+"""Which weights give their pages to the KV cache, and get them back (Oneiros §5): numbers in, plans out.
 
 Note [Algorithm 1]
     Read here: a model is at its end when it streams as many layers as its cap, not as many as it has; the model that
@@ -7,15 +7,11 @@ Note [Algorithm 1]
     T_compute (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always
     leaves one layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
 
-Note [Given back]
-    In the reverse of the order of giving (reclaim_order.py, Note [Who gives layers]): to those that run, first where
-    the most time is lost; then to the idle ones.
-
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
-    spare that were free all through `dwell` seconds in which nobody waited for any, but for `mark` pages, so that the
-    next tokens find room, and for as many as went meanwhile: a load that grows would soon have them again. With a load
-    that comes and goes faster than that nothing moves.
+    spare that were free all through `dwell` seconds in which no thread waited for any, but for `mark` pages, so that
+    the next tokens find room, and for as many as went meanwhile: a load that grows would soon have them again. With a
+    load that comes and goes faster than that nothing moves.
 """
 
 from __future__ import annotations
@@ -34,10 +30,10 @@ from .tuning import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A managed model. `plan`: what it streams; `decode`, `prefill`: of an iteration of either kind, `active`: it runs;
-    `priority`: those with the lowest give first; `used`: when it last ran, on any clock; `most`: layers that it may
-    stream, where somebody said; `base`: layers that it may stream in any case, as it came with so many; `least`: device
-    pages that it keeps, as an SLO needs them. `slots`, `mru`, `capped`: as `tuning.WeightPlans` has them."""
+    """A managed model. `plan`: what it streams; `decode`, `prefill`: costs of an iteration of either kind; `active`:
+    does it run? `priority`: those with the lowest give first; `used`: when it last ran, on any clock; `most`: layers
+    that it may stream, where set; `base`: layers that it may stream in any case, as it came with so many; `least`:
+    device pages that it keeps, as an SLO needs them. `slots`, `mru`, `capped`: as `tuning.WeightPlans` has them."""
 
     name: str
     plan: Plan
@@ -91,8 +87,8 @@ class Remapping:
 
 @lru_cache(maxsize=256)
 def cap(costs: Costs, capped: bool = True) -> int:
-    """The most layers whose copies take no longer than the iteration, or that there are where not `capped`, and not all
-    that have pages. See Note [Algorithm 1]."""
+    """Returns the most layers whose copies take no longer than the iteration, or where not `capped` that there are;
+    never all that have pages. See Note [Algorithm 1]."""
     pages = costs.pages
 
     def hidden(count: int) -> bool:
@@ -104,7 +100,7 @@ def cap(costs: Costs, capped: bool = True) -> int:
 def standing(
     plan: Plan, taken: Iterable[int], costs: Costs, base: int, slots: tuple[int, ...], capped: bool = True
 ) -> Plan:
-    """What a model has to stream once these layers of its plan are `taken`: the fastest plan for the pages that are
+    """Returns the plan of a model once these layers of its plan are `taken`: the fastest plan for the pages that are
     left to it. Beyond its cap with one slot: pages are so short that the next layer may have to go, and a slot
     cannot."""
     left = plan.device_pages - sum(plan.pages[layer] for layer in taken)
@@ -127,7 +123,7 @@ class RemapStep:
 
 
 def reclaimable(models: Iterable[Model]) -> Iterator[RemapStep]:
-    """All that weights can give, in the order in which they do: the list to take from while pages are wanted."""
+    """Iterates over all that weights can give, in order: the steps to take while pages are wanted."""
     giving = {each.name: each for each in models}
     while giving:
         giver = min(giving.values(), key=lambda each: weights_order(each, each.given))
@@ -140,7 +136,7 @@ def reclaimable(models: Iterable[Model]) -> Iterator[RemapStep]:
 
 
 def remap(models: Iterable[Model], wanted: int, free: int) -> Remapping:
-    """`wanted` device pages for the KV cache, of which `free` are there: while that is enough nothing is remapped
+    """Frees `wanted` device pages for the KV cache, of which `free` are there: while that is enough nothing is remapped
     (§5.1)."""
     short, freed = max(0, wanted - free), 0
     plans: dict[str, Plan] = {}
@@ -152,9 +148,9 @@ def remap(models: Iterable[Model], wanted: int, free: int) -> Remapping:
 
 
 def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
-    """Before the first decode step of an idle model that has work again: it streams no more than its decode cap, and
-    the pages for that are taken from others where fewer than that are `free`. `short`, and it must wait. `freed` is
-    what all of it leaves, and negative where it takes free pages. KeyError."""
+    """Plans the first decode step of an idle model that has work again: it streams no more than its decode cap, and
+    pages for that are taken from others where too few are `free`. Where the result is `short` the model must wait.
+    `freed`: of all plans together, negative where free pages are taken. KeyError."""
     model = next((each for each in models if each.name == name), None)
     if model is None:
         raise KeyError(name)
@@ -171,25 +167,21 @@ def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
     return Remapping({name: plan, **others.plans}, others.freed - taken, others.short)
 
 
-def revert(models: Iterable[Model], spare: int) -> Remapping:
-    """The plans with which weights take back up to `spare` pages. `freed` is not above 0."""
-    plans: dict[str, Plan] = {}
-    freed = 0
-    for model in sorted(models, key=_first_served):
-        if spare + freed <= 0:
-            break
-        costs, now = model.costs, model.plan
-        most = max(model.cap, len(now.streamed))
-        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, most, model.slots)
-        if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
-            plans[model.name] = plan
-            freed += now.device_pages - plan.device_pages
-    return Remapping(plans, freed, 0)
+def revert(model: Model, spare: int) -> Plan | None:
+    """The plan with which a model's weights take back up to `spare` pages; None where none costs less time, or as much
+    with fewer host pages."""
+    costs, now = model.costs, model.plan
+    most = max(model.cap, len(now.streamed))
+    plan = fewest(now.pages, now.device_pages + spare, costs.ratio, most, model.slots) if spare > 0 else None
+    if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
+        return plan
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class CalmClock:
-    """Nobody waits for pages: since when, in seconds, the fewest that were free, and how many were at first."""
+    """A time without waiting for pages: `since` when, in seconds, the fewest that were `free`, and how many at
+    `first`."""
 
     since: float
     free: int
@@ -199,11 +191,11 @@ class CalmClock:
 def observe(
     calm: CalmClock | None, now: float, free: int, waiting: bool, mark: int, dwell: float
 ) -> tuple[CalmClock | None, int]:
-    """Called between iterations, `now` in seconds: what to pass the next time, and how many pages may be given back.
-    See Note [Calm]."""
+    """Updates the clock between iterations, `now` in seconds. Returns the clock for the next call, and how many pages
+    may be given back. See Note [Calm]."""
     if waiting or free < mark:
         return None, 0
-    if calm is None or free < calm.free:  # else it is as it was
+    if calm is None or free < calm.free:  # else it is unchanged
         calm = CalmClock(now, free, free) if calm is None else replace(calm, free=free)
     if now - calm.since < dwell:
         return calm, 0
@@ -211,10 +203,6 @@ def observe(
 
 
 def _freeing_more(model: Model) -> Plan | None:
-    """The fastest plan under its cap that frees more than it does now."""
+    """Returns the fastest plan under the model's cap that frees more than the present one."""
     plan = fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap, model.slots)
     return plan if plan is not None and plan.device_pages >= model.least else None
-
-
-def _first_served(model: Model) -> tuple[bool, float, int, float, str]:
-    return not model.active, -model.stall if model.active else 0, -model.priority, model.used, model.name

@@ -1,5 +1,5 @@
-"""What each request may wait for its tokens, and whether that can be kept (Select-N §4.5, for requests that are served
-together). Pure: times of steps in (step_costs.py), decisions out.
+"""SLOs of requests that are served together, and whether they can be kept (Select-N §4.5). Pure: times of steps in
+(step_costs.py), decisions out.
 
 Note [What is promised]
     `ttft`: seconds from a request's arrival to its first token, of which those that it has waited are gone. `tpot`:
@@ -10,7 +10,7 @@ Note [What is promised]
 Note [Who may begin]
     A request begins where the step of all that decode, and of it, keeps the strictest tpot among them. It waits where
     it does not, and is refused where it would not even alone, or where its prompt cannot be done any more in the time
-    that is left. Whoever runs is never put out by one that comes.
+    that is left. A running request is never evicted for a new one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .step_costs import Parts, Step
 
 @dataclass(frozen=True, slots=True)
 class RequestSLO:
-    """Seconds; None where nothing is asked. `arrived`: by the clock of the scheduler."""
+    """The SLO of a request, in seconds; None where none is set. `arrived`: by the clock of the scheduler."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -32,7 +32,7 @@ class RequestSLO:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """An SLO that cannot be kept, and the strictest that could be instead, by its name."""
+    """An SLO that cannot be kept, by its name, and the strictest that could be."""
 
     slo: str
     asked: float
@@ -46,8 +46,8 @@ NOTHING = RequestSLO()
 
 
 def refused(parts: Parts | None, slo: RequestSLO, prompt: int, new: int, batch: int, now: float) -> Nearest | None:
-    """Why a request that waits cannot have what it asks, even if it ran alone from now on; None where it can, or nobody
-    knows. `prompt`, `new`: its tokens; `batch`: that one step may have at most."""
+    """Returns why a waiting request cannot have its SLO, even if it ran alone from now on; None where it can, or that
+    is not known. `prompt`, `new`: its tokens; `batch`: the most tokens of one step."""
     if parts is None:
         return None
     if slo.tpot is not None and (least := parts.seconds(Step(1, prompt + new))) > slo.tpot:
@@ -70,7 +70,7 @@ def may_begin(parts: Parts | None, running: Iterable[tuple[int, RequestSLO]], to
 
 
 def tightest(slos: Iterable[RequestSLO]) -> RequestSLO:
-    """The strictest of what is asked."""
+    """Returns the strictest of each kind of SLO."""
     known = list(slos)
     ttft = min((each.ttft for each in known if each.ttft is not None), default=None)
     tpot = min((each.tpot for each in known if each.tpot is not None), default=None)

@@ -1,4 +1,4 @@
-"""What streaming costs: the time of one pass over a model of which some layers are copied in while it runs.
+"""The cost of streaming: the time of one pass over a model of which some layers are copied in while it runs.
 
 Words
     streamed    a layer whose weights are on the host and are copied into a slot before it computes (m of n layers)
@@ -9,9 +9,9 @@ Words
 Note [The schedule]
     The link copies streamed layers in the order in which they compute, one at a time. A copy starts when the one before
     it is done and the layer that had its slot has computed; a streamed layer computes when the layer before it has, and
-    its copy is done. That is all there is, and `simulate` works it out. For layers all alike, evenly spaced, closed
-    forms say the same (`one_slot`, `two_slots`; Oneiros §5.2 and Select-N §4.3 in one model). Times are in any unit,
-    sizes of layers need not be equal.
+    its copy is done. `simulate` computes just that. For layers all alike, evenly spaced, closed forms say the same
+    (`one_slot`, `two_slots`; Oneiros §5.2 and Select-N §4.3 in one model). Times are in any unit, sizes of layers need
+    not be equal.
 
 Note [Whose slot]
     In the papers a layer takes whichever slot is free. Here its addresses lead to one slot for good, or every token
@@ -19,7 +19,7 @@ Note [Whose slot]
     of the next share one, and the link waits for about one layer per pass: `simulate` knows both.
 
 Note [As submitted]
-    What really runs (move/ring.py) submits a copy when the layer that had the slot has computed, and the link takes
+    The real ring (residency/ring.py) submits a copy when the layer that had the slot has computed, and the link takes
     copies as they come: where slots do not divide the layers that of the second layer of the next pass comes before
     that of the first, and the link waits for less. And what is alone in its slot is copied once and stays.
     `as_submitted` knows that; where slots divide the layers, and no slot has but one, it is the same as `simulate`.
@@ -68,7 +68,7 @@ def every(layers: int, interval: int) -> tuple[int, ...]:
 
 
 def gaps(layers: int, at: Sequence[int]) -> tuple[int, ...]:
-    """From each streamed layer to the next one around the circle; they add up to `layers`. `at` is ascending."""
+    """Layers from each streamed layer to the next one around the circle; they add up to `layers`. `at` is ascending."""
     if list(at) != sorted(set(at)) or (at and not 0 <= at[0] <= at[-1] < layers):
         raise ValueError(f"streamed layers are distinct, ascending and below {layers}, not {list(at)}")
     return tuple((after - before - 1) % layers + 1 for before, after in zip(at, [*at[1:], *at[:1]], strict=True))
@@ -102,7 +102,7 @@ def closed_form(layers: int, at: Sequence[int], slots: int, ratio: Time) -> Time
 
 
 def _keeps_up(layers: int, at: Sequence[int], slots: int, ratio: Time) -> bool:
-    """See Note [Two slots]."""
+    """Does the link keep up with compute? See Note [Two slots]."""
     count, time, unit, others = len(at), ratio.numerator, ratio.denominator, slots - 1
     around = gaps(layers, at) * (slots // max(1, count) + 3)
     ends = list(accumulate(around, initial=0))  # layers computed so far, at each streamed one
@@ -130,14 +130,14 @@ class Pass:
 
     @property
     def stall(self) -> Time:
-        """Compute waits for copies."""
+        """Time in which compute waits for copies."""
         return self.time - self.compute
 
 
 def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: int | Sequence[int]) -> Pass:
-    """Pass after pass. `compute`: of each layer; `transfer`: of each streamed one, in the order of `at`; `slots`: how
-    many there are, the next copy goes to the one that is free first, or the slot of each streamed layer. See Note [The
-    schedule], Note [Whose slot], Note [The cycle]. ValueError."""
+    """Simulates pass after pass. `compute`: of each layer; `transfer`: of each streamed one, in the order of `at`;
+    `slots`: how many there are, the next copy goes to the one that is free first, or the slot of each streamed layer.
+    See Note [The schedule], Note [Whose slot], Note [The cycle]. ValueError."""
     if len(transfer) != len(at):
         raise ValueError(f"{len(at)} layers are streamed, and {len(transfer)} transfer times given")
     if not isinstance(slots, int) and len(slots) != len(at):
@@ -157,7 +157,8 @@ def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int
 
 
 def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: Sequence[int]) -> Pass:
-    """As `simulate` with the slot of each streamed layer. See Note [As submitted]. `link` counts what is copied."""
+    """Simulates as `simulate` with the slot of each streamed layer, in the order of submission. See Note [As
+    submitted]. `link` counts what is copied."""
     turns = {slot: [layer for layer, its in zip(at, slots, strict=True) if its == slot] for slot in {*slots}}
     shared = [layers for layers in turns.values() if len(layers) > 1]
     following = {layer: after for each in shared for layer, after in zip(each, [*each[1:], each[0]], strict=True)}
@@ -186,7 +187,7 @@ def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence
 
 
 def _steady(one_pass: Callable[[list[int]], list[int]], slots: int, longest: int) -> Time:
-    """What passes take in the long run. `longest`: no pass takes more."""
+    """The time of a pass in the long run. `longest`: no pass takes more."""
     size = slots + 2
     never = -size * (longest + 1)  # a path through it is longer than none
     return _cycle_time([one_pass([0 if i == j else never for j in range(size)]) for i in range(size)])

@@ -1,16 +1,16 @@
-"""Who has how much of a budget that several processes share. Pure.
+"""Divides a budget among the processes that share it. Pure.
 
 Note [Who gives]
-    A part is a permission to have pages. Whoever is short gets what nobody has, then what others have no use for: those
-    with the lowest priority give first, of equals those with the most. If that is too little, what they use is shared:
-    each keeps its floor, and where it has use for it half of an equal share; the rest goes to the highest priority
-    first, and evenly among equals. Who has more than comes out of that gives the difference, by its own ladder.
+    A part is a permission to have pages. A process that is short gets what is free, then what others have no use for:
+    those with the lowest priority give first, of equals those with the most. If that is too little, what they use is
+    shared: each keeps its floor, and where it has use for it half of an equal share; the rest goes to the highest
+    priority first, and evenly among equals. A process that has more than that gives the difference, by its own ladder.
 
 Note [No ping-pong]
     What comes out depends on what each has use for and not on what it has, so once all have it nothing moves. A part
     that was raised counts as used for a while (`Sharing.dwell`), whatever is free in it between two steps; and nothing
-    that is in use moves for less than 1/`Sharing.margin` of the total, but to who has less than half of an equal share:
-    one that asks for little would get nothing as long as others are busy.
+    that is in use moves for less than 1/`Sharing.margin` of the total, but to one with less than half of an equal
+    share: one that asks for little would get nothing as long as others are busy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .tuning import DEFAULT, Sharing
 
 @dataclass(frozen=True, slots=True)
 class Sharer:
-    """A process, in bytes. `used`: what it would miss; `wanted`: what it has use for, more than `part` where it is
-    short; `floor`: what it keeps in any case; `rested`: seconds since its part was raised."""
+    """A process, in bytes. `used`: in use; `wanted`: that it could use, more than `part` where it is short; `floor`:
+    that it keeps in any case; `rested`: seconds since its part was raised."""
 
     part: int
     used: int
@@ -36,8 +36,8 @@ class Sharer:
 
 
 def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
-    """The parts that the members should have now, together no more than the total, or than they have where that cannot
-    be. Those that want no more are never raised. See Note [Who gives]."""
+    """Returns the parts that the members should have now, together no more than the total, or than they have where that
+    cannot be. Those that want no more are never raised. See Note [Who gives]."""
     free = total - sum(each.part for each in members)
     if free < 0:  # what is free in a part is free at once
         members = [replace(each, rested=math.inf) for each in members]
@@ -65,7 +65,7 @@ def _claim(each: Sharer, tuning: Sharing) -> int:
 
 
 def _fair(total: int, members: Sequence[Sharer], claims: Sequence[int]) -> list[int]:
-    """What each is due of its claim."""
+    """Returns what each gets of its claim."""
     found = _poured(total, [0] * len(members), [min(c, each.floor) for c, each in zip(claims, members, strict=True)])
     half = _half(total, members)
     found = _poured(total - sum(found), found, [min(claim, half) for claim in claims])
@@ -76,12 +76,12 @@ def _fair(total: int, members: Sequence[Sharer], claims: Sequence[int]) -> list[
 
 
 def _half(total: int, members: Sequence[Sharer]) -> int:
-    """Half of an equal share."""
+    """Returns half of an equal share."""
     return total // max(1, 2 * len(members))
 
 
 def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
-    """`levels` raised by `room` in all, the lowest first, none above its cap."""
+    """Returns `levels` raised by `room` in all, the lowest first, none above its cap."""
 
     def filled(height: int) -> list[int]:
         return [max(level, min(cap, height)) for level, cap in zip(levels, caps, strict=True)]
@@ -94,7 +94,7 @@ def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
 
 
 def _given(parts: Sequence[int], wanted: int, members: Sequence[Sharer], keeps: Sequence[int]) -> list[int]:
-    """What each gives of `wanted`, who keeps so much."""
+    """Returns what each gives of `wanted`, keeping at least its `keeps`."""
     found, left = [0] * len(parts), max(0, wanted)
     spare = [max(0, part - keep) for part, keep in zip(parts, keeps, strict=True)]
     for each in sorted(range(len(parts)), key=lambda at: (members[at].priority, -spare[at], at)):

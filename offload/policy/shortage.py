@@ -1,4 +1,4 @@
-"""When pages are short, and when it is worth to say what may be taken. Pure."""
+"""When pages are short, and when a new reclaim list is worth its time. Pure."""
 
 from __future__ import annotations
 

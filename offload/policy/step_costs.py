@@ -1,4 +1,4 @@
-"""What a step of a batch takes, learned from those that ran, and which batch makes the most tokens per second. Pure.
+"""The cost of a batch's step, learned from steps that ran, and the batch with the most tokens per second. Pure.
 
 Note [A row without sequences]
     Attention that does not know the sequences of a packed row (sdpa and eager in transformers' continuous batching)
@@ -17,8 +17,7 @@ Note [What memory costs]
     computation cost nothing. So the two are compared by what they did, on this machine. What a page costs before any
     was copied, or read, in a step is assumed: of layers nothing where copies can hide, and where operators are complete
     when they return, so that nothing hides, what the link takes; of KV on the host what the link takes where kernels
-    read over it. To learn it by doing is dear, as weights that have left come back late, and requests that were
-    admitted stay.
+    read over it. To learn it by trying is expensive: evicted weights are restored late, and admitted requests stay.
 
 Note [What is remembered]
     The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an
@@ -77,7 +76,7 @@ class Parts:
     away: float = 0.0
 
     def seconds(self, step: Step) -> float:
-        """What the step takes."""
+        """Seconds of the step."""
         return math.fsum(map(mul, astuple(self), _sizes(step)))
 
     def prefill(self, tokens: int, batch: int) -> float:
@@ -88,7 +87,7 @@ class Parts:
 
 
 class StepCosts:
-    """What is known of the steps of one model. Used by the thread that schedules."""
+    """The costs of one model's steps, as learned. Used by the thread that schedules."""
 
     def __init__(
         self, tuning: Serving = DEFAULT.serving, assumed: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
@@ -96,8 +95,8 @@ class StepCosts:
         """`assumed`: seconds of a page of layers, as long as no step has copied any, and of one of KV on the host, as
         long as no step has read one."""
         self._assumed = assumed
-        self._copying = self._away = False  # has any step copied pages of layers? Read KV on the host?
-        # what the parts take, where `fixed` includes the copies of the layers that stream now; None: too little ran
+        self._copying = self._away = False  # has any step copied pages of layers? has any read KV on the host?
+        # the fitted parts; `fixed` includes the copies of layers that stream now; None: too few steps ran
         self.parts: Parts | None = None
         self._fitted: Parts | None = None
         self._tuning = tuning
@@ -120,8 +119,7 @@ class StepCosts:
 
     @property
     def error(self) -> float | None:
-        """By which part of the time `parts` is wrong about half of the steps that are remembered, or more; None where
-        there are no parts."""
+        """The median relative error of `parts` over the steps that are remembered; None where there are no parts."""
         found = self._fitted
         if found is None:
             return None
@@ -129,8 +127,8 @@ class StepCosts:
         return statistics.median(abs(found.seconds(step) / seconds - 1) for step, seconds in seen)
 
     def largest(self, length: float) -> int | None:
-        """Requests that decode in one step at most so that it is fastest, where they hold so many tokens as a mean;
-        None where no number is too large, or nobody knows."""
+        """Returns the largest batch of decoding requests that is fastest, where they hold so many tokens on average;
+        None where no number is too large, or it is not known."""
         parts = self.parts
         if parts is None or not parts.pair or length <= 0:
             return None
@@ -145,7 +143,7 @@ class StepCosts:
         return rates[0] > rates[1] * (1 + self._tuning.gain)
 
     def apart(self, one: Step, other: Step) -> bool:
-        """Do two steps take less than one of both?"""
+        """Do two steps, one after the other, take less than one with both?"""
         parts = self.parts
         return parts is not None and parts.seconds(one) + parts.seconds(other) < parts.seconds(one + other)
 
@@ -162,12 +160,12 @@ class StepCosts:
 
 
 def _sizes(step: Step) -> tuple[int, ...]:
-    """How much a step has of each part."""
+    """Returns how much a step has of each part."""
     return 1, step.new, step.read, step.new * step.read, step.copied, step.away
 
 
 def fitted(seen: list[tuple[Step, float]]) -> Parts | None:
-    """The parts that explain these steps best; None of fewer steps than there are parts of a step in memory."""
+    """Fits the parts to steps; None for fewer steps than there are parts of a step in memory."""
     if len(seen) < 4:
         return None
     rows = np.array([_sizes(step) for step, _ in seen], dtype=float)

@@ -1,4 +1,4 @@
-"""Which files of stored prefixes go when a folder is full, and whether it is worth to read some, pure.
+"""Which files of stored prefixes go when a folder is full, and whether reading some is worth it. Pure.
 
 A run of blocks is of no use without those before it, so its uses count for them as well: what goes first is the file
 whose last use, and that of all that continue it, is the longest ago, and of equals the one furthest from the beginning
@@ -23,7 +23,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A file. `used`: when it was last, ns. `part`: None where nobody here knows what is in it."""
+    """A file. `used`: its last use, ns. `part`: None where its content is not known here."""
 
     name: str
     inode: int
@@ -35,7 +35,7 @@ class Stored:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Seconds for tokens of a prompt: to read them from files (`disk`) and copy them to the device (`link`), or to
-    `compute` them. None where nobody has measured that."""
+    `compute` them. None where not measured."""
 
     disk: float | None
     link: float | None
@@ -43,13 +43,13 @@ class Reading:
 
     @property
     def worth(self) -> bool:
-        """Are they read? Also where it is not known what either takes."""
+        """Is reading worth it? True also where either is not known."""
         return self.disk is None or self.compute is None or self.disk + (self.link or 0.0) <= self.compute
 
 
 def reading(nbytes: int, tokens: int, *, disk: float | None, link: float | None, per_token: float | None) -> Reading:
-    """Returns what reading is worth: files of so many bytes with so many tokens. `disk`, `link`: bytes per second;
-    `per_token`: seconds in which one is computed, in a prefill of many."""
+    """Returns the seconds of reading and of computing files of so many bytes with so many tokens. `disk`, `link`: bytes
+    per second; `per_token`: seconds in which one is computed, in a prefill of many."""
     return Reading(
         None if disk is None else nbytes / disk,
         None if link is None else nbytes / link,

@@ -1,9 +1,8 @@
 """Every number that decides something in offload/ and hooks/: its unit, why it is so, and where it was measured.
 
-What decides gets its part as an argument; whoever composes (the governor of a device, `manage()`) hands it down. So a
-test gives other values to what it builds and patches nothing. Not here: what a format or the driver fixes (bytes of a
-digest, a page of the kernel), and what a user chooses (allocator/config.py); the allocator's own are in
-allocator/defaults.py.
+Code that decides gets its part as an argument, from the governor of a device or `manage()`. So a test gives other
+values to what it builds and patches nothing. Not here: what a format or the driver fixes (bytes of a digest, a page of
+the kernel), and what a user chooses (allocator/config.py); the allocator's own are in allocator/defaults.py.
 
 A value that says *chosen* was never measured: it is a round number, for the reason given. Measurements of a GPU are of
 one H200 at PCIe 5 x16, driver 580, an 8B Llama shape in bf16.
@@ -19,7 +18,7 @@ from fractions import Fraction
 class FreePages:
     """When free pages are short, ample, or to spare (governor/pages.py; remap.py, Note [Calm])."""
 
-    # 1/32 of the budget never goes back to who gave it, so that the next tokens find room. Chosen.
+    # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
     spare: int = 32
     # Fewer than 1/4 of the budget free: worth host memory to prepare for less. Chosen; the steady state of
     # docs/measuring.md, bench_recover.py, depends on it.
@@ -29,20 +28,20 @@ class FreePages:
     # Seconds that pages have to be ample until copies on the host are given up. To make one again costs its bytes over
     # the link. Chosen; docs/measuring.md, bench_recover.py shows what it delays.
     forget: float = 60.0
-    # Seconds that pages are empty before they go back to who gave them: longer than a load takes to come back. Chosen;
-    # tests/test_reclaim_order.py holds that nothing moves on a square wave that is shorter.
+    # Seconds that pages are empty before they go back to clients that gave them: longer than a load takes to come back.
+    # Chosen; tests/test_reclaim_order.py holds that nothing moves on a square wave that is shorter.
     dwell: float = 10.0
     # Seconds after its last iteration, on the device, after which a model or a cache is idle: longer than a decode step
     # of any model here, shorter than a user reads. Chosen.
     idle: float = 1.0
-    # Seconds between looks, while somebody waits, for pages that were freed without a word. A tenth of a decode step at
-    # most. Chosen.
+    # Seconds between looks, while a thread waits, for pages that were freed without a wake-up. A tenth of a decode step
+    # at most. Chosen.
     look: float = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBehind:
-    """How much KV is copied to the host ahead of need (governor/overview.py, Note [What is prepared])."""
+    """How much KV is copied to the host ahead of need (governor/reclaim_list.py, Note [What is prepared])."""
 
     # 1/8 of the budget is kept clean, so that a cache that grows by less takes pages and copies nothing. Chosen.
     clean: int = 8
@@ -78,7 +77,7 @@ class OtherTraffic:
 class WeightPlans:
     """Which layers stream and when that is looked at again (plan.py, governor/decision.py, hooks/streaming)."""
 
-    # Numbers of slots that are tried: more than two never pay (Oneiros §5.2).
+    # Numbers of slots that are tried: more than two are never faster (Oneiros §5.2).
     slots: tuple[int, ...] = (1, 2)
     # The idle model with the latest use gives first (MRU, Oneiros §5.2), else that with the earliest; and models
     # stream no more than hides (§5.3), else all layers but one. Not to be changed but to see what either is worth:
@@ -119,7 +118,7 @@ class WeightPlans:
 class KVReads:
     """How KV on the host is read: restored, through slots, or in place (layer_stream.py, governor/kv_read_plan.py)."""
 
-    # Bytes per second of the link where nobody has measured it (a cache with no managed model): that of PCIe 4 x16.
+    # Bytes per second of the link where it was not measured (a cache with no managed model): that of PCIe 4 x16.
     # Assumed (docs/limits.md).
     link: float = 25e9
     # The part of the link that reads in place have. Measured: 47 to 51 of 55 GB/s, bf16 matmul and decode attention.
@@ -145,7 +144,7 @@ class KVReads:
 
 @dataclass(frozen=True, slots=True)
 class KVGrowth:
-    """What is made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
+    """Pages made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
 
     # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1). The core has the same (tuning.h).
     ahead: int = 50_000_000
@@ -231,7 +230,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class BlockOdds:
-    """What a block of a prefix cache is worth (worth.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
+    """The worth of blocks of a prefix cache (worth.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
 
     # Keys that are gone and remembered, for each that is stored.
     remembered: int = 4
@@ -247,13 +246,13 @@ class BlockOdds:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What is kept for prompts, in memory and in files (hooks/prefix)."""
+    """Sequences kept for prompts, in memory and in files (hooks/prefix)."""
 
     # Tokens that are stored and evicted together: what other prefix caches use.
     block: int = 256
     # Tokens that are copied rather than take a sequence in which one more is lost for each. Chosen.
     worth: int = 4
-    # 1/8 of the device's pages may be of prefixes that nobody can take, as the host has no place. Chosen.
+    # 1/8 of the device's pages may be of prefixes that cannot be taken, as the host has no room. Chosen.
     stuck: int = 8
     # Bytes of a storage for each that a tensor shows, from which on a state is copied rather than kept whole. Chosen.
     loose: float = 1.25
@@ -293,13 +292,13 @@ class Waiting:
     # A forward for the slots: without them it reads the host, right and slower, so it need not wait long.
     slots: float = 1.0
     slots_look: float = 0.05
-    # Whoever looks at a layer that only files have, for the thread that runs it, and between two looks.
+    # A reader of a layer that only files have, for the forward thread, and between two looks.
     reveal: float = 60.0
     reveal_look: float = 0.02
     # A cache for pages that other threads lease, at a time, and in all where the last wait was in vain.
     room: float = 5.0
     room_look: float = 0.1
-    # Whoever releases a model, closes its prefixes or ends Python, for what is not written yet.
+    # A release of a model, the closing of its prefixes or the end of Python, for what is not written yet.
     files: float = 60.0
     # Between looks whether there is room for a model that was refused; twice as long after each refusal.
     first_use: float = 1.0
@@ -429,7 +428,7 @@ class Replicas:
     silent: float = 1.0
     iterations: int = 5
     remembered: int = 16
-    # Seconds between two ticks from which on the controller itself stood still, and nobody is judged by the time
+    # Seconds between two ticks from which on the controller itself stood still, and no replica is judged by the time
     # between. Chosen: half of `silent`.
     late: float = 0.5
     # Seconds that replicas have to prepare, or to take up, an epoch: forming links takes 7 ms each, a cold twin 3 s.
@@ -480,7 +479,7 @@ class Replicas:
     forming: float = 10.0
     # A link that is closed tells the other end, and waits so long until that has heard: a round trip. Chosen.
     linger: float = 1.0
-    # Somebody who joins has to answer within this. Chosen: two round trips, on a loaded machine.
+    # A replica that joins has to answer within this. Chosen: two round trips, on a loaded machine.
     joining: float = 30.0
     # Seconds until an NCCL operation is looked at first, and between two looks at most. Chosen: less than what a
     # microbatch's states take, and a thousandth of a CPU while a large message is on its way.
@@ -521,7 +520,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """What is predicted of a run before it (policy/planner)."""
+    """Predictions of a run (policy/planner)."""
 
     # Parts of what a data sheet says that a model gets: of the operations per second in a large prefill, and of the
     # memory's bytes per second while decoding. Chosen: what large matrix products and copies have in practice.
@@ -604,7 +603,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """All of them, for one device."""
+    """The tuning of one device."""
 
     pages: FreePages = field(default_factory=FreePages)
     write_behind: WriteBehind = field(default_factory=WriteBehind)

@@ -1,4 +1,5 @@
-"""What `python -m ballonet simulate` says: what a placement of streamed layers costs, all layers being alike."""
+"""The simulation of `python -m ballonet simulate`: the cost of a placement of streamed layers, all layers being
+alike."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from .schedule import closed_form, simulate
 
 
 def facts(layers: int, ratio: Fraction, at: Sequence[int], slots: int) -> dict[str, Any]:
-    """Plain values, ready for JSON; times in units of what a layer computes, of a pass once passes repeat. ValueError.
+    """Returns plain values, ready for JSON; times in units of what a layer computes, of a pass once passes repeat.
+    ValueError.
 
     Keys: time_in_layers, if a copy may use whichever slot is free; closed_form, the same by the formulas, None where
     the gaps are not even; stall, the part of the time in which compute waits for copies; layers, ratio, streamed and

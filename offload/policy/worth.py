@@ -1,4 +1,4 @@
-"""What a block of a prefix cache is worth: which goes first when there are too many. No clock, no chance.
+"""The worth of a block of a prefix cache: the least worth go first when there are too many. No clock, no chance.
 
 Note [Odds]
     A block that was used is used again with probability p, after a time that is about exponential with mean T, or
@@ -10,12 +10,12 @@ Note [Odds]
 
     So one number, fixed at the use, orders all blocks for good, and a heap suffices. With one p for all that is least
     recently used. Here p is counted for each *kind* of block: how often it was used; and of one that was used once,
-    whether it ended its request, and whether its request left a path that several had gone before (a system prompt),
-    or that of a single one. What is believed of a kind is nothing but its counts: where it makes no difference they say
-    so, and before anything is known all odds are even, which is plain LRU.
+    whether it ended its request, and whether its request left a path that several had gone before (a system prompt), or
+    that of a single one. The odds of a kind are nothing but its counts: where the kind makes no difference they are
+    alike, and before anything is counted all odds are even, which is plain LRU.
 
-    Time is counted in blocks that were stored: what came in between is what it takes room from. Blocks that have not
-    returned yet count as not returned. That underestimates every p alike, and it is differences that decide.
+    Time is counted in blocks that were stored, as those need the room. Blocks that have not returned yet count as not
+    returned. This underestimates every p alike, and only differences decide.
 
 Note [Gone]
     A policy that only sees what it kept learns that it was right. So keys that were evicted are remembered for
@@ -33,14 +33,15 @@ from .tuning import DEFAULT, BlockOdds
 
 
 class Policy(Protocol):
-    """Told what happens to each block, says what it is worth from now on."""
+    """An eviction policy: each event of a block returns its worth from then on."""
 
     def stored(self, key: Hashable, behind: Hashable | None, *, last: bool) -> float:
-        """`key` is new; `behind`: the last block of its request that is not; `last` of its request."""
+        """Notes a new block. `behind`: the last block of its request that is not new; `last`: is it the last of its
+        request?"""
         ...
 
     def used(self, key: Hashable) -> float:
-        """A request begins with it."""
+        """Notes that a request begins with the block."""
         ...
 
     def dropped(self, key: Hashable, *, evicted: bool) -> None:
@@ -49,7 +50,7 @@ class Policy(Protocol):
 
 
 class Recency:
-    """Least recently used."""
+    """Evicts the least recently used blocks."""
 
     def __init__(self) -> None:
         self._clock = 0
@@ -66,7 +67,7 @@ class Recency:
 
 
 class _Past:
-    """The past of a block: how often it was used, and the last time, when, as what kind."""
+    """The past of a block: how often it was used, when last, and as which kind."""
 
     __slots__ = ("at", "kind", "uses")
 
@@ -77,7 +78,7 @@ class _Past:
 
 
 class _Returns:
-    """What came of a kind of block: uses, and how many of them were followed by another. `even`: returns, and as many
+    """Counts of a kind of block: uses, and how many of them were followed by another. `even`: returns, and as many
     failures, that it starts with."""
 
     __slots__ = ("even", "returned", "uses")
@@ -88,7 +89,7 @@ class _Returns:
         self.returned = even
 
     def halve(self) -> None:
-        """All but what it started with."""
+        """Halves all counts but those it started with."""
         self.uses = self.uses / 2 + self.even
         self.returned = (self.returned + self.even) / 2
 
@@ -98,7 +99,7 @@ class _Returns:
 
 
 class Odds:
-    """Least likely to return. See Note [Odds]."""
+    """Evicts the blocks least likely to return. See Note [Odds]."""
 
     def __init__(self, tuning: BlockOdds = DEFAULT.prefixes.odds) -> None:
         self._tuning = tuning
@@ -126,7 +127,7 @@ class Odds:
             self._gone.popitem(last=False)
 
     def _use(self, past: _Past, first: Hashable) -> float:
-        """`first`: its kind, if this is its first use."""
+        """Notes a use and returns the worth. `first`: its kind, if this is its first use."""
         if past.uses:
             self._return(past)
         past.uses += 1

@@ -1,1 +1,1 @@
-"""What was measured of this machine: the link and the performance record."""
+"""Measurements of this machine: the link and the performance record."""

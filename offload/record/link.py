@@ -1,10 +1,10 @@
-"""The host link of a device: how fast it is, measured; what it is, and what really goes over it, asked of NVML.
+"""The host link of a device: its measured speed, and its kind and traffic from NVML.
 
 Note [Measuring the link]
-    What is copied is what streaming copies: host pages to device pages, by the device's own engine, in few large
-    copies. They are pages of its own, taken of what is free at the time: no one has to give any up. Little is copied
-    often where little is free; each time is long enough for its beginning and end not to count, and on a slow link not
-    longer. The best of several counts: what disturbs a measurement makes it slower.
+    The copies are those of streaming: host pages to device pages, by the device's own engine, in few large copies. The
+    pages are free ones, so no client has to give any up. Little is copied often where little is free; each time is long
+    enough for its beginning and end not to count, and on a slow link not longer. The best of several counts:
+    disturbances make a measurement slower.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def measure(
     place: Literal["host", "peer"] = "host",
     tuning: LinkMeasure = DEFAULT.link,
 ) -> float | None:
-    """Bytes per second from pages of the host, or of the peer, to the device; see Note [Measuring the link]. The caller
-    waits, as a rule 0.1 s. `leave`: device pages that stay free.
+    """Measures the bytes per second from pages of the host, or of the peer, to the device; see Note [Measuring the
+    link]. Takes 0.1 s as a rule. `leave`: device pages that stay free.
 
-    None where there are no such pages, or none is free on either side. The bytes are nobody's, and not counted in
-    `Stats.copied`. DriverError.
+    None where there are no such pages, or none is free on either side. The copies are not counted in `Stats.copied`.
+    DriverError.
     """
     with _copying(device, leave, place, tuning.most) as link:
         if link is None:
@@ -64,8 +64,8 @@ def lost(
     clock: Callable[[], float] = time.perf_counter,
     tuning: LinkMeasure = DEFAULT.link,
 ) -> float:
-    """Seconds that `work`, a short call that is made again and again, loses to each second of copies beside it. 0 where
-    no page is free. `bandwidth`: of the link. The caller waits, as a rule 1 s. DriverError."""
+    """Measures the seconds that `work`, a short call that is repeated, loses to each second of copies beside it. 0
+    where no page is free. `bandwidth`: of the link. Takes 1 s as a rule. DriverError."""
     with _copying(device, 0, "host", tuning.wide) as link:
         if link is None:
             return 0.0
@@ -85,8 +85,8 @@ def lost(
 
 
 def _stream(link: _Link, copies: int, nbytes: int, work: Callable[[], object] | None) -> int:
-    """Makes so many copies, each of `nbytes`, as layers are copied to two slots: one is on its way, and one behind it.
-    `work` is done until the last has come; returns how often."""
+    """Makes so many copies of `nbytes`, as layers are copied to two slots: one under way, and one queued behind it.
+    Repeats `work` until the last has ended; returns how often."""
     count, submitted, on_their_way = 0, 0, deque[Done]()
     while submitted < copies or on_their_way:
         while submitted < copies and len(on_their_way) < 2:
@@ -120,8 +120,8 @@ class _Link:
 
 @contextmanager
 def _copying(device: Device, leave: int, place: Literal["host", "peer"], most: int) -> Iterator[_Link | None]:
-    """Pages to measure with, of `most` bytes on either side, given back in the end; None where there are none. As
-    `measure`."""
+    """Maps pages to measure with, of `most` bytes on either side, and gives them back in the end; None where there are
+    none. Other parameters as for `measure`."""
     page = device.page_size
     there_is = device.host_pages if place == "host" else device.peer is not None
     pages = min(max(1, most // page), _free(device) - leave) if there_is else 0
@@ -148,7 +148,7 @@ def _free(device: Device) -> int:
 
 
 def _mapped(mapping: Callable[[int, int], None], pages: int) -> int:
-    """As many from the first on as there are, up to a factor of two; how many that is."""
+    """Maps as many pages as there are, up to a factor of two, and returns how many."""
     while pages:
         try:
             mapping(0, pages)
@@ -159,7 +159,7 @@ def _mapped(mapping: Callable[[int, int], None], pages: int) -> int:
 
 
 def described(uuid: str) -> str:
-    """What the link of a GPU is, "PCIe 5 x16" (as it is fitted, not as it idles); empty where nobody knows."""
+    """Returns the kind of a GPU's link, "PCIe 5 x16" (as it is fitted, not as it idles); empty where not known."""
 
     def ask(nvml: ModuleType) -> str:
         gpu = _gpu(nvml, uuid)
@@ -169,7 +169,7 @@ def described(uuid: str) -> str:
 
 
 def driver(uuid: str) -> str:
-    """The version of the NVIDIA driver under a GPU, empty where nobody knows."""
+    """Returns the version of the NVIDIA driver under a GPU, empty where not known."""
 
     def ask(nvml: ModuleType) -> str:
         _gpu(nvml, uuid)
@@ -180,20 +180,20 @@ def driver(uuid: str) -> str:
 
 
 def received(uuid: str) -> int | None:
-    """Bytes per second that a GPU received from the host, whoever sent them; the ledger's `traffic` is that less what
-    is known to be ballonet's. None where nobody knows: no NVIDIA driver, a virtual GPU, part of one. `uuid` as NVML
-    writes it, "GPU-…". The counter is watched for 20 ms, and the caller waits: not for the thread that runs a model.
+    """Returns the bytes per second that a GPU received from the host, from all senders; the ledger's `traffic` is that
+    less ballonet's own. None where not known: no NVIDIA driver, a virtual GPU, part of one. `uuid` as NVML writes it,
+    "GPU-…". Takes 20 ms, so not for a forward thread.
     """
 
     def ask(nvml: ModuleType) -> int:
         kilobytes: int = nvml.nvmlDeviceGetPcieThroughput(_gpu(nvml, uuid), nvml.NVML_PCIE_UTIL_RX_BYTES)
-        return kilobytes * 1024  # NVML does not say which kilo; the larger one leaves less to us
+        return kilobytes * 1024  # NVML does not say which kilo; the larger one leaves less to ballonet
 
     return _asked(ask)
 
 
 def _asked(ask: Callable[[ModuleType], _Answer]) -> _Answer | None:
-    """None where there is no NVML, or it cannot say."""
+    """Asks NVML; None where there is none, or it does not know."""
     try:
         nvml = import_module("pynvml")
     except ImportError:
@@ -206,6 +206,6 @@ def _asked(ask: Callable[[ModuleType], _Answer]) -> _Answer | None:
 
 @cache
 def _gpu(nvml: ModuleType, uuid: str) -> Any:
-    """NVML stays open once it is: to open it takes longer than to ask."""
+    """Returns the handle of a GPU. NVML stays open, as opening takes longer than a query."""
     nvml.nvmlInit()
     return nvml.nvmlDeviceGetHandleByUUID(uuid)

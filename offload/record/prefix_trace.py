@@ -9,8 +9,8 @@ from ...allocator.errors import TraceError
 
 
 def read(path: str | Path) -> list[list[int]]:
-    """The keys of each request, in the order of the file; empty lines and other fields are skipped. The key of a block
-    stands for the block and all before it. TraceError names the line."""
+    """Reads the keys of each request, in the order of the file; empty lines and other fields are skipped. The key of a
+    block stands for the block and all before it. TraceError names the line."""
     try:
         with open(path, "rb") as file:
             requests = [_keys(str(path), number, line) for number, line in enumerate(file, 1) if line.strip()]

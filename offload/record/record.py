@@ -9,17 +9,17 @@ Note [Never under]
     point, the longest time of any that is larger in neither, should a measurement have been disturbed. So a looked-up
     time is never below what was measured for less work, and grows with batch and length.
 
-Note [What runs teaches]
-    A model that runs tells its times. One counts for the powers of two above its batch and length, where nothing
-    shorter is believed than what was measured there. Of the times that are remembered for a point the second longest
-    is believed: so a first iteration that loads kernels, or one that was disturbed, says nothing by itself, and is
-    forgotten. A time is forgotten for one of at least as much work, so that short prompts do not stand for long ones.
-    What was learned is not written to the file: a machine that was busy for an hour is not slow for ever.
+Note [Learning from runs]
+    A running model reports its times. One counts for the powers of two above its batch and length, and never for less
+    than was measured there. Of the times that are remembered for a point the second longest counts: so a first
+    iteration that loads kernels, or one that was disturbed, decides nothing by itself, and is forgotten. A time is
+    forgotten for one of at least as much work, so that short prompts do not stand for long ones. What was learned is
+    not written to the file: a machine that was busy for an hour is not slow for ever.
 
 Note [As a rule]
-    What is never under is too much for a prediction: it is what an SLO is judged by. What an iteration takes as a rule
-    is the median of those that did the most similar amount of work, of what is remembered of its point; of an
-    even number the lower one of the middle, so that of the first two times it is not that of loading kernels.
+    The times of Note [Never under] judge SLOs, and are too long for predictions. The time of an iteration as a rule is
+    the median of those that did the most similar amount of work, of what is remembered of its point; of an even number
+    the lower one of the middle, so that of the first two times it is not that of loading kernels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMAT: Final = 1  # of the file
 
 
 class Point(NamedTuple):
-    """What an iteration worked on: sequences, and tokens of each, held (decode) or new (prefill)."""
+    """The size of an iteration: sequences, and tokens of each, held (decode) or new (prefill)."""
 
     phase: Phase
     batch: int
@@ -51,11 +51,11 @@ class Point(NamedTuple):
 
     @property
     def corner(self) -> Point:
-        """The listed point that it counts for: powers of two that are no smaller (Select-N §4.4)."""
+        """The listed point that the iteration counts for: powers of two that are no smaller (Select-N §4.4)."""
         return Point(self.phase, 1 << (self.batch - 1).bit_length(), 1 << (self.length - 1).bit_length())
 
     def counts_for(self, corner: Point) -> bool:
-        """Is that its corner? In one call: this is asked for each token."""
+        """Is `corner` its corner? In one call, as this runs for each token."""
         return (
             self.phase == corner.phase
             and corner.batch < 2 * self.batch <= 2 * corner.batch
@@ -64,7 +64,7 @@ class Point(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """A time that was seen: `work`: sequences times tokens."""
+    """An observed time. `work`: sequences times tokens."""
 
     work: int
     seconds: float
@@ -72,11 +72,11 @@ class Lesson(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`key`: what it was measured for and on (model, device, driver, link, versions). `bandwidth`: bytes per second to
-    the device. `seconds`: of one iteration, by point. `beside`: that `generate()` takes beside a decode step, and once
-    beside the first forward, by phase; what nobody measured is missing. `copying`: seconds that computing loses to each
-    second of copies, 0 where others copy. `lessons`: of what ran since that which `time` remembers, by point, oldest
-    first; `recent`: the last of it, newest first."""
+    """A performance record. `key`: what it was measured for and on (model, device, driver, link, versions).
+    `bandwidth`: bytes per second to the device. `seconds`: of one iteration, by point. `beside`: that `generate()`
+    takes beside a decode step, and once beside the first forward, by phase, where measured. `copying`: seconds that
+    computing loses to each second of copies, 0 where others copy. `lessons`: times of runs since, which `time`
+    remembers, by point, oldest first; `recent`: the last of them, newest first."""
 
     key: Mapping[str, str]
     bandwidth: float
@@ -107,14 +107,14 @@ class Record:
         return len(self.lessons.get(point.corner, ())) >= self.tuning.nearest
 
     def time(self, phase: Phase, batch: int, length: int) -> float | None:
-        """Seconds that such an iteration takes at most; None where no point listed is as large. See Note [Never
-        under]."""
+        """Returns the seconds that such an iteration takes at most; None where no point listed is as large. See Note
+        [Never under]."""
         ceilings = (each for each in self.points if each.phase == phase and each[1] >= batch and each[2] >= length)
         return min(map(self._at_most, _corners(ceilings)), default=None)
 
     def typical(self, phase: Phase, batch: int, length: int) -> float | None:
-        """Seconds that such an iteration takes as a rule, where such ran, or else at most; None where nobody knows. See
-        Note [As a rule]."""
+        """Returns the seconds that such an iteration takes as a rule, where such ran, or else at most; None where not
+        known. See Note [As a rule]."""
         recent, work = self.recent.get(Point(phase, batch, length).corner), batch * length
         if not recent:
             return self.time(phase, batch, length)
@@ -122,15 +122,16 @@ class Record:
         return statistics.median_low(each.seconds for each in nearest)
 
     def prefill_token(self, tokens: int) -> float | None:
-        """Seconds for each token of a prefill of so many, by those that ran and had most nearly as many; None where
-        none did."""
+        """Returns the seconds for each token of a prefill of so many, by those that ran with the nearest number; None
+        where none did."""
         ran = [each for point, found in self.recent.items() if point.phase == "prefill" for each in found]
         near = sorted(ran, key=lambda each: max(each.work, tokens) / min(each.work, tokens))
         nearest = near[: self.tuning.nearest]
         return statistics.median_low(each.seconds / each.work for each in nearest) if nearest else None
 
     def learned(self, point: Point, seconds: float) -> Self:
-        """With what an iteration took, all layers being resident. See Note [What runs teaches]. ValueError."""
+        """Returns the record with the time of an iteration, all layers being resident. See Note [Learning from runs].
+        ValueError."""
         if not 0 < seconds < math.inf:
             raise ValueError(f"an iteration takes a positive time, not {seconds}")
         corner, lesson = point.corner, Lesson(point.batch * point.length, seconds)
@@ -139,7 +140,7 @@ class Record:
         return replace(self, lessons={**self.lessons, corner: lessons}, recent={**self.recent, corner: recent})
 
     def with_bandwidth(self, bandwidth: float) -> Self:
-        """As it was measured last. ValueError."""
+        """Returns the record with the bandwidth as measured last. ValueError."""
         return replace(self, bandwidth=bandwidth)
 
     def _at_most(self, point: Point) -> float:
@@ -165,21 +166,21 @@ def _remembered(lessons: Sequence[Lesson], new: Lesson, window: int) -> tuple[Le
 
 
 def _believed(lessons: Sequence[Lesson]) -> float:
-    """Seconds; 0 where there is no lesson."""
+    """Returns the seconds that count; 0 where there is no lesson."""
     return max((0.0, *sorted(each.seconds for each in lessons)[: max(1, len(lessons) - 1)]))
 
 
 def on_grid(slo: float, grid: float = DEFAULT.records.grid) -> float:
-    """The SLO that is listed for this one: the next multiple of `grid` below it, which is never looser. Seconds; 0
-    for one that is below all."""
+    """Returns the SLO that is listed for this one, in seconds: the next multiple of `grid` below it, which is never
+    looser; 0 for one that is below all."""
     return math.floor(slo / grid * (1 + 1e-9)) * grid
 
 
 def intervals(
     record: Record, phase: Phase, pages: Sequence[int], page_size: int, slo: float
 ) -> dict[tuple[int, int], int | None]:
-    """The paper's table 1: for each (batch, length) that is listed the smallest interval that meets the SLO (seconds),
-    len(pages) + 1 where only that which streams nothing does, None where none does."""
+    """Returns the paper's table 1: for each (batch, length) that is listed the smallest interval that meets the SLO
+    (seconds), len(pages) + 1 where only the one that streams nothing does, None where none does."""
     found = {}
     for point in sorted(each for each in record.points if each.phase == phase):
         seconds = record.time(*point)
@@ -190,25 +191,25 @@ def intervals(
 
 
 class Unusable(Exception):
-    """A file that holds no record for what is wanted, and why: it is measured anew."""
+    """Raised for a file without a usable record, with the reason: it is measured anew."""
 
 
 class RecordMissing(Unusable):
-    """There is no file."""
+    """Raised where there is no file."""
 
 
 class RecordDamaged(Unusable):
-    """The file is not what was written."""
+    """Raised where the file is not what was written."""
 
 
 def path_of(folder: Path, key: Mapping[str, str]) -> Path:
-    """Where the record is kept that is for the same model and device: one file, whatever else of the key changes."""
+    """Returns the path of a record: one file for a model and device, whatever else of the key changes."""
     owner = json.dumps([key.get(name) for name in ("model", "device")])
     return folder / f"record-{hashlib.sha256(owner.encode()).hexdigest()[:16]}.json"
 
 
 def save(record: Record, path: Path) -> None:
-    """Writes the file, as a whole or not at all; what was measured, not what was learned. OSError."""
+    """Writes the file, as a whole or not at all: measurements, not lessons. OSError."""
     content = {
         "key": dict(record.key),
         "bandwidth": record.bandwidth,
@@ -228,7 +229,7 @@ def save(record: Record, path: Path) -> None:
 
 
 def load(path: Path, key: Mapping[str, str]) -> Record:
-    """The record in the file. Missing; Damaged; Unusable where it is of another version, or for something else."""
+    """Reads the record. RecordMissing; RecordDamaged; Unusable where it is of another version, or for another key."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):

@@ -6,9 +6,9 @@
 
 Note [File backings]
     A file cannot be shown at a range's addresses: there tensors lie at multiples of 512 bytes, in the file anywhere,
-    and the file must not be written. So a layer has a file backing only for as long as nobody but its own forward can
-    look at its weights (hooks/streaming/bound.py). Once somebody does, host pages are filled from the file and are
-    the backing for good. Until then all of the range's addresses lead to one blank page.
+    and the file must not be written. So a layer has a file backing only for as long as its own forward alone can read
+    its weights (hooks/streaming/bound.py). At the first other read, host pages are filled from the file and are the
+    backing for good. Until then all of the range's addresses lead to one blank page.
 
 Note [From the peer to the host]
     A piece gets a page of the peer while that has one, else of the host. Where the peer runs short a page of the host
@@ -57,8 +57,8 @@ class Backing:
         self.range = range_
         self.file = file  # None where pages serve
         self.closed = False
-        self.ready = False  # has it the bytes, although the range has pages of its own?
-        self.sums: Mapping[int, bytes] = {}  # checksums of tensors that it got, by offset, where somebody keeps them
+        self.ready = False  # does it have the bytes, although the range has pages of its own?
+        self.sums: Mapping[int, bytes] = {}  # checksums of tensors that it got, by offset, where they are kept
         self._blank = blank
         self._device = device
         self._group = group
@@ -74,7 +74,7 @@ class Backing:
 
     @property
     def _spare(self) -> Range:
-        """See Note [From the peer to the host]."""
+        """The host pages beside those of the peer: see Note [From the peer to the host]."""
         return self._range("spare")
 
     def _range(self, name: str) -> Range:
@@ -91,7 +91,7 @@ class Backing:
 
     def has(self, piece: int) -> bool:
         """Has the piece a page?"""
-        return self.pages.backing(piece) in FAR
+        return self.pages.leads_to(piece) in FAR
 
     def map(self, piece: int) -> None:
         """Gives the piece a page: of the peer, else of the host. PoolExhausted, DriverError."""
@@ -102,41 +102,41 @@ class Backing:
         self.pages.map_host(piece, 1)
 
     def map_all(self, spans: Spans, undo: ExitStack) -> None:
-        """Gives all of these one. PoolExhausted, DriverError: `undo` takes them away again."""
+        """Gives all pieces of the spans a page. PoolExhausted, DriverError: `undo` takes them away again."""
         for first, count in spans:
             undo.callback(self.pages.retire, first, count)
             for piece in range(first, first + count):
-                self.map(piece)  # a new page takes ms, and who runs the model waits for no more
+                self.map(piece)  # a new page takes ms, and the forward thread waits for no more
 
     def copies(self, first: int, count: int, to: int) -> Copies:
-        """What brings the bytes of `count` pieces to the address `to`."""
+        """Returns the copies that bring `count` pieces to the address `to`."""
         if self.file is None:
             pages = self._made.get("pages") or self.pages  # for each layer of each token: in one call
             return [(to, pages.address + first * self._page, count * self._page)]
         return list(_clipped(self.file.copies, first * self._page, count * self._page, to))
 
     def saves(self, pieces: Iterable[int]) -> Copies:
-        """What brings the bytes of these pieces from the device here. No copy goes to two places."""
+        """Returns the copies that bring pieces from the device here. No copy goes to two places."""
         near = self._device.peer is not None
         runs = [(piece, piece + 1) for piece in pieces] if near else runs_of(pieces)
         here, there, page = self.pages.address, self.range.address, self._page
         return [(here + first * page, there + first * page, (end - first) * page) for first, end in runs]
 
     def lead(self, first: int, count: int) -> bool:
-        """The range's addresses lead here. False where that cannot be now, as `Range.alias`."""
+        """Leads the range's addresses here. False where that cannot be now, as `Range.alias`."""
         if self.file is None or self._blank is None:
             return self.range.alias(first, self.pages, first, count)
         return all(self.range.alias(piece, self._blank, 0, 1) for piece in range(first, first + count))
 
     def check(self) -> None:
-        """WeightsFileChanged unless its files are what they were."""
+        """Raises WeightsFileChanged unless its files are what they were."""
         if self.file is not None:
             self.file.check()
 
     def reveal(self, spans: Spans) -> None:
-        """Host pages hold what the file does, and are what the range leads to and its backing from now on.
-        PoolExhausted where the host has too few, ManageError where addresses cannot be exchanged now,
-        WeightsFileChanged, DriverError: nothing has changed then."""
+        """Replaces the file by host pages with its bytes, which the range leads to from then on. PoolExhausted where
+        the host has too few, ManageError where addresses cannot be exchanged now, WeightsFileChanged, DriverError:
+        nothing has changed then."""
         file = self.file
         if file is None:
             return
@@ -167,7 +167,7 @@ class Backing:
     # -- giving pages back
 
     def release(self, first: int, end: int) -> None:
-        """Pieces of [first, end) give up their pages, but for those that addresses of the range lead to."""
+        """Gives back the pages of [first, end), but for those that addresses of the range lead to."""
         for pages in self._made.values():
             for at, count, backing in pages.runs(first, end - first) if end > first else ():
                 for here, pieces, shown in self.range.runs(at, count) if backing not in NO_PAGE else ():
@@ -175,7 +175,7 @@ class Backing:
                         pages.retire(here, pieces)
 
     def trim(self, spans: Spans) -> None:
-        """Gives the pages of all other pieces back: nothing is left of what lay there."""
+        """Gives back the pages of all pieces outside of the spans: nothing is left of what lay there."""
         if self.backed:
             needed = {first + n for first, count in spans for n in range(count)}
             for first, end in runs_of(piece for piece in range(self.pages.pieces) if piece not in needed):
@@ -187,7 +187,7 @@ class Backing:
             self.pages.retire(0, self.pages.pieces)
 
     def close(self) -> None:
-        """Pages that tensors show stay until those are gone."""
+        """Closes its ranges. Pages that tensors show stay until those are gone."""
         self.closed = True
         for pages in self._made.values():
             pages.close()
@@ -196,15 +196,15 @@ class Backing:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """Pieces that are on their way."""
+        """Pieces that are on their way from the peer to the host."""
         return frozenset(tuple(self.going))
 
     def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
-        """Pages of the host beside those of these pieces, as many as there are: which, and what brings their bytes
-        there. The caller says when that has been submitted (`demoting`). DriverError."""
+        """Maps host pages beside the peer pages of pieces, as many as there are. Returns the pieces that got one, and
+        the copies to submit before `demoting` is called. DriverError."""
         ready: list[int] = []
         for piece in pieces:
-            if piece in self.going or self.pages.backing(piece) != "peer":
+            if piece in self.going or self.pages.leads_to(piece) != "peer":
                 continue
             self.going[piece] = None
             try:
@@ -219,12 +219,12 @@ class Backing:
         ]
 
     def demoting(self, pieces: Iterable[int], done: Done) -> None:
-        """The copies of these have been submitted."""
+        """Notes that the copies of these pieces have been submitted."""
         self.going.update(dict.fromkeys(pieces, done))
 
     def demoted(self) -> None:
-        """Pages of the host whose bytes have arrived take their places, if that can be now, and what was interrupted is
-        undone. DriverError."""
+        """Puts host pages whose bytes have arrived in the places of peer pages, if that can be now, and undoes what was
+        interrupted. DriverError."""
         if not self.going:
             return
         self.stay([piece for piece, done in self.going.items() if done is None or not self._goes(piece)])
@@ -235,7 +235,7 @@ class Backing:
                     del self.going[piece]
 
     def stay(self, pieces: Iterable[int], stream: int | None = None) -> None:
-        """Keeps these from going to the host; what `stream` is given from now on may write where they are."""
+        """Keeps pieces from going to the host; what `stream` is given from now on may write where they are."""
         for piece in pieces:
             if (done := self.going[piece]) is not None and stream is not None:
                 done.before(stream)
@@ -243,7 +243,7 @@ class Backing:
             del self.going[piece]
 
     def _goes(self, piece: int) -> bool:
-        return self.pages.backing(piece) == "peer" and self._spare.backing(piece) == "host"
+        return self.pages.leads_to(piece) == "peer" and self._spare.leads_to(piece) == "host"
 
 
 def not_now() -> ManageError:

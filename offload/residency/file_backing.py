@@ -9,8 +9,8 @@ Note [Alignment]
     file it may lie at any byte (the data begins where the header ends; 240 and 96 mod 512 were seen): only the copy
     engine looks there, and it takes any. So what decides whether neighbours come over in one copy is not where they lie
     but that they are equally far apart on both sides. What is between them then, less than 512 bytes, belongs to
-    nothing on the device and may be overwritten with whatever the file has there. A gap of 512 bytes or more could be
-    someone's.
+    nothing on the device and may be overwritten with whatever the file has there. A gap of 512 bytes or more could hold
+    another tensor.
 
 Note [Pieces]
     A file is registered in pieces of one size, each when something in it is first needed: registering pins its pages,
@@ -43,7 +43,8 @@ class FileRun:
 
 
 def runs(places: Iterable[Place], piece: int) -> list[FileRun]:
-    """The fewest copies that bring everything to its place, in order of the offsets; none crosses a piece of the file.
+    """Returns the fewest copies that bring everything to its place, in order of the offsets; none crosses a piece of
+    the file.
 
     ValueError for places that overlap, or that are not at a multiple of 512 bytes.
     """
@@ -86,7 +87,7 @@ class FileBacking:
     copies: Sequence[tuple[int, int, int]]  # (offset in the range, address, bytes)
 
     def check(self) -> None:
-        """WeightsFileChanged unless every file is what it was.
+        """Raises WeightsFileChanged unless every file is what it was.
 
         A file that changes under a copy is not seen by the copy: look before it begins and, before its bytes are relied
         on for good, after it.
@@ -95,7 +96,8 @@ class FileBacking:
             file.check()
 
     def parts(self, address: int) -> list[tuple[int, int, int]]:
-        """The copies that fill the range, or a slot for it, at `address`, for `Transfer.copy`. WeightsFileChanged.
+        """Returns the copies that fill the range, or a slot for it, at `address`, for `Transfer.copy`.
+        WeightsFileChanged.
 
         ValueError for an address that is no multiple of 512.
         """
@@ -106,7 +108,7 @@ class FileBacking:
 
 
 class FileBackings:
-    """What of weights files is registered with one device, for the backings that were asked for. Not thread-safe."""
+    """The parts of weights files that are registered with one device, for its file backings. Not thread-safe."""
 
     def __init__(self, device: Device, piece: int = DEFAULT.files.registered) -> None:
         """`piece`: bytes that are registered together, whole pages of the machine."""
@@ -120,7 +122,8 @@ class FileBackings:
         return sum(memory.nbytes for pieces in self._pieces.values() for memory in pieces.values())
 
     def twin(self, places: Iterable[Place]) -> FileBacking:
-        """The file backing of a range from what lies where in it. What it needs of the files is registered, or none.
+        """Returns the file backing of a range from what lies where in it. All that it needs of the files is registered,
+        or nothing.
 
         WeightsFileChanged; ValueError as `runs`.
         """
@@ -140,7 +143,7 @@ class FileBackings:
         return FileBacking(True, "", files, places, sources)
 
     def keep(self, twins: Iterable[FileBacking]) -> None:
-        """Unregisters what none of these copies from. DriverError."""
+        """Unregisters what no backing of `twins` copies from. DriverError."""
         used = [source for twin in twins for _, source, _ in twin.copies]
         for file, pieces in list(self._pieces.items()):
             for index, memory in list(pieces.items()):
@@ -161,7 +164,7 @@ class FileBackings:
             del self._pieces[file]
 
     def _address(self, run: FileRun, undo: ExitStack) -> int:
-        """Where the first byte of the run is in memory that is registered, now if it was not."""
+        """Returns the address of the run's first byte, registering its piece if need be."""
         index, inside = divmod(run.start, self._piece)
         pieces = self._pieces.setdefault(run.file, {})
         if index not in pieces:
@@ -173,7 +176,7 @@ class FileBackings:
 
 
 class FileLoader:
-    """Brings bytes of files to the device: those of one step while the next is prepared."""
+    """Copies bytes of files to the device: those of one step while the next is prepared."""
 
     def __init__(self, device: Device, twins: FileBackings, stream: int) -> None:
         """`twins`: registers what is read; `stream`: what it was given has passed before bytes are overwritten.
@@ -185,7 +188,7 @@ class FileLoader:
         self._running: list[Done] = []
 
     def load(self, address: int, span: FileSpan) -> bool:
-        """The bytes are on their way to `address`, a multiple of 512; False where the file cannot be registered.
+        """Starts the copy to `address`, a multiple of 512; False where the file cannot be registered.
         WeightsFileChanged, DriverError."""
         self._files[span.file] = None
         twin = self._twins.twin([(0, span)])
@@ -206,8 +209,8 @@ class FileLoader:
             raise
 
     def finish(self, keep: Iterable[FileBacking]) -> None:
-        """All bytes are there, and were what the files held at the beginning; of the files only what `keep` copies from
-        is still registered. WeightsFileChanged, DriverError."""
+        """Waits for all copies, checks that the files are what they were at the beginning, and unregisters what `keep`
+        does not copy from. WeightsFileChanged, DriverError."""
         self.wait()
         self._check()
         self._twins.keep(keep)

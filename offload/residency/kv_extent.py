@@ -1,4 +1,4 @@
-"""A range of KV whose pages may be taken while the cache is in use: which of them are full, and what follows from it.
+"""A range of KV whose pages may be taken while the cache is in use: which of them are full.
 
 Words
     full    all layers of the range have their tokens in the page: appending writes to it no more
@@ -10,9 +10,8 @@ Only full pages may be taken, or go from the peer to the host: what is not full 
 of each is in states.py; what moves it, in mover.py.
 
 Note [Dirty again]
-    Whoever is about to write to full pages, or to drop them, says so first (`lower`), holding a lease: their backings
-    give up their pages, which voids what was published of them, and nothing is saved before they are said to be full
-    again.
+    The forward thread calls `lower`, holding a lease, before it writes to full pages or drops them: their backings give
+    up their pages, which voids what was published of them, and nothing is saved before they are said to be full again.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class KVExtent:
-    """The pages of the range `range_`. Its thread, the one that uses the cache, calls everything; others `look`,
-    `takable`, `part`, and what saves pages."""
+    """The pages of the range `range_`. The thread that uses the cache calls everything; others `look`, `takable`,
+    `part`, and what saves pages."""
 
     def __init__(
         self, device: Device, group: Group, range_: Range, lock: threading.Lock, alone: Callable[[], bool]
     ) -> None:
-        """`lock`: held while pages are saved or get dirty again; of the cache. `alone`: does nobody hold a tensor over
-        the range?"""
+        """`lock`: held while pages are saved or get dirty again; of the cache. `alone`: does no tensor lie over the
+        range?"""
         self.range = range_
         self.alone = alone
         self.backing = Backing(device, group, range_, "kv")
@@ -63,7 +62,7 @@ class KVExtent:
 
     @property
     def contents(self) -> str:
-        """What lies in the range, for readers: "keys and values of layers 0 to 3, 6"."""
+        """The contents of the range, for readers: "keys and values of layers 0 to 3, 6"."""
         runs = [range(first, end) for first, end in runs_of(self.numbers)]
         told = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
         layers = "layer" if len(self.numbers) == 1 else "layers"
@@ -90,9 +89,9 @@ class KVExtent:
         return self.mover.away
 
     def touches(self, full: int) -> bool:
-        """Is any piece from `full` on away, or on its way?"""
+        """Is any piece from `full` on away, or being copied?"""
         states = (PieceState.OFFLOADED, PieceState.IN_SLOT, PieceState.ARRIVING)
-        return bool(self.mover.states.within(full, sys.maxsize, *states)) or self.mover.arriving
+        return bool(self.mover.states.within(full, sys.maxsize, *states)) or self.mover.copy_in_flight
 
     def host_mapped(self) -> list[int]:
         """The full pieces whose addresses lead to their backings."""
@@ -123,8 +122,9 @@ class KVExtent:
         return self.mover.takable(self.first, self.full)
 
     def part(self, first: int, end: int) -> Part | None:
-        """Returns the part of pieces that `takable` has told and that are still full, for `Device.publish`, which
-        passes over what is not what it was. None where there are none. See mover.py, Note [What is known where]."""
+        """Returns, for `Device.publish`, the pieces of [first, end), of a run of `takable`, that are still full; None
+        where there are none. The core passes over pieces that have changed. See mover.py, Note [What is known
+        where]."""
         end = min(end, self.full)
         return (self.range, first, end - first, self.backing.pages, first, []) if first < end else None
 
@@ -132,7 +132,7 @@ class KVExtent:
         """The pieces that are away, as (first, end)."""
         return self.mover.states.within(0, sys.maxsize, PieceState.OFFLOADED, PieceState.IN_SLOT)
 
-    # -- what the cache says of its pages
+    # -- calls of the cache
 
     def raise_to(self, full: int) -> None:
         """Notes that so many pieces are full now."""
@@ -141,9 +141,9 @@ class KVExtent:
             self._most, self.restless = full, False
 
     def lower(self, full: int, stream: int) -> None:
-        """No more than these stay full: the others may be written by what `stream` is given from now on. The caller
+        """Lowers the number of full pieces: the others may be written by what `stream` is given from now on. The caller
         holds a lease. See Note [Dirty again]."""
-        self.look()  # who is not full any more is not looked at again
+        self.look()  # a piece that is not full any more is not looked at again
         with self._lock:
             self.full = min(self.full, full)
             self.mover.saving.stay(full, sys.maxsize, stream)
@@ -152,7 +152,7 @@ class KVExtent:
                 self.restless = True
 
     def release_prefix(self, first: int, stream: int) -> None:
-        """The pieces before that one are about to lose their pages, and the others not. The caller holds a lease."""
+        """Prepares the pieces before `first` to lose their pages. The caller holds a lease."""
         with self._lock:
             self.first = first
             self.mover.saving.stay(0, first, stream)
@@ -160,24 +160,24 @@ class KVExtent:
             self.mover.states.move_run(PieceEvent.RECALL, 0, first)
 
     def prefix_mapped(self, first: int) -> None:
-        """The pieces before that one have pages again, of the device, or where it had none of the peer or the host.
-        They are not offered before their bytes are there."""
+        """Notes that the pieces before `first` have pages again, of the device, or where it had none of the peer or the
+        host. They are not offered before their bytes are there."""
         self.mover.look_for_host_pages(0, first)
 
     def drop(self, first: int, end: int) -> None:
-        """The pieces [first, end) lead nowhere now, or to new pages: what their backings have is of no use, but for
-        those that a tensor still shows."""
+        """Notes that [first, end) leads nowhere now, or to new pages: drops what their backings have, but for pieces
+        that a tensor still shows."""
         self.mover.states.move_run(PieceEvent.DROP, first, end)
         self.backing.release(first, end)
 
     def extended(self, first: int, end: int) -> None:
-        """The pieces [first, end) have pages: of the device, or where it had none of the peer or the host."""
+        """Notes that [first, end) has pages: of the device, or where it had none of the peer or the host."""
         self.drop(first, end)
         self.end = end
         self.mover.look_for_host_pages(first, end)
 
     def map_ahead(self) -> None:
-        """The next piece may be mapped before it is needed."""
+        """Asks the core to map the next piece before it is needed."""
         if self._asked != self.end < self.range.pieces:
             self._asked = self.end
             self.range.map_ahead(self.end, 1)
@@ -185,22 +185,22 @@ class KVExtent:
     # -- moving them
 
     def save(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
-        """As `Saving.save`: those that are full yet."""
+        """Saves pieces that are still full, as `Saving.save`."""
         return self.mover.saving.save(pieces, self.full)
 
     def evict(self, pieces: Iterable[int], transfer: Transfer, stream: int) -> int:
-        """As `Mover.evict`."""
+        """Evicts pieces, as `Mover.evict`."""
         return self.mover.evict([piece for piece in pieces if piece < self.end], transfer, stream)
 
     def own(self, limit: int, chosen: Iterable[int] | None = None) -> int:
-        """As `Mover.own`."""
+        """Gives pieces device pages again, as `Mover.own`."""
         return self.mover.own(limit, self.end, chosen)
 
     def fetch(self, transfer: Transfer, stream: int) -> None:
-        """As `Mover.fetch`."""
+        """Starts the copies to them, as `Mover.fetch`."""
         self.mover.fetch(transfer, stream, self.full)
 
     def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
-        """As `Backing.demote`: those that are full yet. The caller holds the lock."""
+        """Demotes pieces that are still full, as `Backing.demote`. The caller holds the lock."""
         saving = self.mover.states[PieceState.SAVING]
         return self.backing.demote(piece for piece in pieces if piece < self.full and piece not in saving)

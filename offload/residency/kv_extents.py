@@ -11,7 +11,7 @@ from .kv_places import on_peer
 
 
 class KVExtents:
-    """Refers to them weakly: a range goes with its layers. One thread adds; any may ask."""
+    """The extents of a cache, by weak reference: a range goes with its layers. One thread adds; any may ask."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -35,16 +35,16 @@ class KVExtents:
         return [extent for ref in tuple(self._refs) if (extent := ref()) is not None]
 
     def numbered(self) -> list[tuple[int, KVExtent]]:
-        """The same, with their numbers."""
+        """The extents that are there, with their numbers."""
         return [(number, extent) for number, ref in enumerate(tuple(self._refs)) if (extent := ref()) is not None]
 
     def first(self, numbers: Iterable[int]) -> list[KVExtent]:
-        """The extents of these numbers, in this order, then the others."""
+        """The extents with `numbers`, in this order, then the others."""
         order = dict.fromkeys((*numbers, *range(len(self._refs))))
         return [extent for number in order if (extent := self.get(number)) is not None]
 
     def look(self) -> None:
-        """Finds out what was taken, if anything was taken on the device since the last look."""
+        """Finds out what was taken, if the core took anything on the device since the last look."""
         reclaimed = self._device.reclaimed
         if reclaimed != self._reclaimed:
             self.look_anew()
@@ -56,7 +56,7 @@ class KVExtents:
             extent.look()
 
     def saved(self) -> bool:
-        """As `Saving.saved`, of all. The caller holds the cache's lock. DriverError."""
+        """Calls `Saving.saved` for all. The caller holds the cache's lock. DriverError."""
         return sum([extent.mover.saving.saved() for extent in self.all()]) > 0
 
     @property
@@ -68,9 +68,9 @@ class KVExtents:
         return busy
 
     @property
-    def comes(self) -> bool:
-        """Is anything on its way to the device? See `Mover.comes`."""
-        return True in [extent.mover.comes for extent in self.all()]
+    def lacks_bytes_or_copying(self) -> bool:
+        """Is anything on its way to the device? See `Mover.lacks_bytes_or_copying`."""
+        return True in [extent.mover.lacks_bytes_or_copying for extent in self.all()]
 
     @property
     def away(self) -> int:

@@ -1,4 +1,4 @@
-"""Where the pages of an extent lie that are away: on the peer, or on the host."""
+"""The places of an extent's pages that are away: on the peer, or on the host."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def on_peer(extent: KVExtent) -> int:
     if extent.device.peer is None:
         return 0
     shown, pages = extent.range, extent.backing.pages
-    return sum("peer" in (shown.backing(n), pages.backing(n)) for run in extent.away_runs() for n in range(*run))
+    return sum("peer" in (shown.leads_to(n), pages.leads_to(n)) for run in extent.away_runs() for n in range(*run))
 
 
 def coldest(extent: KVExtent) -> list[int]:
-    """The full pieces whose backings lie on the peer and have their bytes: first those that are read elsewhere, then
+    """The full pieces whose backings lie on the peer and have their bytes: first those that are not read there, then
     the others, the oldest tokens first."""
     if extent.device.peer is None:
         return []
@@ -27,7 +27,7 @@ def coldest(extent: KVExtent) -> list[int]:
     clean = extent.mover.states.within(0, extent.full, PieceState.CLEAN)
     of_away = [piece for first, end in away for piece in range(first, min(end, extent.full))]
     found = [*(piece for run in clean for piece in range(*run)), *of_away]
-    return [piece for piece in found if piece not in leaving and extent.backing.pages.backing(piece) == "peer"]
+    return [piece for piece in found if piece not in leaving and extent.backing.pages.leads_to(piece) == "peer"]
 
 
 def by_place(extent: KVExtent, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -2,12 +2,12 @@
 
 Words
     host-mapped   what is offloaded leads to its host copy: valid for everything, slow to read
-    in slot       it leads to a slot, which holds its bytes from `enter` until another layer has the slot
+    in slot       a piece leads to a slot, which holds its bytes from `enter` until another layer has the slot
 
 Note [When a slot is free]
-    Nobody says when a layer has been read. So a slot is filled for the next layer when another layer enters, once
-    nobody has a tensor over the one that had it before: all that reads it has been launched by then. Where somebody
-    still has one, that layer is host-mapped first.
+    No call tells when a layer has been read. So a slot is filled for the next layer when another layer enters, once no
+    tensor lies over the layer that had it before: all that reads it has been launched by then. Where one still does,
+    that layer is host-mapped first.
 
 Note [Its own tail]
     In a slot are full pages that are offloaded. The others are the layer's own: tokens are appended there, and read
@@ -15,10 +15,10 @@ Note [Its own tail]
     later `bind`.
 
 Note [Taken]
-    Who needs pages in the middle of an operator takes those of slots too, as the host has the bytes: the core leads all
-    addresses that lead to a page to their host copies, at once (takeable.h, Note [Buffers]). So a slot may have
-    lost pages whenever a layer enters, and that is looked for before anything is copied. What led there is host-mapped
-    from then on. Nobody else takes any while the thread that uses the cache leases it.
+    An allocation in the middle of an operator takes pages of slots too, as the host has the bytes: the core leads all
+    addresses that lead to a page to their host copies, at once (takeable.h, Note [Buffers]). So a slot may have lost
+    pages whenever a layer enters, and that is looked for before anything is copied. What led there is host-mapped from
+    then on. No other thread takes any while the thread that uses the cache leases it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
 
 class _Slot(Slot["_Bound"]):
-    """A slot that may lose pages. `pages`: from its start on, that it has; `backed`: pages that it has."""
+    """A slot that may lose pages. `pages`: those from its start on that it has; `backed`: all that it has."""
 
     def __init__(self, opened: Range) -> None:
         super().__init__(opened)
@@ -66,9 +66,9 @@ class _Bound:
     extent: weakref.ref[KVExtent]
     slot: _Slot
     pieces: list[int] = field(default_factory=list)  # see `lead`
-    copies: Copies | None = None  # what fills the slot; None where that is to be worked out
-    away: object = None  # what `Mover.led_away` was when that was done
-    seen: object = None  # and when it was looked last who leads elsewhere
+    copies: Copies | None = None  # those that fill the slot; None where they are to be worked out
+    away: object = None  # what `Mover.led_away` was then
+    seen: object = None  # the same at the last look for pieces that lead elsewhere
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # (place in the slot, first, count)
     led: int = 0  # pieces that lead there
 
@@ -80,7 +80,7 @@ class _Bound:
 
     @property
     def there(self) -> list[int]:
-        """The pieces that lead there."""
+        """The pieces that lead to the slot."""
         return [piece for piece in self.pieces if piece != _TAKEN]
 
 
@@ -89,7 +89,7 @@ class KVSlots:
 
     def __init__(self, device: Device, group: Group, transfer: Transfer) -> None:
         """`group`: of all ranges of the cache; `transfer`: the stream of its copies."""
-        self.changes = 0  # how often other pieces came to lead to slots, or fewer
+        self.changes = 0  # how often the set of pieces that lead to slots changed
         self._device = device
         self._group = group
         self._page = device.page_size
@@ -100,7 +100,7 @@ class KVSlots:
 
     @property
     def copied(self) -> int:
-        """Bytes that came to slots so far."""
+        """Bytes copied to slots so far."""
         return self._filler.copied
 
     @property
@@ -110,7 +110,7 @@ class KVSlots:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """The number of slots."""
         return len(self._slots)
 
     @property
@@ -122,8 +122,8 @@ class KVSlots:
         return found
 
     def open(self, count: int, pages: int) -> int:
-        """Makes slots of so many pages each, as many as there are pages for, in the place of those that there are.
-        Returns how many. Raises as `close`."""
+        """Replaces the slots by up to `count` of so many pages each, as many as there are pages for. Returns how many.
+        Raises as `close`."""
         self.close()
         while len(self._slots) < count:
             try:
@@ -134,8 +134,8 @@ class KVSlots:
         return len(self._slots)
 
     def bind(self, extents: Sequence[KVExtent]) -> None:
-        """Leads what is offloaded of these layers to slots, as far as those have room, nobody holds a tensor over the
-        layer, and addresses can be exchanged now. `extents`: in the order in which they compute. DriverError."""
+        """Leads offloaded pages of layers to slots, as far as those have room, no tensor lies over the layer, and
+        addresses can be exchanged now. `extents`: in the order in which they compute. DriverError."""
         self._see()  # `open` may have taken pages of the first slot for the second
         bound = [self._bound_of(extent) or self._new(extent, n) for n, extent in enumerate(extents)]
         self._bound = [*bound, *(each for each in self._bound if each not in bound)]
@@ -143,7 +143,7 @@ class KVSlots:
             self._lead(each, extent)
 
     def enter(self, extent: KVExtent, stream: int) -> None:
-        """The layer is about to append and to be read, on `stream`. BallonetError, DriverError."""
+        """Prepares the layer's slot before it appends and is read, on `stream`. BallonetError, DriverError."""
         self._see()
         last, self._last = self._last, self._bound_of(extent)
         if last is not None and last is not self._last:
@@ -152,8 +152,8 @@ class KVSlots:
             self._filler.read(self, self._last.slot, self._last, stream)
 
     def map_to_host(self, extent: KVExtent) -> None:
-        """Leads what is in a slot of this layer to its host copy again. BallonetError where that cannot be now, as
-        another thread uses the cache or a graph is being captured; DriverError."""
+        """Leads pieces of the layer that are in a slot to their host copies again. BallonetError where that cannot be
+        now, as another thread uses the cache or a graph is being captured; DriverError."""
         each = self._bound_of(extent)
         if each is not None:
             if each.slot.holds is each:
@@ -164,8 +164,8 @@ class KVSlots:
             each.lead([])
 
     def look(self) -> None:
-        """Finds out what does not lead to its slot any more, under a lease: the core took pages, or some are on the
-        device again."""
+        """Finds out which pieces do not lead to their slots any more, under a lease: the core took pages, or some are
+        on the device again."""
         self._see()
         for each in self._bound:
             extent = each.extent()
@@ -178,7 +178,7 @@ class KVSlots:
         """Finds out what the core took. See Note [Taken]."""
         for slot in self._slots:
             if slot.range.backed != slot.backed:
-                lost = [place for place in range(slot.range.pieces) if slot.range.backing(place) != "device"]
+                lost = [place for place in range(slot.range.pieces) if slot.range.leads_to(place) != "device"]
                 slot.backed, slot.pages = slot.range.pieces - len(lost), lost[0]
                 self.changes += 1
                 for each in self._bound:
@@ -199,10 +199,11 @@ class KVSlots:
         if not pieces and each.slot.holds is each:
             each.slot.holds = None
 
-    # -- for who takes them, on any thread: what is not so any more the core finds out
+    # -- for the reclaim list, on any thread: the core finds out what has changed since
 
     def slices(self) -> list[Slice]:
-        """Returns slices of all slots, from their ends on, where fewest layers have anything, and more each time."""
+        """Returns slices of all slots, from their ends on, where the fewest layers have pages; each is larger than the
+        one before."""
         found = []
         for number, slot in enumerate(tuple(self._slots)):
             used = [len(each.pieces) for each in tuple(self._bound) if each.slot is slot]
@@ -214,7 +215,7 @@ class KVSlots:
         return sorted(found, key=lambda each: (each.readers, each.pieces))
 
     def parts(self, taken: Slice) -> list[Part]:
-        """For `Device.publish`."""
+        """Returns the parts of a slice, for `Device.publish`."""
         slot = dict(enumerate(self._slots)).get(taken.slot)
         if slot is None:
             return []
@@ -230,7 +231,7 @@ class KVSlots:
         return found
 
     def close(self) -> None:
-        """Every layer is host-mapped, and the slots are given back. Raises as `map_to_host`."""
+        """Maps every layer to the host and gives the slots back. Raises as `map_to_host`."""
         for each in self._bound:
             if (extent := each.extent()) is not None:
                 self.map_to_host(extent)
@@ -243,8 +244,8 @@ class KVSlots:
     # -- for the filler of slots
 
     def copies(self, member: _Bound, slot: Slot[_Bound]) -> Copies:
-        """What fills the slot with the layer. The same in each iteration, while the same pieces lead there; with a peer
-        host copies may move."""
+        """Returns the copies that fill the slot with the layer. They are kept while the same pieces lead there, except
+        with a peer, where host copies may move."""
         extent = member.extent()
         if extent is None:
             return []
@@ -256,7 +257,7 @@ class KVSlots:
         return member.copies
 
     def filling(self, member: _Bound, slot: Slot[_Bound]) -> None:
-        """Who is in the slot yet is host-mapped if somebody has a tensor over it."""
+        """Maps the layer that is still in the slot to the host if a tensor lies over it."""
         extent = None if slot.holds is None else slot.holds.extent()
         if extent is not None and not extent.alone():
             self.map_to_host(extent)
@@ -268,11 +269,11 @@ class KVSlots:
         return None
 
     def _new(self, extent: KVExtent, index: int) -> _Bound:
-        """Neighbours use different slots."""
+        """Binds a layer; neighbours use different slots."""
         return _Bound(weakref.ref(extent), self._slots[index % len(self._slots)])
 
     def _lead(self, each: _Bound, extent: KVExtent) -> None:
-        """What is offloaded and in no slot leads to the slot from now on."""
+        """Leads offloaded pieces that are in no slot to the slot."""
         at = len(each.pieces)
         room = max(0, each.slot.pages - at)
         there = {*each.pieces}
@@ -286,7 +287,7 @@ class KVSlots:
         each.lead(each.pieces[: at + extent.mover.bind(new, each.slot.range, at)])
 
     def _leave(self, last: _Bound) -> None:
-        """All that reads the layer has been launched: its slot is the next one's."""
+        """Fills the slot for the next layer, as all that reads this one has been launched."""
         slot = last.slot
         if slot.holds is last and slot.readers:
             slot.turns = turns = [each for each in self._bound if each.slot is slot and each.pieces]

@@ -1,4 +1,4 @@
-"""What a layer that streams consists of: pieces of its ranges, what moves them, and where they lie in a slot."""
+"""The parts of a streamed layer: pieces of its ranges, what moves them, and where they lie in a slot."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class StreamedLayer:
 
     @property
     def whole(self) -> bool:
-        """Is all of it there that was?"""
+        """Are all its pieces still there?"""
         return all(spans(part) == [(part.first, part.count)] for part in self.parts)
 
     def leave(self, transfer: Transfer) -> None:
-        """Moves the layer to the host, as far as it is not there. ManageError where addresses cannot be exchanged now;
+        """Moves the parts that are not on the host yet to it. ManageError where addresses cannot be exchanged now;
         DriverError."""
         for part in self.parts:
             runs = [run for first, count in spans(part) for run in part.range.runs(first, count) if run[2] != "alias"]
@@ -56,7 +56,7 @@ class StreamedLayer:
                 raise not_now()
 
     def copies(self, slot: Range) -> Copies:
-        """What brings the bytes of a layer on the host to the slot."""
+        """Returns the copies that bring a layer on the host to the slot."""
         copies: Copies = []
         for part in self.parts:
             to = slot.address + part.offset * (slot.nbytes // slot.pieces)
@@ -65,11 +65,11 @@ class StreamedLayer:
 
     @property
     def hidden(self) -> bool:
-        """Does anything of it lie in a file, so that its addresses do not show it?"""
+        """Does a part lie in a file, so that its addresses do not show the bytes?"""
         return any(part.backing.file is not None for part in self.parts)
 
     def check(self) -> None:
-        """WeightsFileChanged unless the files of its backings are what they were."""
+        """Raises WeightsFileChanged unless the files of its backings are what they were."""
         for part in self.parts:
             part.backing.check()
 
@@ -78,7 +78,7 @@ def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
     """(first, count) of the runs of pieces that still lead to a page, those that tensors lie on."""
     if opened.backed == opened.pieces:
         return [(first, count)]
-    pieces = groupby(range(first, first + count), lambda piece: opened.backing(piece) not in ("none", "retiring"))
+    pieces = groupby(range(first, first + count), lambda piece: opened.leads_to(piece) not in ("none", "retiring"))
     runs = [list(run) for led, run in pieces if led]
     return [(run[0], len(run)) for run in runs]
 

@@ -1,19 +1,21 @@
-"""What moves the pieces of a range between the device and their backing: all copies, waits and undos.
+"""Moves the pieces of one range between the device and their backing.
+
+Background saves: saving.py. Copies into slots: slots.py. Peer to host: backing.py.
 
     save      to the backing, which has the same bytes from then on: in the background (saving.py), or at once (`evict`)
     evict     the addresses lead to the backing, and the pages of the device are free
     restore   pages of the device first (`own`), as that waits for everything that was submitted, and then the bytes
               (`fetch`). Who reads waits for the copies of its own range alone (`arrive`): a stream waits, the host does
               not, and the layers before it compute meanwhile (SwiftCache §3.3). Until then the addresses do not show
-              what the bytes are: `unsettled`.
+              the bytes: `needs_wait_or_remap`.
 
 Note [What is known where]
     What a piece leads to the native core knows best: it takes pages at any moment, on any thread. Kept here is what it
     cannot know: which backings have the bytes. To the core a backing with a page has them, and one without gets them
     when its piece is taken. So as long as no backing has a page and other bytes than the device, an entry of the
-    reclaim list is right, be it ever so old.
+    reclaim list is right, however old.
 
-What was interrupted is undone by `saved` and `recall`, or done again by `fetch`: states.py, Note [Interrupts].
+What was interrupted is undone by `Saving.saved` and `recall`, or done again by `fetch`: states.py, Note [Interrupts].
 """
 
 from __future__ import annotations
@@ -30,9 +32,8 @@ from .states import PieceEvent, PieceState, PieceStates
 
 
 class Mover:
-    """Moves the pieces of `range_`. One thread at a time moves them; others may `look`, and `save` and
-    `saved` under the lock. What is done in each iteration goes by runs of pieces, of which there are few; what goes
-    piece by piece is about pages that are moved."""
+    """Moves the pieces of `range_`. One thread at a time moves them; others may `look`, and use `saving` under the
+    lock. Per-iteration work is O(runs); only actual moves are O(pieces)."""
 
     def __init__(self, device: Device, range_: Range, backing: Backing, lock: threading.Lock) -> None:
         """`lock`: held while pieces are saved in the background, or get dirty again."""
@@ -41,32 +42,32 @@ class Mover:
         self.states = PieceStates()
         self._offloaded = self.states[PieceState.OFFLOADED]
         self._in_slot = self.states[PieceState.IN_SLOT]
-        self._coming = self.states[PieceState.ARRIVING]
+        self._arriving = self.states[PieceState.ARRIVING]
         self._device = device
         self._page = device.page_size
         self._lock = lock
         self.saving = Saving(range_, backing, self.states)
-        self._arriving: Done | None = None
+        self._copies: Done | None = None
 
     @property
-    def unsettled(self) -> bool:
-        """Is there anything that its addresses do not show, or not always?"""
-        return self._in_slot.count > 0 or self._coming.count > 0 or self._arriving is not None
+    def needs_wait_or_remap(self) -> bool:
+        """Do addresses not show the bytes yet (copies to wait for), or only for a layer's turn (a slot)?"""
+        return self._in_slot.count > 0 or self._arriving.count > 0 or self._copies is not None
 
     @property
-    def arriving(self) -> bool:
-        """Are bytes on their way to pages of its own?"""
-        return self._arriving is not None
+    def copy_in_flight(self) -> bool:
+        """Are bytes being copied to device pages of its own?"""
+        return self._copies is not None
 
     @property
-    def coming(self) -> bool:
-        """Are there pieces with pages of their own again, and without their bytes? See `fetch`."""
-        return self._coming.count > 0
+    def lacks_bytes(self) -> bool:
+        """Do pieces have device pages again whose bytes no copy brings yet? See `fetch`."""
+        return self._arriving.count > 0
 
     @property
-    def comes(self) -> bool:
-        """Is there any piece that is `coming` or `arriving`?"""
-        return self._arriving is not None or self._coming.count > 0
+    def lacks_bytes_or_copying(self) -> bool:
+        """Is either so?"""
+        return self._copies is not None or self._arriving.count > 0
 
     @property
     def away(self) -> int:
@@ -75,12 +76,12 @@ class Mover:
 
     @property
     def in_slot(self) -> bool:
-        """Do any of these lead to a slot?"""
+        """Do pieces lead to a slot?"""
         return self._in_slot.count > 0
 
     @property
     def led_away(self) -> tuple[object, object]:
-        """The runs of these; another value whenever they are others."""
+        """The runs of the pieces of `away`; another value whenever they are others."""
         return self._offloaded.runs, self._in_slot.runs
 
     def look(self, first: int, end: int) -> None:
@@ -117,13 +118,13 @@ class Mover:
     # -- to the backing
 
     def evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, *, whole: bool = False) -> int:
-        """Leads these to their backings, which get their bytes if they do not have them, once what `stream` was given
-        has passed, with None what every stream was given. Returns how many: not those for which that cannot be now.
+        """Leads pieces to their backings, which get their bytes if they lack them, once what `stream` was given has
+        passed, with None what every stream was given. Returns how many: not those for which that cannot be now.
         `whole`: PoolExhausted, and none of them led, where there are pages for some only. The caller holds a lease.
         DriverError."""
         with self._lock:
             if whole:
-                self.saving.saved()  # nobody else does, and what was interrupted would be passed over
+                self.saving.saved()  # no other call does, and interrupted pieces would be passed over
             return self._evict(pieces, transfer, stream, whole)
 
     def _evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, whole: bool) -> int:
@@ -144,7 +145,7 @@ class Mover:
                 self.saving.forget(piece)
 
     def lead(self, pieces: Sequence[int]) -> int:
-        """Leads these to their backings, which have their bytes. Returns how many: not all where that cannot be now.
+        """Leads pieces to their backings, which have their bytes. Returns how many: not all where that cannot be now.
         The caller holds a lease. DriverError."""
         with self._lock:
             return self._lead(pieces)
@@ -159,9 +160,9 @@ class Mover:
         return led
 
     def _choose(self, pieces: Iterable[int], chosen: list[int], dirty: list[int], whole: bool) -> None:
-        """Finds those that can be evicted, and gives the `dirty` ones among them pages of the backing."""
+        """Finds the pieces that can be evicted, and gives the `dirty` ones pages of the backing."""
         for piece in sorted(pieces):
-            if self.range.backing(piece) != "device" or piece in self._coming:
+            if self.range.leads_to(piece) != "device" or piece in self._arriving:
                 continue
             if piece in self.saving and not self.saving.finish(piece):
                 continue
@@ -182,8 +183,8 @@ class Mover:
     # -- to a slot
 
     def bind(self, pieces: Sequence[int], to: Range, at: int) -> int:
-        """Leads these pieces, ascending and host-mapped, to the pages of `to`, from `at` on. Returns how many: not all
-        where addresses cannot be exchanged now. DriverError."""
+        """Leads pieces, ascending and host-mapped, to the pages of `to`, from `at` on. Returns how many: not all where
+        addresses cannot be exchanged now. DriverError."""
         self.states.move(PieceEvent.BIND, pieces)
         led = 0
         for first, end in runs_of(pieces):
@@ -194,7 +195,7 @@ class Mover:
         return led
 
     def unbind(self, pieces: Iterable[int], end: int) -> bool:
-        """Leads those before `end` that lead to a slot to their backings again. False where that cannot be now.
+        """Leads pieces before `end` that lead to a slot to their backings again. False where that cannot be now.
         DriverError."""
         for first, last in runs_of(piece for piece in pieces if piece < end):
             for at, count, kind in self.range.runs(first, last - first):
@@ -209,7 +210,7 @@ class Mover:
     def own(self, limit: int, end: int, chosen: Iterable[int] | None = None) -> int:
         """Gives up to so many pieces before `end` that are away, of those of `chosen` if that is not None, pages of the
         device again, those on the host first, which cost more there, and of each the last ones; their bytes follow
-        (`fetch`). Takes nothing from anyone. Returns how many. The caller holds a lease. DriverError."""
+        (`fetch`). Takes no pages of others. Returns how many. The caller holds a lease. DriverError."""
         self._device.reap()  # what was given back and has passed is free
         limit = min(limit, self._device.available)
         away = self.states.within(0, end, PieceState.OFFLOADED, PieceState.IN_SLOT)
@@ -242,8 +243,9 @@ class Mover:
         return count if owned else 0
 
     def fetch(self, transfer: Transfer, stream: int, full: int) -> None:
-        """What has pages of its own again gets its bytes, once what `stream` was given so far has passed. Pieces before
-        `full` keep their backings; the others may be written to at any time. The caller holds a lease. DriverError."""
+        """Starts the copies to pieces that have device pages again, once what `stream` was given so far has passed.
+        Pieces before `full` keep their backings; the others may be written to at any time. The caller holds a lease.
+        DriverError."""
         runs = self._lacking()
         if runs:
             copies = [
@@ -251,7 +253,7 @@ class Mover:
                 for first, count in runs
                 for copy in self.backing.copies(first, count, self.range.address + first * self._page)
             ]
-            self._arriving = transfer.copy(copies, after=stream, owner=self.range.owner, to="device")
+            self._copies = transfer.copy(copies, after=stream, owner=self.range.owner, to="device")
             with self._lock:
                 for first, count in runs:
                     self.states.move_run(PieceEvent.ARRIVED, first, min(first + count, full))
@@ -262,15 +264,16 @@ class Mover:
         self._give_up()  # what is left was interrupted before it had pages
 
     def recall(self) -> None:
-        """What has pages of its own again and not its bytes leads to its backing, if that can be now. DriverError."""
+        """Leads pieces that have device pages again, but not their bytes, to their backings, if that can be now.
+        DriverError."""
         for first, count in self._lacking():
             if not self.backing.lead(first, count):
                 return
         self._give_up()
 
     def _give_up(self) -> None:
-        """Whatever is arriving yet is where its addresses lead."""
-        for first, end in self._coming.runs:
+        """Notes that pieces that are still ARRIVING are where their addresses lead."""
+        for first, end in self._arriving.runs:
             for at, count, backing in self.range.runs(first, end - first):
                 self.states.move_run(PieceEvent.RECALL if backing == "alias" else PieceEvent.MOVED, at, at + count)
 
@@ -279,7 +282,7 @@ class Mover:
         neighbours whose backings lie in one place."""
         return [
             (there, pieces)
-            for first, end in self._coming.runs
+            for first, end in self._arriving.runs
             for at, count, backing in self.range.runs(first, end - first)
             if backing == "device"
             for there, pieces, place in self.backing.pages.runs(at, count)
@@ -287,9 +290,9 @@ class Mover:
         ]
 
     def arrive(self, stream: int | None) -> None:
-        """What `stream` is given from now on, on None the host, finds the bytes of what was restored. On any thread."""
-        done = self._arriving
+        """Has `stream`, with None the host, wait for the bytes of what was restored. On any thread."""
+        done = self._copies
         if done is not None:
             done.wait() if stream is None else done.before(stream)
-            if done.passed() and self._arriving is done:
-                self._arriving = None
+            if done.passed() and self._copies is done:
+                self._copies = None

@@ -1,7 +1,7 @@
-"""Layers that streamed and have come back: each is on the host, and is read from a slot of its own.
+"""Layers that stopped streaming: each stays on the host, and is read from a slot of its own.
 
 Such a slot takes part in no turns. The core may take its pages as those of a resident layer, and copies nothing then:
-the slot's addresses lead to the layer's copy on the host. See ring.py, Note [Leaving and coming back].
+the slot's addresses lead to the layer's copy on the host. See ring.py, Note [Starting and stopping to stream].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OwnSlots:
 
     @property
     def pages(self) -> int:
-        """Device pages of all slots."""
+        """Device pages of all own slots."""
         return sum(slot.range.pieces for _, slot in list(self._slots.values()) if not is_taken(slot))
 
     @property
@@ -61,7 +61,7 @@ class OwnSlots:
         return self._slots.get(layer)
 
     def add(self, each: StreamedLayer, opened: Range) -> None:
-        """The layer is read from these pages from now on, which are filled when a pass begins."""
+        """Adds a slot of these pages for the layer; it is filled when a pass begins."""
         self._slots[each.layer] = each, Slot(opened, [each.layer])
 
     def remove(self, layers: Collection[int] | None = None) -> Iterable[StreamedLayer]:
@@ -71,12 +71,12 @@ class OwnSlots:
             each, slot = self._slots.pop(layer)
             slot.range.close()
             for part in each.parts:
-                if part.backing.file is not None:  # what the core filled from it when it took the slot
+                if part.backing.file is not None:  # the core filled host pages from it when it took the slot
                     part.backing.drop()
             yield each
 
     def forget(self, layer: int) -> None:
-        """The layer is resident again, and its slot has no pages: it is closed, with the copy on the host."""
+        """Closes the slot of a layer that is resident again, and its copy on the host."""
         each, slot = self._slots.pop(layer)
         slot.range.close()
         for part in each.parts:
@@ -85,4 +85,4 @@ class OwnSlots:
 
 def is_taken(slot: Slot[int]) -> bool:
     """Has the core taken the pages of an own slot? Its addresses lead to the host then."""
-    return slot.range.backing(0) != "device"
+    return slot.range.leads_to(0) != "device"

@@ -1,4 +1,4 @@
-"""A set of pieces of a range, kept as runs: what is said of thousands of neighbours takes one step."""
+"""A set of pieces of a range, kept as runs: a change of thousands of neighbours takes one step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 
 class Pieces:
-    """Changes are made in the order in which they are asked for; the caller sees to it that one thread changes it at a
-    time. Others may read it meanwhile: a change replaces what they read at once."""
+    """A set of pieces as ascending runs. One thread at a time may change it; others may read it meanwhile, as a change
+    replaces `runs` at once."""
 
     __slots__ = ("count", "runs")
 
@@ -38,17 +38,17 @@ class Pieces:
         return f"Pieces({list(self.runs)})"
 
     def copy(self) -> Pieces:
-        """The same pieces, from now on on their own."""
+        """Returns an independent copy."""
         made = Pieces()
         made.runs, made.count = self.runs, self.count
         return made
 
     def within(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The runs of what lies in [first, end)."""
+        """Returns the runs of its pieces in [first, end)."""
         return [(max(a, first), min(b, end)) for a, b in self.runs if a < end and b > first]
 
     def gaps(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The runs of [first, end) that are not in it."""
+        """Returns the runs of [first, end) that are not in it."""
         found = []
         for a, b in self.within(first, end):
             if first < a:
@@ -59,7 +59,7 @@ class Pieces:
         return found
 
     def add_run(self, first: int, end: int) -> None:
-        """All of [first, end)."""
+        """Adds all of [first, end)."""
         if first >= end:
             return
         runs = self.runs
@@ -72,7 +72,7 @@ class Pieces:
         self._become((*runs[:low], (first, end), *runs[high:]))
 
     def discard_run(self, first: int, end: int) -> None:
-        """None of [first, end)."""
+        """Removes all of [first, end)."""
         runs = self.runs
         low = bisect_right(runs, first, key=_end)  # the first run that ends behind `first`
         high = bisect_left(runs, end, key=_first)
@@ -88,12 +88,12 @@ class Pieces:
         self.discard_run(piece, piece + 1)
 
     def update(self, pieces: Iterable[int]) -> None:
-        """All of these."""
+        """Adds `pieces`."""
         for first, end in runs_of(pieces):
             self.add_run(first, end)
 
     def difference_update(self, pieces: Iterable[int]) -> None:
-        """None of these."""
+        """Removes `pieces`."""
         for first, end in runs_of(pieces):
             self.discard_run(first, end)
 
@@ -105,7 +105,7 @@ class Pieces:
 
 
 def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
-    """The runs [first, end) of pieces, whatever their order."""
+    """Returns the runs [first, end) of pieces, whatever their order."""
     if isinstance(pieces, range):
         return [(pieces.start, pieces.stop)] if pieces.step == 1 and pieces else [(each, each + 1) for each in pieces]
     if isinstance(pieces, Pieces):

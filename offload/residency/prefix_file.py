@@ -36,11 +36,11 @@ _THREADS: Final = min(8, len(os.sched_getaffinity(0)))
 
 
 class PrefixDamaged(Exception):
-    """A file that is not what was written."""
+    """Raised for a file that is not what was written."""
 
 
 class OtherFormat(Exception):
-    """A file that another version of this module wrote."""
+    """Raised for a file that another version of this module wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ Room = Callable[[str, str, tuple[int, ...], int], memoryview | None]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file holds. `ids`: the tokens of its blocks: keys are hashes, so compare them with the prompt's."""
+    """The contents of a file. `ids`: the tokens of its blocks: keys are hashes, so compare them with the prompt's."""
 
     part: StoredPart
     ids: Sequence[int]
@@ -66,7 +66,8 @@ class Saved:
 
 
 def packed(part: StoredPart, ids: Sequence[int], tensors: Mapping[str, Array]) -> list[memoryview]:
-    """All bytes of the file but for its checksum. ValueError where there are no keys, or a name or a size is wrong."""
+    """Returns all bytes of the file but for its checksum. ValueError where there are no keys, or a name or a size is
+    wrong."""
     if not part.keys or not tensors.keys().isdisjoint({IDS, CHECKSUM, METADATA}):
         raise ValueError(f"there have to be keys, and no tensor may be called {IDS}, {CHECKSUM} or {METADATA}")
     text = {"format": FORMAT, "salt": part.salt.hex(), "after": part.after.hex()}
@@ -107,12 +108,13 @@ def write(fd: int, packing: Sequence[memoryview]) -> None:
 
 
 def read_part(path: str, fd: int) -> StoredPart:
-    """What the file says it holds, its checksum not looked at. Damaged, OtherFormat, OSError."""
+    """Reads what the header says, without looking at the checksum. PrefixDamaged, OtherFormat, OSError."""
     return _part(path, os.fstat(fd).st_size, _reader(fd))
 
 
 def read(path: str, fd: int, room: Room | None = None) -> Saved:
-    """All of the file. `room`: gives the memory that a tensor's bytes are read into. Damaged, OtherFormat, OSError.
+    """Reads all of the file. `room`: gives the memory that a tensor's bytes are read into. PrefixDamaged, OtherFormat,
+    OSError.
 
     See Note [Checked as a whole].
     """

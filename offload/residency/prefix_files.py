@@ -1,18 +1,18 @@
 """Prefix KV on disk: a folder of files that several processes may share, used last kept longest.
 
 Note [Crash-safe without a lock]
-    A file is written aside, made durable, and then renamed to its name, which says what is in it: whoever writes the
+    A file is written aside, made durable, and then renamed to its name, which says what is in it: every writer of the
     same run of blocks writes the same file. So each name leads to a whole file or to none, at any moment, and what is
-    in memory here is only a memory of the folder: it is read again when the folder has changed, and a file that is gone
+    in memory here is only a cache of the folder: it is read again when the folder has changed, and a file that is gone
     is a miss. What a writer that died left behind is known by its lock, which goes with the process.
 
 Note [Used last]
     The time of a file's last use is its modification time: it outlives the process, and others see it. What that means
     for the limit is worked out in policy/stored.py.
 
-Note [Said once]
-    Nothing here is worth a failed request. A folder that cannot be written to is said once, and then only read; a file
-    that is damaged is said, removed where that is possible, and never looked at again.
+Note [Warned once]
+    No error here fails a request. A folder that cannot be written to gets one warning, and then is only read; a file
+    that is damaged gets one, is removed where that is possible, and never looked at again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _ASIDE: Final = re.compile(r"\.prefix-[0-9a-f]{32}\.[0-9]+\.[0-9]+\.part")
 class PrefixFiles:
     """The files of one folder, for one `salt` (model, dtype, adapter, ...). Safe to use from several threads.
 
-    The folder is made if need be; nobody but its user may read it and what is in it. `limit`: bytes that all prefix
-    files in it may have together, those of other models too (beside one that is just being written by another process);
-    None: any. Nothing is raised for what is wrong with the folder or in it: a RuntimeWarning says it once.
+    The folder is made if need be; only its user may read it and its files. `limit`: bytes that all prefix files in it
+    may have together, those of other models too (beside one that is just being written by another process); None: any.
+    Nothing is raised for what is wrong with the folder or in it: a RuntimeWarning says it once.
     """
 
     def __init__(self, directory: str | os.PathLike[str], limit: int | None, salt: bytes) -> None:
@@ -90,13 +90,13 @@ class PrefixFiles:
             return sum(each.nbytes for each in self._files.values())
 
     def save(self, keys: Sequence[bytes], ids: Sequence[int], tensors: Mapping[str, Array], after: bytes = b"") -> bool:
-        """Writes a run of blocks; whether it is in the folder now. `keys`, `ids`: of its blocks and their tokens;
-        `after`: the key of the block before the run. ValueError where a tensor's name or size is wrong."""
+        """Writes a run of blocks. Returns whether it is in the folder now. `keys`, `ids`: of its blocks and their
+        tokens; `after`: the key of the block before the run. ValueError where a tensor's name or size is wrong."""
         part = StoredPart(self._salt, after, tuple(keys))
         packing = prefix_file.packed(part, ids, tensors)
         size, name = prefix_file.size_of(packing), _name(part)
         with self._lock:
-            self._seen = -1  # what others have used since is to be known
+            self._seen = -1  # the folder is read anew: others may have used files since
             self._look()
             if not self._writing or (self.limit is not None and size > self.limit):
                 return False
@@ -118,8 +118,8 @@ class PrefixFiles:
             return name in self._files
 
     def load(self, key: bytes, room: Room | None = None) -> Saved | None:
-        """The run that has the block of this key; None where no file has it, or the one that does is damaged. `room`:
-        gives the memory that a tensor's bytes are read into; where None is returned they may be anything."""
+        """Reads the run that has the block of this key; None where no file has it, or the one that does is damaged.
+        `room`: gives the memory that a tensor's bytes are read into; where None is returned they may be anything."""
         with self._lock:
             self._look()
             file = self._files.get(self._holders.get(key, ""))
@@ -157,7 +157,7 @@ class PrefixFiles:
     # -- what is in the folder
 
     def _look(self) -> None:
-        """Looks through the folder unless it is as it was. See Note [Crash-safe without a lock]."""
+        """Reads the folder unless it is as it was. See Note [Crash-safe without a lock]."""
         try:
             now, when = time.time_ns(), os.stat(self.directory).st_mtime_ns
             if when == self._seen:
@@ -200,7 +200,7 @@ class PrefixFiles:
         self._holders = {key: each.name for each in ours if each.part is not None for key in each.part.keys}
 
     def _clean(self, name: str) -> None:
-        """What is written aside goes if nobody writes it any more."""
+        """Removes a file written aside if no process writes it any more."""
         with suppress(OSError), _opened(self.directory / name) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(self.directory / name)
@@ -228,7 +228,7 @@ class PrefixFiles:
     # -- writing
 
     def _write(self, name: str, packing: Sequence[memoryview]) -> None:
-        """See Note [Crash-safe without a lock]. OSError."""
+        """Writes a file aside and renames it. See Note [Crash-safe without a lock]. OSError."""
         fd, aside = self._aside(name)
         try:
             prefix_file.write(fd, packing)
@@ -244,7 +244,8 @@ class PrefixFiles:
             os.fsync(folder)
 
     def _aside(self, name: str) -> tuple[int, Path]:
-        """A new file, locked: one that was taken for a dead writer's before it was locked is made again."""
+        """Makes a new file and locks it; makes it again where another process took it for a dead writer's before it was
+        locked."""
         while True:
             with self._lock:
                 self._number += 1
@@ -262,7 +263,7 @@ class PrefixFiles:
             os.close(fd)
 
     def _use(self, name: str) -> None:
-        """Now. OSError."""
+        """Sets the time of the file's last use to now. OSError."""
         now = time.time_ns()
         os.utime(self.directory / name, ns=(now, now))
         with self._lock:
@@ -270,7 +271,7 @@ class PrefixFiles:
                 self._files[name] = replace(self._files[name], used=now)
 
     def _make_room(self, size: int, kept: Collection[str] = ()) -> bool:
-        """Removes files, but not those that are `kept`, until so many bytes more keep the limit; whether they do."""
+        """Removes files, but none that is `kept`, until so many bytes more keep the limit. Returns whether they do."""
         if self.limit is None:
             return True
         files = self._files.values()

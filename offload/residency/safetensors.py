@@ -36,7 +36,8 @@ class TensorEntry:
 
 
 def read_header(path: str, size: int, read: Read) -> dict[str, TensorEntry]:
-    """The tensors of a file of `size` bytes, by name. WeightsFileError where it is not whole, or not of this format."""
+    """Returns the tensors of a file of `size` bytes, by name. WeightsFileError where it is not whole, or not of this
+    format."""
     header, first = _header(path, size, read)
     header.pop(METADATA, None)
     entries = {name: _entry(path, name, row, first) for name, row in header.items()}
@@ -51,7 +52,7 @@ def read_header(path: str, size: int, read: Read) -> dict[str, TensorEntry]:
 
 
 def read_metadata(path: str, size: int, read: Read) -> dict[str, str]:
-    """The texts that a file has beside its tensors. WeightsFileError as above, where its header cannot be read."""
+    """Returns the texts that a file has beside its tensors. WeightsFileError where its header cannot be read."""
     metadata = _header(path, size, read)[0].get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
         raise WeightsFileError(path, f"its metadata are no texts: {metadata!r:.200}")

@@ -1,4 +1,4 @@
-"""Copies of a range's pieces to their backing that are made in the background: `mark`, `save`, `submitted`, `saved`."""
+"""Background copies of a range's pieces to their backing, in this order: `mark`, `save`, `submitted`, `saved`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Saving:
         self._range = range_
         self._backing = backing
         self._states = states
-        self._copies: dict[int, Done | None] = {}  # of what is SAVING, None where that is only marked
+        self._copies: dict[int, Done | None] = {}  # of pieces that are SAVING, None where only marked
 
     def __contains__(self, piece: int) -> bool:
         return piece in self._copies
@@ -32,8 +32,8 @@ class Saving:
         return bool(self._copies or self._backing.going)
 
     def under_way(self) -> list[int]:
-        """The pieces whose copies have been submitted. They may be taken: whoever takes pages waits for all streams
-        first, those of copies too. On any thread."""
+        """The pieces whose copies have been submitted. They may be taken: the core waits for all streams first, those
+        of copies too. On any thread."""
         copies = tuple(self._copies.items())
         return [piece for piece, done in copies if done is not None and piece in self._states[PieceState.SAVING]]
 
@@ -47,27 +47,27 @@ class Saving:
         return True
 
     def give_up(self, piece: int) -> None:
-        """The piece that was marked is not saved: it is what it was."""
+        """Undoes `mark`: the piece is not saved."""
         self._states.move_run(PieceEvent.DIRTY, piece, piece + 1)
         del self._copies[piece]
 
     def forget(self, piece: int) -> None:
-        """Somebody else has brought the piece to its backing, or given that up."""
+        """Drops the piece: another call has brought it to its backing, or given that up."""
         del self._copies[piece]
 
     def mark(self, pieces: Iterable[int]) -> None:
-        """Marks these as about to be saved, and not takable from now on. The caller holds the lock."""
+        """Marks pieces as about to be saved, and not takable from now on. The caller holds the lock."""
         for piece in pieces:
             self._copies[piece] = None
             self._states.move_run(PieceEvent.SAVE, piece, piece + 1)
 
     def save(self, pieces: Iterable[int], end: int) -> tuple[list[int], Copies]:
-        """Gives backings of those that are still marked, and lie before `end`, pages, as many as there are: which, and
-        what brings their bytes there. The caller holds the lock, and says when that has been submitted (`saving`)."""
+        """Maps backing pages of pieces that are still marked, and lie before `end`, as many as there are. Returns the
+        pieces that got one, and the copies to submit before `submitted` is called. The caller holds the lock."""
         ready: list[int] = []
         for piece in pieces:
             known = piece in self._copies and piece < end
-            if not known or self._range.backing(piece) != "device" or self._backing.has(piece):
+            if not known or self._range.leads_to(piece) != "device" or self._backing.has(piece):
                 continue
             try:
                 self._backing.map(piece)
@@ -77,17 +77,17 @@ class Saving:
         return ready, self._backing.saves(ready)
 
     def submitted(self, pieces: Iterable[int], done: Done) -> None:
-        """The copies of these have been submitted. The caller holds the lock."""
+        """Notes that the copies of these pieces have been submitted. The caller holds the lock."""
         self._copies.update(dict.fromkeys(pieces, done))
 
     def saved(self) -> bool:
-        """Pieces whose copies have passed are clean, those that were on their way from the peer to the host are there,
-        and what was interrupted is undone. The caller holds the lock. Are more clean? DriverError."""
+        """Notes which copies have passed, to backings and from the peer to the host, and undoes what was interrupted.
+        Returns whether more pieces are clean. The caller holds the lock. DriverError."""
         self._backing.demoted()
         before, passed = len(self._copies), list[int]()
         for piece, done in tuple(self._copies.items()):
             if done is None:
-                if self._range.backing(piece) != "alias":
+                if self._range.leads_to(piece) != "alias":
                     self._backing.pages.retire(piece, 1)
                 self._states.move_run(PieceEvent.DIRTY, piece, piece + 1)
                 del self._copies[piece]
@@ -99,9 +99,9 @@ class Saving:
         return len(self._copies) != before
 
     def dirty(self, first: int, end: int, stream: int) -> Runs:
-        """What the backing has of [first, end), where the device has it too, is not known any more: what `stream` is
-        given from now on may write there, and waits for the copies. The caller holds a lease, and the lock. Returns the
-        pieces, whose backings keep their pages yet."""
+        """Marks pieces of [first, end) that the device has as dirty: what `stream` is given from now on may write
+        there, and waits for the copies. The caller holds a lease, and the lock. Returns the pieces, whose backings keep
+        their pages yet."""
         found = Pieces(self._states.within(first, end, PieceState.CLEAN))
         for piece in [piece for piece in self._copies if first <= piece < end]:
             done = self._copies.pop(piece)

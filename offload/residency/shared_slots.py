@@ -18,7 +18,7 @@ class SharedSlots:
 
     @property
     def pages(self) -> int:
-        """Device pages of all of them."""
+        """Device pages of all shared slots."""
         return sum(slot.range.pieces for slot in self.slots)
 
     def open(self, pages: int) -> Range:
@@ -26,7 +26,7 @@ class SharedSlots:
         return open_pages(self._device, self._group, "weights", pages)
 
     def make(self, slot_pages: Sequence[int]) -> None:
-        """As many, and each as large, as wanted. PoolExhausted, DriverError: there may be fewer then."""
+        """Makes slots, each as large as wanted. PoolExhausted, DriverError: there may be fewer then."""
         for index, pages in enumerate(slot_pages):
             if index == len(self.slots):
                 self.slots.append(Slot(self.open(pages)))

@@ -8,14 +8,13 @@ Note [Filling ahead]
     compute (Select-N §4.3, SwiftCache §3.2). Streams wait, for events; the host does not.
 
 Note [Overwriting a slot]
-    A slot is overwritten once every stream has passed that was given something to read it with. Streams are noted when
-    they begin to read: so this holds as well where a reader never says that it has ended, and where the next one runs
-    on another stream.
+    A slot is overwritten once every stream that reads it has passed. Streams are noted when they begin to read: so this
+    holds as well where a reader never says that it has ended, and where the next one runs on another stream.
 
 Note [What a slot holds]
-    is written down slot by slot, and not derived from an index: a pass over the model may end anywhere, by an exception
-    or because layers are left out, and the next one finds what is really there. While a copy is submitted the slot
-    holds nobody.
+    The member in each slot is recorded, and not derived from an index: a pass over the model may end anywhere, by an
+    exception or because layers are left out, and the next one finds what is really there. While a copy is submitted the
+    slot holds no member.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ def open_pages(device: Device, group: Group, owner: Owner, pages: int, *, reuse:
 
 
 class SlotSource(Protocol[Member]):
-    """Where members' bytes come from."""
+    """The owner of members, which knows where their bytes come from."""
 
     def copies(self, member: Member, slot: Slot[Member]) -> Copies:
-        """Returns what fills the slot with the member."""
+        """Returns the copies that fill the slot with the member."""
 
     def filling(self, member: Member, slot: Slot[Member]) -> None:
-        """The slot is about to be overwritten with this one."""
+        """Called before the slot is overwritten with the member."""
 
 
 class Filler(Generic[Member]):
@@ -77,15 +76,15 @@ class Filler(Generic[Member]):
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """`owner`: of the bytes, for statistics. `waiting()` is entered around each wait of a stream for a copy.
-        Does not refer to where the bytes come from, which has it: slots are to go with their owner, at once."""
+        Holds no reference to the source, which holds this: slots are freed with their owner, at once."""
         self.copied = 0  # bytes so far
         self._transfer = transfer
         self._owner = owner
         self._waiting = waiting
 
     def fill(self, source: SlotSource[Member], slot: Slot[Member], member: Member, after: int | None = None) -> None:
-        """Has the slot hold the member, once its readers have passed, and what the stream `after` was given so far. See
-        Note [Overwriting a slot]. DriverError."""
+        """Fills the slot with the member, once its readers have passed, and what the stream `after` was given so far.
+        See Note [Overwriting a slot]. DriverError."""
         if slot.holds == member:
             return
         source.filling(member, slot)
@@ -98,7 +97,7 @@ class Filler(Generic[Member]):
         slot.readers.clear()
 
     def read(self, source: SlotSource[Member], slot: Slot[Member], member: Member, stream: int) -> None:
-        """What `stream` is given from now on reads the member in the slot. DriverError."""
+        """Has `stream` read the member in the slot from now on. DriverError."""
         if slot.holds != member:
             self.fill(source, slot, member, stream)
         slot.readers.add(stream)

@@ -1,6 +1,6 @@
 """The states of a range's pieces, and what may become of each: a pure table.
 
-A piece is one page-sized part of a range, or whatever else has a number and comes and goes as one.
+A piece is one page-sized part of a range, or anything else with a number that is moved as one.
 
     RESIDENT    the device has the only copy of its bytes
     SAVING      the same, and a copy to the backing has begun
@@ -11,9 +11,9 @@ A piece is one page-sized part of a range, or whatever else has a number and com
 
 Note [Interrupts]
     Ctrl-C comes between any two lines. So a piece is in a state that something is under way (SAVING, IN_SLOT, ARRIVING)
-    before anything is done for it, and in one that something is true (CLEAN, RESIDENT) after. Whatever is found later
-    in one of the first with nobody at work was interrupted. Each of those has its undo in the table, and it depends on
-    nothing but what the addresses lead to.
+    before anything is done for it, and in one that something is true (CLEAN, RESIDENT) after. What is found later in
+    one of the first, with no call at work on it, was interrupted. Each of those has its undo in the table, which
+    depends on nothing but what the addresses lead to.
 
 Note [Readers]
     One thread at a time changes states. Others may read sets meanwhile: a set is replaced at once, and a piece comes to
@@ -42,7 +42,7 @@ class PieceEvent(Enum):
     SAVE = auto()  # a copy to the backing is about to begin
     SAVED = auto()  # it has passed
     DIRTY = auto()  # the device's bytes may change, or the copy was given up
-    TAKEN = auto()  # its addresses lead to the backing, which has the bytes: somebody took its page, or it was given
+    TAKEN = auto()  # its addresses lead to the backing, which has the bytes: its page was taken or given
     BIND = auto()  # its addresses are about to lead to a slot
     UNBIND = auto()  # they lead to its backing again
     FETCH = auto()  # it is about to get a page of the device
@@ -110,7 +110,7 @@ TABLE: Final[dict[PieceEvent, Transition]] = {
 
 
 class PieceStates:
-    """The states of the pieces of one range, at first all RESIDENT. What goes by runs takes as many steps as there are
+    """The states of the pieces of one range, at first all RESIDENT. Calls with runs take as many steps as there are
     runs, however many pieces."""
 
     __slots__ = ("_of",)
@@ -121,8 +121,7 @@ class PieceStates:
         }
 
     def __getitem__(self, state: PieceState) -> Pieces:
-        """The pieces in this state, which is not RESIDENT: always the same object. Who asks may read it, and not change
-        it."""
+        """The pieces in this state, which is not RESIDENT: always the same object. Read it, do not change it."""
         return self._of[state]
 
     def of(self, piece: int) -> PieceState:
@@ -140,13 +139,12 @@ class PieceStates:
         return list(found.runs)
 
     def move(self, event: PieceEvent, pieces: Iterable[int]) -> None:
-        """Notes that this happens to these pieces. Those for which it cannot are passed over: they are what they
-        were."""
+        """Applies an event to pieces. Those in a state in which it cannot come stay as they are."""
         for run in runs_of(pieces):
             self.move_run(event, *run)
 
     def move_run(self, event: PieceEvent, first: int, end: int) -> None:
-        """The same of all pieces of [first, end)."""
+        """Applies an event to all pieces of [first, end), as `move`."""
         before, after, _, _ = TABLE[event]
         if PieceState.RESIDENT in before and after is not PieceState.RESIDENT:
             for gap in self._resident(first, end):

@@ -1,11 +1,11 @@
 """A file of weights that is used long after it was opened, and may have become another one meanwhile.
 
 Note [What a change is]
-    Bytes are read as far as they are there (`pread`), never through a mapping: whoever touches a page that a mapped
-    file has lost is killed by SIGBUS. And before anything is taken from the file its path is looked at: does it still
-    lead to the same inode, of the same size, last written at the same time? A file whose last write is so young that
-    another in the same tick of the file system's clock would go unseen is waited for first. What goes unseen is who
-    writes and sets the time back, and a file system whose clock is coarser than a tick of the machine's.
+    Bytes are read as far as they are there (`pread`), never through a mapping: a process that touches a page that a
+    mapped file has lost is killed by SIGBUS. And before anything is taken from the file its path is looked at: does it
+    still lead to the same inode, of the same size, last written at the same time? A file whose last write is so young
+    that another in the same tick of the file system's clock would go unseen is waited for first. Two things go unseen:
+    a writer that sets the time back, and a file system whose clock is coarser than a tick of the machine's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TICK: Final = 20_000_000  # ns, more than between two times that a kernel gives 
 
 
 class WeightsFile:
-    """A safetensors file, open for as long as this is. Two of them are equal that were the same file in the same state
-    when they were opened. Raises WeightsFileError where it is none, or not whole."""
+    """A safetensors file, open for as long as this is. Two are equal if they were the same file in the same state when
+    they were opened. Raises WeightsFileError where it is none, or not whole."""
 
     tensors: Mapping[str, TensorEntry]
 
@@ -58,7 +58,7 @@ class WeightsFile:
         return hash(self._identity)
 
     def check(self) -> None:
-        """WeightsFileChanged unless the file is what it was."""
+        """Raises WeightsFileChanged unless the file is what it was."""
         try:
             now = _identity(os.stat(self.path))
         except OSError as error:
@@ -87,7 +87,7 @@ class WeightsFile:
 
     @cached_property
     def mapping(self) -> mmap.mmap:
-        """The file as memory that must not be touched, for the device to copy from. WeightsFileChanged.
+        """Maps the file as memory that must not be touched, for the device to copy from. WeightsFileChanged.
 
         Shared: of a private mapping the kernel would copy each page that is pinned into memory of the process.
         """
@@ -118,7 +118,7 @@ def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _settled(fd: int) -> os.stat_result:
-    """What the file is once whatever is written to it gives it another time."""
+    """Waits until any further write would give the file another time; returns its status."""
     while 0 <= time.time_ns() - (found := os.fstat(fd)).st_mtime_ns < TICK:
         time.sleep(1e-3)
     return found

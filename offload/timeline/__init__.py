@@ -1,1 +1,1 @@
-"""A run as a picture: recorded, thinned, written down."""
+"""Timelines: a run is recorded, thinned, and written to a file."""

@@ -16,7 +16,7 @@ _COLORS: Final = {"odds": "#3b6fb6", "lru": "#e08a2c"}
 
 
 def check(path: str | Path) -> None:
-    """ConfigError where a picture could not be drawn to `path`, before anything takes its time."""
+    """Raises ConfigError where a picture could not be drawn to `path`, before any long work."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path} has none of the suffixes of a picture: {', '.join(SUFFIXES)}")
@@ -28,7 +28,7 @@ def check(path: str | Path) -> None:
 
 @contextmanager
 def picture(path: str | Path) -> Iterator[Any]:
-    """Hands over axes, and at the end writes what was drawn on them to `path`. ConfigError where that cannot be."""
+    """Yields axes, and at the end writes what was drawn on them to `path`. ConfigError where that cannot be."""
     check(path)
     import matplotlib
 
@@ -50,7 +50,8 @@ def picture(path: str | Path) -> Iterator[Any]:
 def draw(
     path: str | Path, sizes: Sequence[int], rates: Mapping[str, Sequence[float]], capacity: int, infinite: float
 ) -> None:
-    """`sizes`: blocks; `rates`: at each, by policy; `capacity`: the size that was asked about. ConfigError."""
+    """Draws the curve to `path`. `sizes`: blocks; `rates`: at each, by policy; `capacity`: the size in question.
+    ConfigError."""
     with picture(path) as axes:
         for policy, found in rates.items():
             axes.plot(sizes, found, marker="o", markersize=4, label=_NAMES[policy], color=_COLORS[policy])

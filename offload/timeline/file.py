@@ -1,7 +1,7 @@
 """A recording as a file: a page to look at, the numbers as JSON, or a trace in the format of Chrome and Perfetto.
 
-Note [What comes from outside]
-    Names of threads, models and programs are anybody's. The page has them only inside one JSON text, where
+Note [Untrusted names]
+    Names of threads, models and programs are untrusted. The page has them only inside one JSON text, where
     `<`, `>` and `&` are written as escapes so that it cannot be left, and puts them on the screen as text, never as
     HTML. Its content security policy allows its own script and style, and no network at all.
 """
@@ -25,9 +25,9 @@ PAGE: Final = Path(__file__).with_name("page.html")
 
 
 def facts(recording: SeriesRecording) -> dict[str, Any]:
-    """The recording in plain dicts and numbers. Times are seconds from its start; `rows` hold the time, then pages of
-    each of `owners`; `levels` the time, bytes of the budget, host pages; `batches` of each loop the time, requests, new
-    tokens."""
+    """Returns the recording in plain dicts and numbers. Times are seconds from its start; `rows` hold the time, then
+    pages of each of `owners`; `levels` the time, bytes of the budget, host pages; `batches` of each loop the time,
+    requests, new tokens."""
 
     def seconds(when: int) -> float:
         return max(0, when - recording.start) / 1e9
@@ -59,13 +59,13 @@ def facts(recording: SeriesRecording) -> dict[str, Any]:
 
 
 def as_json(recording: SeriesRecording) -> str:
-    """One JSON object, see `facts`."""
+    """Returns one JSON object, see `facts`."""
     return json.dumps(_finite(facts(recording)))
 
 
 def as_trace(recording: SeriesRecording) -> str:
-    """Trace events: counters of bytes by owner, of the budget, of host pages, of batches; an instant for each decision;
-    a bar for each request, of which its first token is a part."""
+    """Returns trace events: counters of bytes by owner, of the budget, of host pages, of batches; an instant for each
+    decision; a bar for each request, of which its first token is a part."""
     told = facts(recording)
     page, process = recording.page_size, {"pid": told["pid"], "tid": 0}
     events: list[dict[str, Any]] = [
@@ -101,7 +101,7 @@ def as_trace(recording: SeriesRecording) -> str:
 
 
 def as_page(recording: SeriesRecording) -> str:
-    """An HTML page that needs nothing else. See Note [What comes from outside]."""
+    """Returns an HTML page that needs nothing else. See Note [Untrusted names]."""
     data = as_json(recording)
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
@@ -118,7 +118,7 @@ FORMATS: Final[dict[str, Callable[[SeriesRecording], str]]] = {  # by suffix, th
 
 
 def check(path: str) -> None:
-    """Before anything is recorded: ConfigError where it could not be written there."""
+    """Raises ConfigError where a recording could not be written to `path`, before one begins."""
     _format(path)
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
@@ -126,7 +126,8 @@ def check(path: str) -> None:
 
 
 def write(recording: SeriesRecording, path: str) -> None:
-    """As the suffix says, all at once: whoever reads the file meanwhile sees the old one or the new one. OSError."""
+    """Writes the recording in the format of the suffix, all at once: a reader sees the old file or the new one.
+    OSError."""
     put(_format(path)(recording), path)
 
 
@@ -148,7 +149,7 @@ def _format(path: str) -> Callable[[SeriesRecording], str]:
 
 
 def _counter(name: str, values: list[tuple[float, int]], process: dict[str, int]) -> list[dict[str, Any]]:
-    """One sample for each change of the value."""
+    """Returns one sample for each change of the value."""
     samples: list[dict[str, Any]] = []
     last: int | None = None
     for seconds, value in values:
@@ -159,7 +160,7 @@ def _counter(name: str, values: list[tuple[float, int]], process: dict[str, int]
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: null stands for them."""
+    """Replaces infinity and NaN, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A run of several processes as one file: what each did when, on one clock. As a picture, as numbers, or as a trace.
+"""A run of several processes on one clock as one file: a picture, numbers, or a trace.
 
 A process has lanes; in a lane are bars, which may overlap in `REQUESTS` only. Times are seconds of one clock.
 """
@@ -21,7 +21,7 @@ _COLOURS: Final = ("#3b6fb6", "#dd8526", "#4f9d55", "#b0569a", "#7f8a99", "#2f8f
 
 
 class Bar(NamedTuple):
-    """`process`: -1 the server, else the replica of this number."""
+    """One thing that a process did. `process`: -1 the server, else the replica of this number."""
 
     process: int
     lane: str
@@ -31,7 +31,7 @@ class Bar(NamedTuple):
 
 
 class FleetMark(NamedTuple):
-    """Something that happened in the server at a moment."""
+    """An event of the server at a moment."""
 
     name: str
     at: float
@@ -39,7 +39,7 @@ class FleetMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetRecording:
-    """`start`, `stop`: of the clock; `missing`: bars that came and were not kept."""
+    """A recorded run. `start`, `stop`: by the clock; `missing`: bars that were not kept."""
 
     start: float
     stop: float
@@ -56,13 +56,13 @@ class FleetRecording:
 
 
 def named(process: int) -> str:
-    """A process, for people."""
+    """Returns the name of a process, for people."""
     return "server" if process < 0 else f"replica {process}"
 
 
 def as_json(recording: FleetRecording) -> str:
-    """One JSON object: `seconds`, `bars` as [process, lane, name, begin, end], `marks` as [name, at], `missing`; times
-    from the start."""
+    """Returns one JSON object: `seconds`, `bars` as [process, lane, name, begin, end], `marks` as [name, at],
+    `missing`; times from the start."""
     start = recording.start
     bars = [[named(each.process), *each[1:3], each.begin - start, each.end - start] for each in recording.bars]
     marks = [[name, at - start] for name, at in recording.marks]
@@ -71,8 +71,8 @@ def as_json(recording: FleetRecording) -> str:
 
 
 def as_trace(recording: FleetRecording) -> str:
-    """Trace events, a process for each process and a thread for each lane; requests, which overlap, are asynchronous,
-    and marks are global instants."""
+    """Returns trace events, a process for each process and a thread for each lane; requests, which overlap, are
+    asynchronous, and marks are global instants."""
     return json.dumps({"traceEvents": [*_events(recording)], "displayTimeUnit": "ms"})
 
 
@@ -98,7 +98,8 @@ def _events(recording: FleetRecording) -> Iterator[dict[str, Any]]:
 
 
 def as_page(recording: FleetRecording) -> str:
-    """An HTML page that needs nothing else and runs no script: a row for each lane, names where the mouse is."""
+    """Returns an HTML page that needs nothing else and runs no script: a row for each lane, names where the mouse
+    is."""
     scale = _WIDTH / max(recording.stop - recording.start, 1e-9)
     drawn: list[str] = []
     y = 2 * _ROW
@@ -145,7 +146,7 @@ line {{ stroke: #c0392b; stroke-dasharray: 3 3; }} rect {{ stroke: #fff; stroke-
 
 
 def packed(bars: Iterable[Bar]) -> Iterator[tuple[int, Bar]]:
-    """Each bar, in order of time, with the first row in which nothing is at its time."""
+    """Iterates over (row, bar) in order of time; the row is the first in which no other bar is at that time."""
     ends: list[float] = []
     for each in bars:
         row = next((row for row, end in enumerate(ends) if end <= each.begin), len(ends))
@@ -163,7 +164,7 @@ assert _FORMS.keys() == FORMATS.keys(), "file.check() says what suffixes there a
 
 
 def write(recording: FleetRecording, path: str) -> None:
-    """As the suffix says. ConfigError, OSError."""
+    """Writes the recording in the format of the suffix. ConfigError, OSError."""
     for suffix, form in _FORMS.items():
         if path.lower().endswith(suffix):
             put(form(recording), path)

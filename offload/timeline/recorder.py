@@ -1,8 +1,9 @@
-"""A run, recorded: owners of pages, budget, decisions. `timeline(path)` writes it down at the end.
+"""Records a run: owners of pages, budget, decisions. `timeline(path)` writes the recording at the end.
 
 Note [Several recorders]
-    A device hands over each row once. So whoever collects gives the rows to all recorders of the device (`Recorders`,
-    which its runtime keeps); each of them begins with the owners as they were then, and skips what is older.
+    A device hands over each row once. So a collecting thread gives the rows to all recorders of the device
+    (`Recorders`, which its runtime keeps); each recorder begins with the owners as they were then, and skips older
+    rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .served import Served
 
 
 class TimelineSource(Protocol):
-    """What is recorded: a `Device`."""
+    """The part of `Device` that is recorded."""
 
     def timeline(self) -> list[Row]:
         """Hands over the rows since the last call, one per change."""
@@ -41,7 +42,7 @@ class TimelineSource(Protocol):
 
 
 class Recorders:
-    """Everyone who records one device. Whoever uses the list, or collects, holds the lock."""
+    """The recorders of one device. The lock is held to use the list, and to collect."""
 
     def __init__(self, source: TimelineSource, events: Events | None = None) -> None:
         self.source = source
@@ -50,31 +51,32 @@ class Recorders:
         self.lock = threading.Lock()
 
     def collect(self) -> None:
-        """Gives all of them what the device has. See Note [Several recorders]."""
+        """Gives all recorders the device's new rows. See Note [Several recorders]."""
         rows, snapshot = self.source.timeline(), self.source.snapshot()
         for recorder in self.all:
             recorder.take(rows, snapshot)
 
     def mark(self, name: str) -> None:
-        """Something begins that a reader of the timelines should see, such as "generate()"."""
+        """Marks the beginning of a call, such as "generate()", in all timelines."""
         for recorder in self.all:
             recorder.mark(name)
 
     def served(self, note: Callable[[Served], object]) -> None:
-        """Tells what is known of the requests of a loop to all who record, if any does."""
+        """Calls `note` with the requests of each recorder."""
         if self.all:
             with self.lock:
                 for recorder in self.all:
                     note(recorder.served)
 
     def forget(self) -> None:
-        """In a child after a fork: it has no thread that collects, and whoever held the lock is not there."""
+        """Drops all recorders in a child after a fork: it has no thread that collects, and the lock's holder is
+        gone."""
         self.lock = threading.Lock()
         self.all.clear()
 
 
 def recorders_of(found: Runtime) -> Recorders:
-    """Returns those of the device of a runtime."""
+    """Returns the recorders of a runtime's device."""
     return found.parts.of(Recorders, lambda: Recorders(found.device, found.events))
 
 
@@ -114,11 +116,12 @@ class Recorder:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What has been collected so far, in order of time."""
+        """The rows collected so far, in order of time."""
         return tuple(self._rows)
 
     def stop(self) -> SeriesRecording:
-        """Collects what is left and ends. Raises what the device raised meanwhile. Again: the same recording."""
+        """Collects what is left and ends. Raises what the device raised meanwhile. Idempotent: returns the same
+        recording."""
         self._done.set()
         self._thread.join()
         if self._error is not None:
@@ -126,7 +129,7 @@ class Recorder:
         return self.recording()
 
     def recording(self) -> SeriesRecording:
-        """All up to now, or up to the end."""
+        """Returns the recording up to now, or up to the end."""
         with self._recorders.lock:
             if self._stop is None:
                 self._recorders.collect()
@@ -171,12 +174,12 @@ class Recorder:
                 recorders.all.remove(self)
 
     def mark(self, name: str) -> None:
-        """See Recorders.mark."""
+        """Marks the beginning of a call; see Recorders.mark."""
         if len(self._marks) < self._tuning.marks:
             self._marks.append((time.monotonic_ns(), name))
 
     def take(self, rows: list[Row], snapshot: Mapping[str, Any]) -> None:
-        """What the device has done, and how it is now. The caller holds the lock."""
+        """Adds rows and the present numbers of the device. The caller holds the lock."""
         most_rows, most_events = self._tuning.rows, self._tuning.events
         self._rows = thinned([*self._rows, *((max(row[0], self._start), *row[1:]) for row in rows)], most_rows)
         self._log.hear()
@@ -196,7 +199,7 @@ class Recorder:
 
 
 def mark(name: str, device: Device | None = None) -> None:
-    """As `Recorders.mark`, on the device, for None that of the first runtime. Does nothing where there is none."""
+    """Calls `Recorders.mark` for the device, with None that of the first runtime. Does nothing where there is none."""
     found = [each for each in devices.every() if device in (None, each.device)]
     if found:
         recorders_of(found[0]).mark(name)
@@ -227,8 +230,8 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[Recorder]:
 
 
 def until_exit(path: str | os.PathLike[str]) -> None:
-    """As `timeline`, until this process exits, by its end, an exception, Ctrl-C or sys.exit. Where it went, or what
-    went wrong, is told on stderr."""
+    """Records as `timeline` until this process exits, by its end, an exception, Ctrl-C or sys.exit. Prints the path, or
+    the error, on stderr."""
     atexit.register(_begin(path, tells=True))
 
 
@@ -239,7 +242,7 @@ class _Finish:
     recorder: Recorder
     path: str
     pid: int
-    tells: bool  # where it went, on stderr
+    tells: bool  # prints the path on stderr
 
     def __call__(self) -> None:
         if os.getpid() == self.pid:

@@ -1,4 +1,4 @@
-"""Who owned how many pages when, and what was decided: rows and events, resampled or thinned to what can be kept."""
+"""Pages by owner over time, and decisions: rows and events, resampled or thinned to a limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ End = Literal["", "finished", "failed", "cancelled", "refused"]
 @dataclass(slots=True)
 class RequestSeries:
     """One request. Times are 0 where there was none: `began`, when it was in a batch first; `first`, when its first
-    token was known. `tokens`: it has got; `again`: how often it had to begin anew, or to wait after it had begun."""
+    token was known. `tokens`: generated; `again`: how often it began anew, or waited after it had begun."""
 
     loop: str
     name: str
@@ -50,7 +50,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRecording:
-    """What was recorded. Times are ns of CLOCK_MONOTONIC."""
+    """A recorded run. Times are ns of CLOCK_MONOTONIC."""
 
     start: int
     stop: int
@@ -68,8 +68,8 @@ class SeriesRecording:
 
 
 def resample(rows: Sequence[Row], start: int, stop: int, points: int) -> Series:
-    """The rows, in order of time, as `points` equal intervals of [start, stop) in ns; before the first row nothing
-    existed.
+    """Resamples rows, in order of time, to `points` equal intervals of [start, stop) in ns; before the first row
+    nothing existed.
 
     Each interval is shown by one row, so that its owners add up to what existed at one moment: of those in force
     during it, the one with the most pages in use, so that a peak is never lost between two points. ValueError where
@@ -106,7 +106,8 @@ R = TypeVar("R", Row, Level)
 
 
 def thinned(rows: Sequence[R], limit: int) -> list[R]:
-    """No more than half of `limit` of the rows, which are in order of time; all where there are no more than `limit`.
+    """Returns no more than half of `limit` of the rows, which are in order of time; all where there are no more than
+    `limit`.
 
     Of each of some equal intervals there remain the last row, the one with the most pages in use, and for each column
     the one with the most; and the first of all: so no peak is lost, and at the end of each interval all is as it was.
@@ -128,7 +129,7 @@ def thinned(rows: Sequence[R], limit: int) -> list[R]:
 
 
 def fewer(events: Sequence[LoggedEvent], limit: int) -> list[LoggedEvent]:
-    """No more than half of `limit` of the events, in their order; all where there are no more than `limit`.
+    """Returns no more than half of `limit` of the events, in their order; all where there are no more than `limit`.
 
     Each lever and verb keeps as many, or all that it has; of those that are too many the ones with the most pages.
     """

@@ -1,4 +1,4 @@
-"""What became of the requests of generation loops, and how large their batches were.
+"""The requests of generation loops, with their times, and the sizes of batches.
 
 A loop is told apart by its name, that of its model. Times are ns of CLOCK_MONOTONIC.
 """
@@ -12,8 +12,8 @@ from .series import End, Level, RequestSeries, thinned
 
 @dataclass(slots=True)
 class Served:
-    """Bounded: of too many requests those that came first are kept, and the others counted; of too many batches the
-    largest of each stretch of time."""
+    """Requests and batches of loops, bounded: of too many requests those that came first are kept, and the others
+    counted; of too many batches the largest of each stretch of time."""
 
     most_requests: int
     most_batches: int
@@ -23,7 +23,7 @@ class Served:
     _known: dict[tuple[str, str], RequestSeries] = field(default_factory=dict)  # the last one of each loop and name
 
     def came(self, loop: str, name: str, when: int, prompt: int) -> None:
-        """A request waits that is new."""
+        """Notes that a new request waits."""
         self._known.pop((loop, name), None)
         if len(self.requests) >= self.most_requests:
             self.missing += 1
@@ -32,12 +32,12 @@ class Served:
         self._known[loop, name] = self.requests[-1]
 
     def again(self, loop: str, name: str) -> None:
-        """A request that has begun waits again, or begins anew."""
+        """Notes that a request that has begun waits again, or begins anew."""
         if (known := self._known.get((loop, name))) is not None:
             known.again, known.ended, known.end = known.again + 1, 0, ""
 
     def batch(self, loop: str, when: int, requests: list[tuple[str, int]], tokens: int) -> None:
-        """A batch begins with these requests (name, tokens that it has got), and so many new tokens."""
+        """Notes that a batch begins with requests (name, tokens generated), and so many new tokens."""
         kept = self.batches.setdefault(loop, [])
         kept.append((when, len(requests), tokens))
         if len(kept) > self.most_batches:
@@ -49,13 +49,13 @@ class Served:
                     known.first = known.first or when
 
     def rests(self, loop: str, when: int) -> None:
-        """There is no batch."""
+        """Notes that the loop has no batch."""
         kept = self.batches.get(loop)
         if kept and kept[-1][1]:
             kept.append((when, 0, 0))
 
     def ended(self, loop: str, name: str, when: int, tokens: int, end: End) -> None:
-        """A request is over, with so many tokens."""
+        """Notes that a request is over, with so many tokens."""
         if (known := self._known.get((loop, name))) is not None:
             known.ended, known.end, known.tokens = when, end, tokens
             if tokens:

@@ -64,6 +64,6 @@ def test_nothing_is_looked_at_once_a_capture_may_begin(place: Place) -> None:
         held.retire(0, 1)
         assert place.device.reap() == 0
         time.sleep(0.1)
-        assert held.backing(0) == "retiring"
+        assert held.leads_to(0) == "retiring"
     place.device.reap(wait=True)
-    assert held.backing(0) == "none"
+    assert held.leads_to(0) == "none"

@@ -265,7 +265,7 @@ def test_captures_go_on(place: Place) -> None:
     del captured, given
     place.synchronize()
     place.device.reap(wait=True)
-    assert held.backing(1) == ("none" if place.cuda else "device")
+    assert held.leads_to(1) == ("none" if place.cuda else "device")
 
 
 @scene()
@@ -327,7 +327,7 @@ def test_given_up_beside_moves(place: Place) -> None:
             time.sleep(step % 10 * 0.0003)
             held.retire(piece, 1)
             until(before + 2)  # what was being moved has been
-            assert held.backing(piece) in ("retiring", "none"), "a page that was given up is back"
+            assert held.leads_to(piece) in ("retiring", "none"), "a page that was given up is back"
             held.map(piece, 1)
             lease = Lease()
             lease.enter(group)

@@ -57,7 +57,7 @@ def test_pages_change_beside_a_kernel(place: Place) -> None:
         del ours
         moved.retire(0, 2)
         place.device.reap(wait=True)
-        assert moved.backing(0) == moved.backing(1) == "none"
+        assert moved.leads_to(0) == moved.leads_to(1) == "none"
 
 
 @scene()

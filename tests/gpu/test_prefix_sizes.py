@@ -99,7 +99,7 @@ def test_resizing_costs_the_same_whatever_there_is(place: Place) -> None:
         calls_now, moved_now = spent()
         giver.check()
         assert all(
-            kv_range.range.backing(piece) == "device" for kv_range in taker.kv_ranges for piece in range(kv_range.held)
+            kv_range.range.leads_to(piece) == "device" for kv_range in taker.kv_ranges for piece in range(kv_range.held)
         )
         assert 0 < calls_now - calls <= 2 * CALLS
         assert moved_now == moved

@@ -62,7 +62,7 @@ def tiers(ranges: Iterable[KVRange]) -> list[KVTier]:
 def away(ranges: Iterable[KVRange]) -> int:
     """Pieces that lead to the host, as the core says."""
     return sum(
-        kv_range.range.backing(piece) in ("alias", "host") for kv_range in ranges for piece in range(kv_range._most)
+        kv_range.range.leads_to(piece) in ("alias", "host") for kv_range in ranges for piece in range(kv_range._most)
     )
 
 
@@ -161,7 +161,7 @@ class Taker:
                 self.done["back"] += tier.restore(pages, 0)
         for each in ranges:
             found = [
-                piece for piece in range(each._most) if (each.range.backing(piece) == "alias") == (choice == "restore")
+                piece for piece in range(each._most) if (each.range.leads_to(piece) == "alias") == (choice == "restore")
             ]
             if choice in ("away", "restore") and found:
                 piece = self.random.choice(found)

@@ -447,7 +447,7 @@ def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -
     streamed.update(40)
     assert streamed.way().slots == 2
     assert "host" in {
-        kv_range.range.backing(piece) for kv_range in streamed.kv_ranges for piece in range(kv_range._most)
+        kv_range.range.leads_to(piece) for kv_range in streamed.kv_ranges for piece in range(kv_range._most)
     }
     streamed.both(lambda layer: layer.crop(-40))
     tier.number = tier.governor.add_client(tier.client)

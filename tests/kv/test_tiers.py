@@ -86,7 +86,7 @@ class Pair:
 
     def places(self) -> str:
         """Where each page is: device, host or alias, by the first letter."""
-        return "".join(self.kv_range.range.backing(piece)[0] for piece in range(self.kv_range._most))
+        return "".join(self.kv_range.range.leads_to(piece)[0] for piece in range(self.kv_range._most))
 
     def offers(self) -> list[tuple[int, bool]]:
         """(piece, clean) of what is offered, and can be published."""
@@ -414,10 +414,10 @@ def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tun
     thread.start()
     go.wait()
     mine = Pair(1)
-    assert mine.tier.patient
+    assert mine.tier.last_wait_succeeded
     mine.update(int(40 * PER_PAGE))  # nobody gives
     assert "h" in mine.places()
-    assert not mine.tier.patient
+    assert not mine.tier.last_wait_succeeded
     done.set()
     thread.join()
     mine.update(int(4 * PER_PAGE))
@@ -509,7 +509,7 @@ def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device)
     assert all(kv_range.pages.movable.displace(piece) for piece in range(1, 5))
     view, expected = long.elastic.keys, long.stock.keys.clone()
     long.both(lambda layer: layer.crop(-58))
-    assert kv_range.range.backing(4) == "alias"  # shown by the view
+    assert kv_range.range.leads_to(4) == "alias"  # shown by the view
     short.update(70)
     assert short.kv_range is not kv_range
     poison(device)
@@ -554,7 +554,7 @@ def test_the_next_page_is_mapped_before_it_is_needed(device: Device) -> None:
     pair.update(1)  # the page is full
     device.reap(wait=True)
     assert device.snapshot()["ahead"] == 1
-    assert pair.kv_range.range.backing(1) == "kept"
+    assert pair.kv_range.range.leads_to(1) == "kept"
     before = device.driver_ns()
     pair.update(1)
     assert device.driver_ns() == before

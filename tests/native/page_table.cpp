@@ -14,10 +14,10 @@ namespace {
 
 constexpr std::size_t kPieces = 7;
 constexpr int kSteps = 200'000;
-constexpr Target kTargets[] = {{3, Backing::kDevice, Place::kDevice},
-                               {4, Backing::kHost, Place::kHost},
-                               {5, Backing::kPeer, Place::kPeer},
-                               {6, Backing::kAlias, Place::kHost}};
+constexpr Target kTargets[] = {{3, LeadsTo::kDevice, Place::kDevice},
+                               {4, LeadsTo::kHost, Place::kHost},
+                               {5, LeadsTo::kPeer, Place::kPeer},
+                               {6, LeadsTo::kAlias, Place::kHost}};
 
 [[noreturn]] void die(const char* what, int step) {
   std::fprintf(stderr, "page_table: %s, after %d steps\n", what, step);
@@ -37,23 +37,23 @@ int main() {
     const std::uint64_t changes = table.changes();
     const unsigned dice = random() % 8;
     bool changes_it = true;  // so that whoever described the piece before knows
-    if (before.backing == Backing::kNone) {
+    if (before.leads_to == LeadsTo::kNone) {
       const Target target = kTargets[random() % 4];
       table.lead(stretch, i, target);
-      if (stretch[i].backing != target.backing || stretch[i].open) die("a page was not led to", step);
+      if (stretch[i].leads_to != target.leads_to || stretch[i].open) die("a page was not led to", step);
       if (dice > 0) table.open(stretch, i);
-    } else if (before.backing == Backing::kRetiring) {
-      const bool keepable = before.retiring_from == Backing::kDevice && before.open;
+    } else if (before.leads_to == LeadsTo::kRetiring) {
+      const bool keepable = before.retiring_from == LeadsTo::kDevice && before.open;
       if (dice < 3) {
         table.revive(stretch, i);
-        if (stretch[i].backing != before.retiring_from) die("a page came back as something else", step);
+        if (stretch[i].leads_to != before.retiring_from) die("a page came back as something else", step);
       } else if (dice < 6 && keepable) {
         table.keep(stretch, i, false);
       } else {
         table.clear(stretch, i);
         changes_it = false;
       }
-    } else if (before.backing == Backing::kKept) {
+    } else if (before.leads_to == LeadsTo::kKept) {
       dice < 4 ? table.claim(stretch, i) : table.clear(stretch, i);
       if (stretch[i].ahead) die("a page that was claimed or taken away is still ahead", step);
     } else if (dice < 2) {
@@ -67,7 +67,7 @@ int main() {
     } else if (dice < 5) {
       if (table.retire(stretch, i, ticket++) != (before.pins == 0)) die("a pinned piece retired", step);
       if (before.pins > 0) table.spare(stretch, i);
-    } else if (dice < 6 && before.backing == Backing::kDevice && before.open && before.pins == 0) {
+    } else if (dice < 6 && before.leads_to == LeadsTo::kDevice && before.open && before.pins == 0) {
       table.keep(stretch, i, true);
     } else {
       for (Piece now = before; now.pins > 0; now = stretch[i]) table.unpin(stretch, i);

@@ -261,7 +261,7 @@ class Model {
         device_.map(*layer.range, 0, kPieces, Place::kDevice);
         layer.number = numbers++;
         fill(words(layer.range), kWords, layer.number, kStep);
-      } else if (layer.range->backing(0) == Backing::kAlias) {
+      } else if (layer.range->leads_to(0) == LeadsTo::kAlias) {
         if (!device_.own(*layer.range, 0, kPieces)) return;
         std::memcpy(words(layer.range), words(layer.twin), kPieces * kPage);
         ++brought_back;

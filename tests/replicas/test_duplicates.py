@@ -95,7 +95,7 @@ def test_a_wish_is_told_without_a_lock() -> None:
         governor.duplicates.register(lambda pages: None, lambda: 1)
 
     governor.duplicates.register(wanted, lambda: 0)
-    thread = threading.Thread(target=governor.duplicates.wish, args=(3,))
+    thread = threading.Thread(target=governor.duplicates.request_drop, args=(3,))
     thread.start()
     thread.join(60)
     assert told == [True]
@@ -104,10 +104,10 @@ def test_a_wish_is_told_without_a_lock() -> None:
 
 def test_wishes_add_up_until_they_are_posted() -> None:
     found, wishes = Duplicates(), list[int]()
-    found.lack(7)
+    found.note_shortage(7)
     found.register(wishes.append, lambda: 0)
     for pages in (3, 0, -1, 4):
-        found.lack(pages)
+        found.note_shortage(pages)
     assert (found.lacking, wishes) == (7, [])
     found.post()
     found.post()

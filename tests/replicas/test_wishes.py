@@ -55,9 +55,9 @@ def test_what_the_ladder_lacks_is_pending_for_a_while() -> None:
         supervisor.said.append(actions.Alone(1, 0))
         replica.step()
         assert pending(replica, supervisor, now) == 0
-        duplicates.wish(7)
+        duplicates.request_drop(7)
         assert pending(replica, supervisor, now) == 7
-        duplicates.wish(2)
+        duplicates.request_drop(2)
         assert pending(replica, supervisor, now) == 9, "both at once"
         now[0] += DEFAULT.replicas.wished
         assert pending(replica, supervisor, now) == 0

@@ -155,7 +155,7 @@ def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatc
     def watched(self: Any, model: Any) -> None:
         assert isinstance(self.cache, ElasticPagedCache)
         used = {piece for sector in self.cache.pool.used for piece in self.cache.pages.pieces(sector)}
-        backed = {n for n in range(self.cache.pages.range.pieces) if self.cache.pages.range.backing(n) == "device"}
+        backed = {n for n in range(self.cache.pages.range.pieces) if self.cache.pages.range.leads_to(n) == "device"}
         assert used <= backed
         seen.append((len(self.inputs_and_outputs.requests_in_batch), len(backed)))
         step(self, model)

@@ -1,7 +1,7 @@
-// What can go wrong in the core. The bindings turn each of these into the class of the same name in
+// The errors of the core. The bindings turn each of these into the class of the same name in
 // `ballonet.allocator.errors`; the entry points turn them into a code and a message.
 //
-// Guarantees: an error carries all that is shown of it, and refers to nothing.
+// Guarantees: an error holds copies of all that is shown of it.
 //
 // Lock: none.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace ballonet {
 
-// The caller asked for something that makes no sense; nothing was changed.
+// The caller's arguments are invalid; nothing was changed.
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

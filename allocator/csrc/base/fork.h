@@ -1,4 +1,4 @@
-// What a fork must not find in the middle of anything.
+// Locks that a fork takes first, so that it finds nothing half done.
 //
 // Note [Locks over a fork]
 // The child of a fork has the forking thread alone: a lock that another one held stays locked there for ever. So a fork
@@ -35,7 +35,7 @@ class HeldOverFork {
   std::mutex& mutex_;
 };
 
-// From here on forks are seen, by those that hold locks of `library` below ours too. Throws UsageError.
+// Installs the fork handlers anew, after those of `library`, whose locks lie below ours. Throws UsageError.
 void watch_forks(const std::string& library);
 // How many forks lie between this process and the one that loaded the core: a thread that was started before the last
 // of them does not exist here.

@@ -1,6 +1,6 @@
 // A lock that knows who holds it, and how it is let go of for a while.
 //
-// Lock: none is wanted; `held` may be asked by any thread.
+// Lock: none needed; any thread may call `held`.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace ballonet {
 
-// What has to run under it says so with `assert(mutex.held())`, which a build with asserts checks.
+// Code that must run under it has `assert(mutex.held())`, which a build with asserts checks.
 class Mutex {
  public:
   void lock() {
@@ -20,7 +20,7 @@ class Mutex {
     holder_.store(std::thread::id{}, std::memory_order_relaxed);
     mutex_.unlock();
   }
-  // By the calling thread.
+  // Does the calling thread hold it?
   bool held() const { return holder_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
   std::mutex& over_fork() { return mutex_; }  // see HeldOverFork
 

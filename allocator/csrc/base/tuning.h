@@ -1,5 +1,5 @@
 // Every number of the core that decides something: its unit, and why it has that value. Those of the Python code are in
-// offload/policy/tuning.py and allocator/defaults.py. "Chosen" means that no measurement stands behind it.
+// offload/policy/tuning.py and allocator/defaults.py. "Chosen": not measured.
 //
 // Lock: none; these are constants.
 #pragma once
@@ -18,7 +18,7 @@ constexpr long kMicrosecond = 1'000, kMillisecond = 1'000'000;  // in ns
 constexpr std::uint64_t kSmallBlock = 1 << 20;
 // Free blocks of one bin that a search looks at before it takes the best so far: bounds its time (blocks.h). Chosen.
 constexpr unsigned kBlocksLookedAt = 24;
-// Times that an allocation waits for pages which are on their way out, and which others may take. Chosen.
+// Times that an allocation waits for retiring pages, which others may take. Chosen.
 constexpr int kWaitsForPages = 3;
 
 // Pages that are mapped before they are needed (ahead.h).
@@ -30,14 +30,14 @@ constexpr std::size_t kAheadRequests = 4096;
 
 // The background thread (background.h).
 
-// Pieces that it unmaps under one lock: an unmap takes 14 us on an H200, so nobody waits for much more than 0.1 ms.
+// Pieces that it unmaps under one lock: an unmap takes 14 us on an H200, so no thread waits for much more than 0.1 ms.
 constexpr std::size_t kPiecesPerLock = 8;
-// ns until it looks again for what only time can finish; twice as long each time that it finds nothing. Chosen.
+// ns until it looks again for retirements that have passed; twice as long each time that there are none. Chosen.
 constexpr long kFirstLook = 500 * kMicrosecond, kLastLook = 16 * kMillisecond;
 // ns that it rests after each piece, at least and at most, as long as the piece took: others get the lock. Chosen.
 constexpr long kShortestRest = 20 * kMicrosecond, kLongestRest = 1 * kMillisecond;
 
-// How often a call is made again that must not fail: what it gives back would be lost for good. Chosen.
+// Times that a call is repeated that must not fail: what it gives back would be lost for good. Chosen.
 
 constexpr int kReleases = 8;       // of memory, by the driver
 constexpr int kPutBack = 4;        // of pages, after an exchange that failed
@@ -45,7 +45,7 @@ constexpr int kFences = 4;         // where a stream began to capture in between
 constexpr int kUndos = 3;          // in Python, where it raises what is an `Exception`
 constexpr int kInterrupted = 100;  // in Python, where it raises what is not, as Ctrl-C does
 
-// What is kept for whoever reads it; of more the oldest is dropped. Chosen.
+// Records that are kept until they are read; of more the oldest are dropped. Chosen.
 
 constexpr std::size_t kTakenKept = 1 << 12;            // entries that were taken (reclaim.h)
 constexpr std::size_t kEventsKept = 1 << 13;           // events.h

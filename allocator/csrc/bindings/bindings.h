@@ -1,9 +1,9 @@
-// What Python sees of the core; `_native.pyi` documents it.
+// The core's Python bindings; `_native.pyi` documents them.
 //
 // Note [The GIL]
-// Whatever waits for a lock of the core releases the GIL first, be it the end of an object: whoever holds the lock may
-// wait for a device, and that for a host function that needs the GIL. Only locks that are held for moments, with
-// nothing else taken under them, are waited for with it (events, timelines, requests to map ahead).
+// A call that waits for a lock of the core releases the GIL first, destructors too: the holder of the lock may wait for
+// a device, and that for a host function that needs the GIL. Only locks that are held for moments, with nothing else
+// taken under them, are waited for with it (events, timelines, requests to map ahead).
 //
 // Lock: none is wanted; each call takes those of the core that it needs.
 #pragma once
@@ -25,7 +25,7 @@ Place place_named(const std::string& name);
 const char* name_of(Place place);
 const char* name_of(Owner owner);
 
-// Does what may wait without the GIL, if this thread has it.
+// Runs `act`, which may wait, without the GIL, if this thread has it.
 template <class Act>
 void without_gil(Act act) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return act();
@@ -33,7 +33,7 @@ void without_gil(Act act) {
   act();
 }
 
-// Whoever lets go of the last of these waits without the GIL.
+// Wraps a pointer so that its last release waits without the GIL.
 template <class T>
 std::shared_ptr<T> ends_without_gil(std::shared_ptr<T> owned) {
   T* const it = owned.get();

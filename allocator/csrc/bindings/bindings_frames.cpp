@@ -1,4 +1,4 @@
-// What a call that has not returned was made with, on whichever thread.
+// Reads the first argument of running calls, on any thread.
 //
 // Note [Locals of another thread]
 // Up to Python 3.12 `frame.f_locals` copies all variables into a dictionary that the frame keeps. What it replaces

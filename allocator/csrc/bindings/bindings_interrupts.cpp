@@ -1,10 +1,10 @@
-// What Ctrl-C cannot leave half done.
+// Runs steps that Ctrl-C cannot leave half done.
 //
 // Note [Interrupted Python]
-// Signal handlers run, and raise, between any two instructions of Python, but never in C++. So whatever has to be done
-// to its end is called from here, and called again where something ended it in the middle: it is written so that doing
-// it twice does no harm. What ended it first is raised once all is done. An error of its own comes again each time, so
-// for that the patience is shorter.
+// Signal handlers run, and raise, between any two instructions of Python, but never in C++. So steps that have to be
+// completed are called from here, and called again where an exception ended one in the middle: each may safely be done
+// twice. The first exception is raised once all is done. A step's own error comes again each time, so it is tried less
+// often.
 #include <exception>
 #include <utility>
 

@@ -7,9 +7,9 @@
 namespace ballonet {
 namespace {
 
-const char* name_of(Backing backing) {
+const char* name_of(LeadsTo leads_to) {
   constexpr const char* kNames[] = {"none", "device", "host", "peer", "alias", "retiring", "kept"};
-  return kNames[static_cast<unsigned>(backing)];
+  return kNames[static_cast<unsigned>(leads_to)];
 }
 
 template <Place place>
@@ -76,13 +76,13 @@ void bind_range(py::module_& module) {
       .def(
           "runs",
           [](RangeHandle& r, std::size_t first, std::size_t count) {
-            std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs;
+            std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> runs;
             {
               py::gil_scoped_release release;
               runs = r.range->runs(first, count);
             }
             py::list rows;
-            for (const auto& [at, pieces, backing] : runs) rows.append(py::make_tuple(at, pieces, name_of(backing)));
+            for (const auto& [at, pieces, leads_to] : runs) rows.append(py::make_tuple(at, pieces, name_of(leads_to)));
             return rows;
           },
           py::arg("first"), py::arg("count"))
@@ -140,7 +140,7 @@ void bind_range(py::module_& module) {
           },
           py::arg("piece"), py::arg("to"), ReleaseGil())
       .def(
-          "backing", [](RangeHandle& r, std::size_t piece) { return name_of(r.range->backing(piece)); },
+          "leads_to", [](RangeHandle& r, std::size_t piece) { return name_of(r.range->leads_to(piece)); },
           py::arg("piece"), ReleaseGil())
       .def(
           "page",

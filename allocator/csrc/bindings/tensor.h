@@ -22,8 +22,8 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
                               int code, int bits);
 
 // A capsule over [offset, offset + size) of the range as uint8, of which no byte need be backed: it pins nothing, and
-// pieces under it come and go. Whoever reads or writes where there is no page faults. Throws UsageError where the range
-// is smaller.
+// pieces under it come and go. A read or write without a page behind it faults. Throws UsageError where the range is
+// smaller.
 pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size);
 
 }  // namespace ballonet

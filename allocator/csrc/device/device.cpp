@@ -17,7 +17,7 @@ Device::~Device() {
   try {
     close();
   } catch (const std::exception&) {
-    // Whoever drops a device that still has blocks in use has nobody to tell; its pages go as its ranges do.
+    // Blocks are still in use, and a destructor cannot throw: the pages go with their ranges.
   }
   mapper->stop_background();
 }
@@ -27,7 +27,7 @@ void Device::map(Range& range, std::size_t first, std::size_t count, Place place
   try {
     mapper->map(range, first, count, place);
   } catch (const PoolExhausted& reason) {
-    if (place == Place::kPeer) throw;  // whoever asks has the host for it
+    if (place == Place::kPeer) throw;  // the caller falls back to the host
     mapper->events.add(Events::Kind::kRefuse, count);
     throw PoolExhausted(host_exhausted(*mapper, count, reason.what()));
   }
@@ -37,8 +37,8 @@ bool Device::own(Range& range, std::size_t first, std::size_t count) {
   return with_idle_pages(count, [&] { return mapper->aliasing.own(range, first, count); });
 }
 
-// Attempts what takes so many device pages, again for as long as the heap has idle ones to give for what is lacking,
-// and then with what can be reclaimed.
+// Runs `attempt`, which needs so many device pages, again while the heap has idle ones to give, and then with reclaimed
+// ones.
 template <class Attempt>
 auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt()) {
   const auto with_idle = [&] {
@@ -117,7 +117,7 @@ double Device::fraction() {
   return fraction_;
 }
 
-// Device pages that nothing could give back.
+// Device pages that cannot be given back.
 std::size_t Device::immovable() {
   const std::size_t idle = heap.idle_pages(true);
   const Reclaim::Outlook entries = reclaim.outlook();

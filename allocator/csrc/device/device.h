@@ -1,19 +1,19 @@
 // The assembly: one device is a mapper (driver, pools, streams, page tables), the list of what may be reclaimed of it,
-// and a heap above them. What crosses them is here: a range that finds no page makes the heap give up idle ones and
-// then takes what was published, and so does a budget that shrinks.
+// and a heap above them. Work that crosses them is here: where a range finds no page the heap gives up idle ones, and
+// then published entries are taken; so it is for a budget that shrinks.
 //
 // Note [Lowering the budget]
-// It is lowered first of all, so that nothing is created above it while it waits, and it is met by what would serve an
-// allocation: free pages, idle ones, entries of the list in their order, a request for those that other threads lease.
-// Nothing tells when a lease ends, a stream passes or a block is freed, so whoever waits looks again every few
-// milliseconds, and takes what it may take by then. That includes all that it leases itself, so two who wait for each
-// other do not. It holds no lock while it waits: of several budgets that are asked for at the same time, also on one
+// The budget is lowered first, so that nothing is created above it meanwhile, and it is met as an allocation would be:
+// free pages, idle ones, entries of the list in their order, a request for those that other threads lease. Nothing
+// tells when a lease ends, a stream passes or a block is freed, so the waiting thread looks again every few
+// milliseconds, and takes what it may take by then. That includes all that it leases itself, so two threads never wait
+// for each other. It holds no lock while it waits: of several budgets that are asked for at the same time, also on one
 // thread, by a signal's handler, the newest counts. Those before it fail, and so does the newest when its time is up:
 // then the budget is again what it was before the first of them.
 //
-// Guarantees: whatever fails has changed nothing, the budget included.
+// Guarantees: a failure changes nothing, the budget included.
 //
-// Lock: everything here takes what it needs; no caller holds a lock of the core.
+// Lock: each function takes the locks that it needs; no caller holds a lock of the core.
 #pragma once
 
 #include <cstdint>
@@ -35,15 +35,15 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // Mapper::map, again with as many idle pages of the heap as are lacking, and then with what can be reclaimed. Throws
+  // Mapper::map, repeated with as many idle pages of the heap as are lacking, and then with reclaimed ones. Throws
   // PoolExhausted with a message for the user.
   void map(Range& range, std::size_t first, std::size_t count, Place place);
-  // Mapper::own in the same way.
+  // Aliasing::own in the same way.
   bool own(Range& range, std::size_t first, std::size_t count);
-  // In bytes. Returns when no more exists than that, the rest being back with the driver. Where that cannot be, or is
-  // not so after `wait_ns`, the budget is what it was, and BudgetInUse is thrown; where it is clear from the beginning,
-  // nothing was taken either. Throws DriverError too, and what `pause` throws, which is called now and then while it
-  // waits. Pre: the caller holds no lock.
+  // Sets the budget, in bytes. Returns when no more exists, the rest being back with the driver. Where that cannot be,
+  // or is not so after `wait_ns`, the former budget is in force and BudgetInUse is thrown; where it is clear from the
+  // beginning, nothing was taken either. Throws DriverError too, and what `pause` throws, which is called now and then
+  // while it waits. Pre: the caller holds no lock.
   void set_budget(std::size_t bytes, std::int64_t wait_ns = 0, const std::function<void()>& pause = [] {});
   // torch's empty_cache: idle pages go back to the pool, and free ones to the driver.
   std::size_t trim();
@@ -59,7 +59,7 @@ class Device {
   BallonetStats stats();
   void reset_peaks();
   void reset_accumulated();
-  std::pair<std::size_t, std::size_t> memory_info();  // what can still be had, and all there is
+  std::pair<std::size_t, std::size_t> memory_info();  // free bytes, and all
   std::vector<Segment> segments();
 
   // Taken together: no allocation comes in between.

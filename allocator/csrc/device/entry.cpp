@@ -21,7 +21,7 @@ int fail(int reason, std::string message, int code = 0) {
   return reason;
 }
 
-// What the user is told where the driver fails for good, which no smaller batch repairs.
+// The error text where the driver fails for good, which no smaller batch repairs.
 std::string broken(const DriverError& error) {
   return format(
       "CUDA error: %s (%d), found by ballonet in %s. This is not for want of memory: an earlier kernel failed, and the "

@@ -1,8 +1,8 @@
-// Which device serves which ordinal of torch, and which device an address belongs to. Read without a lock on every
-// allocation and every free; a bound device lives until the process ends, because its blocks may.
+// The registry of devices by torch's ordinals, and by address. Read without a lock on every allocation and every free;
+// a bound device lives until the process ends, because its blocks may.
 //
-// Guarantees: a device that was bound is never destroyed; no address of it is answered for in the child of a fork, but
-// by `owns`.
+// Guarantees: a device that was bound is never destroyed; in the child of a fork none of its addresses is found, but by
+// `owns`.
 //
 // Lock: binding takes one of its own; reading takes none.
 #pragma once
@@ -19,16 +19,16 @@ namespace ballonet {
 
 constexpr int kMaxDevices = 64;
 
-// Makes `device` the one behind torch's entry points for its ordinal. Throws UsageError where another one is.
+// Puts `device` behind torch's entry points for its ordinal. Throws UsageError where another one is.
 void bind(const std::shared_ptr<Device>& device);
-// Its blocks stay valid and are freed properly.
+// Takes a device from behind them. Its blocks stay valid and are freed properly.
 void unbind(const std::shared_ptr<Device>& device);
 
 // nullptr where none is bound, and in the child of a fork.
 Device* bound_device(int ordinal);
 // nullptr where the address is none of ours, and in the child of a fork.
 Heap* heap_of(const void* pointer);
-// A stream uses what lies at the address: noted by the device that has a range there, if any.
+// Notes that a stream uses the address, on the device that has a range there, if any.
 void note_range_stream(const void* pointer, CUstream stream);
 // By address alone: true in the child of a fork too.
 bool owns(const void* pointer);

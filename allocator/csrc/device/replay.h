@@ -1,6 +1,6 @@
 // Drives a heap with a recorded trace, and times its hit path; for `python -m ballonet replay` and the benchmarks.
 //
-// Guarantees: nothing that it allocated is left, whatever fails.
+// Guarantees: all that it allocated is freed, also after a failure.
 //
 // Lock: none is wanted; it calls the heap as torch does.
 #pragma once

@@ -4,8 +4,8 @@
 //
 // Note [Host pages and the CPU]
 // The driver takes the address of a host page for host memory (its pointer attribute says so), and a copy between two
-// such may be made by the CPU, which has no access to mapped memory unless it is given some. So whatever opens a host
-// page opens it for the device and for the CPU.
+// such may be made by the CPU, which has no access to mapped memory unless it is given some. So a host page is always
+// opened for the device and for the CPU.
 //
 // Note [Peer pages]
 // A peer is a second place of device memory: another device whose memory this one can reach (`cuDeviceCanAccessPeer`),
@@ -15,14 +15,14 @@
 // opened. Whether the driver really does it is tried once, with a page, when the device is opened.
 //
 // Note [Host pages are tried]
-// The attribute says what the driver can do, not what this process may: a container that blocks `get_mempolicy`, a NUMA
-// node without memory, or a driver that refuses at create are common. So one page is created, mapped, opened and copied
-// to and from when the device is opened. Where that fails there are no host pages, and `host_refused` says why, instead
-// of a failure when they are needed.
+// The attribute says what the driver supports, not what this process is allowed: a container that blocks
+// `get_mempolicy`, a NUMA node without memory, or a driver that refuses at create are common. So one page is created,
+// mapped, opened and copied to and from when the device is opened. Where that fails there are no host pages, and
+// `host_refused` says why, instead of a failure when they are needed.
 //
-// Guarantees: what it says of the device is true for as long as it lives, and the context is there as long.
+// Guarantees: its facts about the device are true, and the context exists, for as long as it lives.
 //
-// Lock: none; nothing of it changes once it is made.
+// Lock: none; it does not change once it is made.
 #pragma once
 
 #include <array>
@@ -33,15 +33,14 @@
 
 namespace ballonet {
 
-// Drops one thing that is wanted of new memory and that a driver may refuse: first that network cards reach it, then
-// that other processes can open it. Everything else works without. False where there is nothing left to drop.
+// Drops one optional property of new memory that a driver may refuse: first that network cards reach it, then that
+// other processes can open it. False where there is none left to drop.
 bool ask_for_less(CUmemAllocationProp& place);
 
 struct Context {
   // Throws DriverUnavailable where the device cannot map memory, UsageError for a page size that it cannot have,
-  // DriverError.
-  // `peer`: of which device the peer's pages are; where that cannot be `peer_refused` says why, and there is none.
-  // `wants_host_pages`: false where the driver's word for them is not to be believed.
+  // DriverError. `peer`: the device of the peer's pages; where that cannot be `peer_refused` says why, and there is
+  // none. `wants_host_pages`: false where the driver claims them wrongly.
   Context(const Driver& driver, int ordinal, std::size_t page_size, const BallonetStandinConfig& standin,
           std::optional<int> peer = {}, bool wants_host_pages = true);
   ~Context();

@@ -1,5 +1,5 @@
 // The driver table: every call that ballonet makes to a CUDA driver goes through here, whether the library behind it is
-// NVIDIA's or the host stand-in. One effect: it loads, counts, and injects faults; it decides nothing.
+// NVIDIA's or the host stand-in. Loads the library, counts calls, injects faults. No policy.
 //
 //   driver.cuMemMap(address, size, 0, handle, 0).or_throw("mapping page 7");
 //
@@ -39,12 +39,12 @@ unsigned long long faults_fired();
 // Calls per function since the process started, all drivers together.
 std::array<unsigned long long, kFnCount> driver_calls();
 
-// Of these, what the background made.
+// The calls that the background thread made.
 std::array<unsigned long long, kFnCount> background_calls();
 
-// What a call that changes page tables took: ns of the calling thread, all drivers together.
+// ns of the calling thread in calls that change page tables, all drivers together.
 unsigned long long page_table_ns();
-// The calling thread's are counted apart from here on.
+// Counts the calling thread's calls as the background's from here on.
 void count_as_background();
 
 class Driver {
@@ -56,7 +56,7 @@ class Driver {
 
   bool is_standin() const { return standin_.ballonet_standin_configure != nullptr; }
 
-  // The result of one call, not yet judged.
+  // The result of one call, not yet checked.
   class Outcome {
    public:
     Outcome(const Driver* driver, Fn function, CUresult code) : driver_(driver), function_(function), code_(code) {}
@@ -72,7 +72,7 @@ class Driver {
     CUresult code_;
   };
 
-  // A result that was handed on, as if the call had just been made.
+  // Wraps a code that was passed on, as if the call had just been made.
   Outcome judge(Fn function, CUresult code) const { return Outcome(this, function, code); }
 
 #define BALLONET_X(name, symbol, ...)                                            \
@@ -83,7 +83,7 @@ class Driver {
   BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
 #undef BALLONET_X
 
-  // ns that calls which change page tables took: on threads that need what they bring, and in the background.
+  // ns of calls that change page tables: of callers, and in the background.
   struct PageTableTime {
     unsigned long long callers, background;
   };
@@ -91,11 +91,11 @@ class Driver {
 
   // Throws DriverUnavailable, with what to do, where the driver has no usable device or does not start.
   void start() const;
-  // Stand-in only; nothing elsewhere.
+  // Stand-in only; does nothing elsewhere.
   void configure(const BallonetStandinConfig& config) const;
-  // For the fork that is about to happen: these bytes are not worth a copy in the child. Stand-in only.
+  // Has the next fork leave these bytes uncopied in the child. Stand-in only.
   void idle_at_fork(CUdeviceptr address, std::size_t size) const;
-  // While `held` the mapping of these bytes can be read until another one takes its place. Stand-in only: see Note
+  // Keeps the mapping of these bytes readable until another one takes its place, while `held`. Stand-in only: see Note
   // [Readers without a lease] in exchange.h.
   void hold(CUdeviceptr address, std::size_t size, bool held) const;
   // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
@@ -113,7 +113,7 @@ class Driver {
 #undef BALLONET_X
   };
 
-  // Counts the call; with what it fails where an armed fault says so, else success.
+  // Counts the call; returns the code of an armed fault, else success.
   static CUresult counted_fault(Fn function);
 
   static constexpr bool changes_page_tables(Fn function) {

@@ -1,5 +1,4 @@
-// Every stream that may touch a page, and fences over them: the only way in which a page learns that it is no longer
-// used.
+// Every stream that may touch a page, and fences over them: the only sign that a page is no longer used.
 //
 // Note [Fences]
 // Unmapping orders nothing against running work, so a page leaves an address only after a fence: one event on every
@@ -10,9 +9,9 @@
 // Note [Fences and captures]
 // An event that is recorded on a stream that is being captured belongs to the graph: it never comes, and looking at it
 // breaks the capture. So no event is recorded while a stream seen is being captured, and where it was is asked again
-// after the record: a capture may begin in between on another thread, and then the events are dropped without a look.
-// A caller that announces captures (`captures_may_begin`) has no fence recorded at all before it says that they are
-// over, unless somebody has to wait for one.
+// after the record: a capture may begin in between on another thread, and then the events are dropped without a look. A
+// caller that announces captures (`captures_may_begin`) has no fence recorded at all before it says that they are over,
+// unless a caller has to wait for one.
 //
 // Note [Streams without events]
 // Where no event can be had of a stream, the whole context is synchronised once: `Fence::sync` says after which of
@@ -21,7 +20,7 @@
 //
 // Note [Streams of threads]
 // The per-thread default stream has one handle for all threads (2) and is the asking thread's. It is a blocking stream,
-// so that an event on the legacy stream comes after the work of all of them: who notes it has noted the legacy stream,
+// so that an event on the legacy stream comes after the work of all of them: to note it is to note the legacy stream,
 // which is in every fence.
 //
 // Guarantees: a fence has passed once every stream it is over has done what it was given before.
@@ -44,7 +43,7 @@ struct Fence {
   std::uint64_t sync = 0;  // this synchronisation of the context has to have ended; 0: none
 };
 
-// What a fence that has not passed waits for. Events may be used again meanwhile, and then stand for more.
+// What a fence that has not passed waits for. Events may be recorded again meanwhile, and then stand for later work.
 struct Awaited {
   std::vector<CUevent> events;
   std::uint64_t sync = 0;
@@ -59,7 +58,7 @@ class Streams {
 
   // The legacy stream for a handle that stands for it, or for the default streams of all threads.
   static CUstream of_all_threads(CUstream stream);
-  // Has it been noted? Any thread may ask, without a lock; false also where that is not known.
+  // Has the stream been noted? On any thread, without a lock; may be false for a stream that was.
   bool known(CUstream stream) const;
   void note(CUstream stream);
   // Captures began or ended on any stream; they nest.
@@ -68,10 +67,10 @@ class Streams {
 
   // Over every stream seen, recorded when it is first looked at.
   static Fence fence() { return {}; }
-  // The same, and over those that were never seen: the whole context is synchronised.
+  // A fence over all streams, those never seen too: the whole context is synchronised.
   Fence fence_over_all();
   const std::vector<CUstream>& seen() const { return seen_; }
-  // Over these, recorded now unless one of them is being captured.
+  // A fence over these, recorded now unless one of them is being captured.
   Fence fence(const std::vector<CUstream>& some);
   bool passed(Fence& fence);  // never blocks
   // Records the fence if it must. Throws UsageError while a stream is being captured.
@@ -86,7 +85,7 @@ class Streams {
   std::uint64_t syncs_done() const { return syncs_done_; }
   bool capturing() const { return capturing(seen_); }
   bool capturing(const std::vector<CUstream>& some) const;
-  // Takes back the events of a fence that nobody will look at again.
+  // Takes back the events of a fence that is not used any more.
   void recycle(Fence& fence);
   // Destroys spare events. Call once, before the context goes.
   void close();

@@ -85,7 +85,7 @@ std::pair<std::size_t, std::uint64_t> Arenas::check() const {
       if (block->state == Blocks::State::kHole) continue;
       const std::size_t last = (block->offset + block->size + page - 1) / page;
       for (std::size_t i = std::max<std::size_t>(backed, block->offset / page); i < last; ++i) {
-        if (arena->range->backing(i) != backing_of(arena->key.place))
+        if (arena->range->leads_to(i) != own_page_in(arena->key.place))
           throw InvariantBroken(format("piece %zu lies under a block and is not backed", i));
         backed = i + 1;
       }

@@ -59,12 +59,12 @@ class Arenas {
 
   Arenas(Heap& heap, Mapper& mapper) : heap_(heap), mapper_(mapper) {}
 
-  // Those of a key, none at first.
+  // The arenas of a key, none at first.
   List& of(const ArenaKey& key) {
     const unsigned hot = key.small ? 1 : 0;
     return hot_[hot] != nullptr && hot_key_[hot] == key ? *hot_[hot] : look_up(key);
   }
-  // The same, nullptr where there were none yet.
+  // The arenas of a key, nullptr where there were none yet.
   List* find(const ArenaKey& key) {
     const auto found = arenas_.find(key);
     return found == arenas_.end() ? nullptr : &found->second;
@@ -96,7 +96,7 @@ class Arenas {
     hot_[0] = hot_[1] = nullptr;
   }
 
-  // Ahead of a fork: a child needs nothing of what is free.
+  // Called ahead of a fork: a child needs no free memory.
   void tell_idle() const;
   // Every block that is live or free lies on backed pieces. Throws InvariantBroken. Returns how many blocks are live or
   // wait, and their bytes.

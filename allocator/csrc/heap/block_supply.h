@@ -1,20 +1,20 @@
-// The slow path of an allocation: where a free block comes from that no arena of its stream has.
+// The slow path of an allocation: finds a free block where no arena of its stream has one.
 //
-// In order: pages behind a hole between blocks; all that waiting can free; what can be reclaimed of others; a free
-// block that a memory pool lends; host pages.
+// In order: pages behind a hole between blocks; pages and blocks that waiting frees; reclaimed pages; a free block that
+// a memory pool lends; host pages.
 //
 // Note [Spilling]
-// What no device page can be had for lies on host pages: slower to use, and valid. Such blocks have arenas of their
-// own, which are asked last, so that nothing that is allocated lies there while there are device pages, and a host page
-// goes as soon as no block lies on it. A live block stays where it is. To move its bytes one would have to know that
-// nobody writes them meanwhile, and for a block no one says who uses it: there is no lease on a tensor, and another
-// thread may be in the middle of an operator or launch one at any moment. So spilling is undone by freeing: what a
-// forward spilled is back with its next allocation after the pressure is gone. A graph replays from its addresses for
-// as long as it lives, so that nothing of a pool and nothing during a capture is spilled.
+// A block that no device page can be had for lies on host pages: slower to use, and valid. Such blocks have arenas of
+// their own, which are asked last, so that nothing that is allocated lies there while there are device pages, and a
+// host page goes as soon as no block lies on it. A live block stays where it is. Moving its bytes would need the
+// certainty that no thread writes them meanwhile, and the users of a block are not known: there is no lease on a
+// tensor, and another thread may be in the middle of an operator or launch one at any moment. So spilling is undone by
+// freeing: the next allocation after the pressure is gone has device pages again. A graph replays from its addresses
+// for as long as it lives, so that nothing of a pool and nothing during a capture is spilled.
 //
-// Guarantees: what fails has taken nothing; during a stream capture nothing is waited for.
+// Guarantees: a failure takes nothing; during a stream capture nothing is waited for.
 //
-// Lock: the heap's. What is given the lock lets go of it while it waits, and while others' pages are taken.
+// Lock: the heap's. Functions with a HeapLock let go of it while they wait, and while others' pages are taken.
 #pragma once
 
 #include <atomic>
@@ -42,8 +42,8 @@ class BlockSupply {
 
   // A free block to cut `size` from, and its arena. Throws PoolExhausted with a message for the user, DriverError.
   Blocks::Block* find(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena);
-  // Up to `pages` whole pages that nothing lies on go to the pool, once the streams that used them have passed, and
-  // everything that waiting can free becomes free. Returns how many.
+  // Gives up to `pages` whole unused pages to the pool, once the streams that used them have passed, and frees all that
+  // waiting can free. Returns how many.
   std::size_t give_up_idle(HeapLock& lock, std::size_t pages = ~std::size_t{0});
 
   // May be called without the lock.

@@ -1,4 +1,4 @@
-// Block arithmetic: how one stretch of addresses is cut into blocks. Pure: it knows offsets, no device and no lock.
+// Block arithmetic: cuts one stretch of addresses into blocks. Pure: offsets only, no device and no lock.
 //
 // Words
 //   live   handed out
@@ -40,7 +40,7 @@ class Blocks {
     Block* after = nullptr;
     Block* previous = nullptr;  // neighbours in the bin, or among the holes
     Block* next = nullptr;
-    void* tag = nullptr;  // live: whom it belongs to, for the heap
+    void* tag = nullptr;  // live: its arena, for the heap
     State state = State::kHole;
     bool shared = false;  // live: used on other streams than its own
   };
@@ -65,7 +65,7 @@ class Blocks {
   // [from, to) of a free block becomes a hole and joins its neighbours. Pre: page boundaries.
   void punch(Block* free, std::uint64_t from, std::uint64_t to);
 
-  // Where a block of `size` costs the fewest pages to be backed.
+  // The place where a block of `size` costs the fewest pages.
   struct Placement {
     Block* hole = nullptr;  // nullptr: no room among these addresses
     std::uint64_t from = 0, to = 0;

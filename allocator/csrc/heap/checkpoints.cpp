@@ -31,7 +31,7 @@ Checkpoints::Restored Checkpoints::restore(const Checkpoint& state) {
     for (Blocks::Block* block = arena->blocks.first(); block != nullptr; block = block->after) {
       if (block->state == Blocks::State::kLive) live.push_back(block);
     }
-    // Whoever restores says that nobody uses them any more: a stream that was recorded on one included.
+    // The caller guarantees that no stream uses them any more, not even one recorded with record_stream.
     for (Blocks::Block* block : live) restored.freed.push_back(live_.free_now(*arena, block));
   }
   for (const auto& live : state.blocks) {

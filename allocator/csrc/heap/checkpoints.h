@@ -1,13 +1,13 @@
-// Which blocks of a memory pool are live, taken down and put back.
+// Saves which blocks of a memory pool are live, and restores that.
 //
 // Note [Checkpoints]
 // Replaying a graph allocates nothing, so that after a replay the heap does not know which of the graph's outputs live.
 // Before another graph is captured into the same pool, torch puts the pool back into the state in which it was when the
-// graph's own capture ended: what lives in it now is freed, and what lived then is handed out at the same addresses.
-// (inductor's graph trees, torch.compile with mode="reduce-overhead".) The pages are still there: a pool keeps them for
-// as long as it has users.
+// graph's own capture ended: blocks that live now are freed, and those that lived then are handed out at the same
+// addresses. (inductor's graph trees, torch.compile with mode="reduce-overhead".) The pages are still there: a pool
+// keeps them for as long as it has users.
 //
-// Guarantees: a block that is put back has the address and the size that it had; what is refused changes nothing.
+// Guarantees: a block that is put back has the address and the size that it had; a refusal changes nothing.
 //
 // Lock: everything here takes the heap's.
 #pragma once

@@ -1,4 +1,4 @@
-// What the user is told when memory runs out, and what there is to do about it.
+// The error texts for memory that has run out, with what to do about it.
 //
 // Guarantees: the text begins with the words of torch's own error, and ends with what to do.
 //
@@ -12,10 +12,10 @@
 
 namespace ballonet {
 
-// Of an allocation of `asked` bytes that failed, which `missing` more pages would have served (0: not known).
+// The text for a failed allocation of `asked` bytes, which `missing` more pages would have served (0: not known).
 std::string exhausted(Mapper& mapper, const HeapUsage& usage, std::size_t asked, const std::string& reason,
                       std::size_t missing);
-// Of host pages that were asked for.
+// The text for host pages that could not be had.
 std::string host_exhausted(Mapper& mapper, std::size_t pages, const std::string& reason);
 
 }  // namespace ballonet

@@ -1,8 +1,8 @@
 // The caching allocator under torch: blocks of any size cut from ranges whose pages come and go. This is the fast path,
-// and the assembly of what is behind it: each part is one concept, and a part knows those before it only.
+// and the assembly of the parts behind it. Each part uses only those before it.
 //
 //   arenas       ranges, and the blocks cut from them
-//   report       statistics, and what torch's history is told
+//   report       statistics, and torch's history
 //   pools        memory pools of graphs and of torch.cuda.MemPool
 //   pages        how pages come to blocks, and leave them
 //   live         blocks that are handed out, or wait for streams
@@ -12,14 +12,14 @@
 //
 // Note [Packing]
 // Blocks are cut at 512 bytes, not at pages: two large blocks share the page between them, so the waste is one partial
-// page per arena and what fragmentation leaves. Addresses cost nothing, so a block that fits nowhere is placed where
-// the fewest pages have to be backed, in a hole between blocks or at the end.
+// page per arena and fragmentation. Addresses cost nothing, so a block that fits nowhere is placed where the fewest
+// pages have to be backed, in a hole between blocks or at the end.
 //
 // Guarantees, which `check` verifies as far as books tell: every block that is live or free lies on backed pieces of
 // its arena's range; an allocation that fails has taken nothing; one that finds a free block calls no driver.
 //
-// Lock: `mutex`. Everything here takes it, but for what says otherwise; so do the parts that are public. The other
-// parts want it held.
+// Lock: `mutex`. All functions here take it, unless they say otherwise; so do the public parts. The other parts need it
+// held.
 #pragma once
 
 #include <algorithm>
@@ -50,17 +50,17 @@ class Heap {
   void record_stream(void* address, CUstream stream);
   std::size_t block_size(void* address);
 
-  // Every page that no live block lies on goes to the pool; returns how many. Waits for the streams that used them;
-  // does nothing during a stream capture.
+  // Gives every page under no live block to the pool; returns how many. Waits for the streams that used them; does
+  // nothing during a stream capture.
   std::size_t trim_and_wait();
-  // The same for others that lack so many: no more go than is worth it (heap_pages.h, Note [Giving]).
+  // Gives pages to others that lack so many, no more than is worth it (heap_pages.h, Note [Giving]).
   std::size_t give(std::size_t lacking);
-  // How many pages no live block lies on. `wait`: as above, for streams that use blocks which were freed.
+  // The number of pages under no live block. `wait`: for streams that use blocks which were freed.
   std::size_t idle_pages(bool wait);
-  // Pages that no live block lies on go to the driver, as many as exist above the budget. `wait`: for the streams that
-  // used them; not during a capture.
+  // Gives pages under no live block to the driver, as many as exist above the budget. `wait`: for the streams that used
+  // them; not during a capture.
   void shrink(bool wait);
-  // Whoever limits the share of the device's memory wants to be refused beyond it, and not be served from the host.
+  // A program that limits its share of the device's memory expects errors beyond it, not host pages.
   void allow_spilling(bool allowed) { supply_.allow_spilling(allowed); }  // takes no lock
 
   struct Numbers {
@@ -70,10 +70,10 @@ class Heap {
     Usage usage[BALLONET_CLASSES];
   };
   Numbers numbers_locked() const;  // pre: the caller holds `mutex`
-  // What an allocation that failed tells the user; see exhausted.h. Pre: the caller holds `mutex`.
+  // The error text of a failed allocation; see exhausted.h. Pre: the caller holds `mutex`.
   std::string exhausted(std::size_t asked, const std::string& reason, std::size_t missing = 0);
   void reset_peaks();
-  // Is told under the lock; nullptr: nobody.
+  // Sets the observer, which is called under the lock; nullptr: none.
   void observe(const BallonetObserver* observer);
   // Throws InvariantBroken.
   void check();

@@ -1,4 +1,4 @@
-// Which heap an address belongs to, by address alone and without a lock: every free of every CPU tensor asks.
+// Finds the heap of an address, by address alone and without a lock: for every free of every CPU tensor.
 //
 // Guarantees: the heap of a live block is found.
 //

@@ -1,4 +1,4 @@
-// How pages come to the heap's free blocks, and leave them.
+// Maps pages under the heap's free blocks, and harvests them.
 //
 // Note [Growing]
 // Before the pool creates pages beyond the peak of live bytes (and a small allowance), pages that lie idle inside free
@@ -8,17 +8,17 @@
 //
 // Idle pages may be in use by kernels that were launched before, and the host would wait for all that every stream has
 // been given. Instead, pages are made beyond the peak, up to as many again and within the budget; the idle ones are
-// free for anyone once the streams have passed.
+// free once the streams have passed.
 //
 // Note [Giving]
 // Where others lack pages, the idle ones that are given up first need not be needed again: but what is idle between two
 // operators of a layer is, as a rule, what the next ones lie on. To unmap all of it and to map it again would cost a
 // driver call per page and layer. So no more is given than is lacking, and twice as much each time that nothing was
-// mapped since the last time: what activations need no more is soon given, and no more than twice what is asked for is
-// given too early.
+// mapped since the last time: pages that activations no longer need are soon given, and no more than twice the request
+// is given too early.
 //
-// Guarantees: whoever backs a hole gets all of it or, with an exception or false, nothing; what is harvested lies under
-// no live block and in no memory pool that has users; a host page goes as soon as no block lies on it.
+// Guarantees: a hole is backed as a whole or, with an exception or false, not at all; harvested pages lie under no live
+// block and in no memory pool that has users; a host page goes as soon as no block lies on it.
 //
 // Lock: the heap's, held by the caller. Nothing here waits for a stream.
 #pragma once
@@ -50,7 +50,7 @@ class HeapPages {
   void harvest_excess();
   // How many pages could be harvested.
   std::size_t idle() const;
-  // Host pages that lie wholly inside a free block go. Nothing happens where the arena has pages of the device.
+  // Gives back host pages wholly inside a free block. Does nothing where the arena has pages of the device.
   void unspill(Arena& arena, Blocks::Block* free);
 
  private:
@@ -58,7 +58,7 @@ class HeapPages {
     return arena.key.place == Place::kDevice && !pools_.held(arena.key.pool);
   }
   std::uint64_t allowance() const;
-  // Pages of activations, and those that nobody has: in blocks, free, on their way out.
+  // Pages of activations, free pages and retiring ones.
   static std::size_t ours(const Mapper::Numbers& numbers);
   void map(Arena& arena, const Blocks::Placement& placement);
 
@@ -67,7 +67,7 @@ class HeapPages {
   const PrivatePools& pools_;
   HeapReport& report_;
   const std::uint64_t page_;
-  std::size_t given_ = 0;  // the last time that others lacked pages; 0: some were mapped since
+  std::size_t given_ = 0;  // pages given the last time that others lacked some; 0: pages were mapped since
 };
 
 }  // namespace ballonet

@@ -1,4 +1,4 @@
-// What is told of the heap: torch's statistics, and torch's history through an observer.
+// Reports of the heap: torch's statistics, and torch's history through an observer.
 //
 // Guarantees: an allocation and a free are one call each, and take no lock and no driver call.
 //
@@ -14,7 +14,7 @@ class HeapReport {
  public:
   explicit HeapReport(std::uint64_t page_size) : page_(page_size) {}
 
-  // nullptr: nobody.
+  // Sets the observer; nullptr: none.
   void observe(const BallonetObserver* observer) { observer_ = observer; }
 
   void handed_out(const Arena& arena, const Blocks::Block* block) {
@@ -30,7 +30,7 @@ class HeapReport {
       observer_->passed(arena.address(block), block->requested, arena.key.stream, arena.key.pool);
   }
 
-  // Pages are behind these pieces of the arena now, or no longer.
+  // Notes that pages are behind these pieces of the arena now, or no longer.
   void mapped(const Arena& arena, const Span& span) {
     if (arena.key.place == Place::kDevice) usage.mapped(arena.key.small, span.count * page_);
     if (observer_ != nullptr) tell(observer_->mapped, arena, span);
@@ -39,7 +39,7 @@ class HeapReport {
     if (arena.key.place == Place::kDevice) usage.unmapped(arena.key.small, span.count * page_);
     if (observer_ != nullptr) tell(observer_->unmapped, arena, span);
   }
-  // All of an arena, which is about to go. Pre: nothing of it is live.
+  // Notes that all of an arena is about to go. Pre: no block of it is live.
   void unmapped(const Arena& arena) {
     for (const Blocks::Block* block = arena.blocks.first(); block != nullptr; block = block->after) {
       if (block->state == Blocks::State::kFree) unmapped(arena, {block->offset / page_, block->size / page_});

@@ -1,6 +1,6 @@
-// What torch's memory snapshot reads of the heap.
+// The heap as torch's memory snapshot reads it.
 //
-// Guarantees: what one call returns was true at one moment.
+// Guarantees: the result of one call was true at one moment.
 //
 // Lock: everything here takes the heap's.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace ballonet {
 
-// A stretch of blocks with no hole between them, whose pages they are, and where.
+// A stretch of blocks with no hole between them, with the owner and place of its pages.
 struct Segment {
   BallonetSegment facts;
   std::vector<BallonetBlock> blocks;

@@ -6,13 +6,13 @@
 // stream. The per-thread default stream has one handle for all threads: its blocks lie beside those of the legacy
 // stream, which is ordered with the work of each, and one that is freed waits for a fence there.
 //
-// Note [Nobody waits with the lock]
-// Any thread may free a tensor, also one that holds the interpreter's lock, which what a stream does may need in turn.
-// So whoever waits for a stream lets go of the heap's lock, and looks for its place anew afterwards.
+// Note [Waiting without the lock]
+// Any thread may free a tensor, also one that holds the interpreter's lock, which a stream's work may need in turn. So
+// a thread that waits for a stream lets go of the heap's lock, and looks for its place anew afterwards.
 //
 // Guarantees: a block is free again once all work that used it is ordered before what its next owner submits.
 //
-// Lock: the heap's, held by the caller. What is given the lock lets go of it while it waits.
+// Lock: the heap's, held by the caller. Functions with a HeapLock let go of it while they wait.
 #pragma once
 
 #include <deque>
@@ -43,22 +43,22 @@ class LiveBlocks {
   }
   // The block that is handed out at an address, nullptr where none is.
   Blocks::Block* at(std::uint64_t address) const { return live_.find(address); }
-  // The block is free, at once or when its streams have passed. False: unknown.
+  // Frees the block, at once or when its streams have passed. False: unknown.
   bool give_back(std::uint64_t address);
-  // The same at once, whoever used it.
+  // Frees the block at once, whichever streams used it.
   void* free_now(Arena& arena, Blocks::Block* block);
-  // The block is reused only once the stream's present work has passed when it is freed.
+  // Notes a use on another stream: the block is reused only once that stream's work at the time of its free has passed.
   void use_on(Blocks::Block* block, CUstream stream);
 
-  // Frees what waited and has passed.
+  // Frees waiting blocks whose streams have passed.
   void free_passed();
-  // Waits for all that waits, without the lock. Memory pools that nobody uses any more lose their arenas then.
+  // Waits for all waiting blocks, without the lock. Memory pools without users lose their arenas then.
   void wait_freed(HeapLock& lock);
   // Does a block of the pool wait?
   bool any_waits(BallonetPool pool) const;
   // Blocks that are handed out or wait.
   std::size_t size() const { return live_.size() + waiting_.size(); }
-  // `blocks`, and their `bytes`: what the arenas say. Throws InvariantBroken where it is something else.
+  // Throws InvariantBroken unless the arenas' `blocks` and `bytes` agree.
   void check(std::size_t blocks, std::uint64_t bytes) const;
 
  private:

@@ -1,10 +1,10 @@
-// What torch's statistics count of the heap: levels with their peaks and their totals.
+// Counts for torch's statistics of the heap: levels with their peaks and their totals.
 //
 // Note [Counting once]
 // A hit is a few dozen instructions, so counting must not cost as much again. An allocation and a free are one call
-// each. They change what is handed out, of the block's size class and of all; an allocation adds to the totals of its
-// class and compares peaks, which it alone can raise. The rest is derived when somebody asks: the totals of all blocks,
-// what was given back, and what is active, which is what is handed out together with what waits for streams.
+// each. They change the blocks handed out, of the size class and of all; an allocation adds to the totals of its class
+// and compares peaks, which it alone can raise. The rest is derived on request: the totals of all blocks, the blocks
+// given back, and active blocks, which are those handed out or waiting for streams.
 //
 // Lock: the heap's, held by the caller.
 #pragma once
@@ -20,7 +20,7 @@ struct Level {
   std::uint64_t added = 0, removed = 0;  // since the process started
 };
 
-// What is counted of the blocks of one size class, or of all.
+// Counts of the blocks of one size class, or of all.
 struct Usage {
   Level blocks, bytes, requested;     // handed out
   Level active_blocks, active_bytes;  // these, and what was given back and waits for streams

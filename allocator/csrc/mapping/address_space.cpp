@@ -72,7 +72,7 @@ bool AddressSpace::vacate(Stretch& stretch, std::size_t piece) {
   const Target before = stretch[piece];
   table.clear(stretch, piece);
   --pool(before.place).book.mappings(before.page);
-  before.backing == Backing::kKept ? device.give(before.page) : release(before.place, before.page);
+  before.leads_to == LeadsTo::kKept ? device.give(before.page) : release(before.place, before.page);
   return true;
 }
 
@@ -85,7 +85,7 @@ bool AddressSpace::retire(Stretch& stretch, std::size_t piece, std::uint32_t tic
   assert(mutex.held());
   const Target before = stretch[piece];
   if (!table.retire(stretch, piece, ticket)) return false;
-  if (before.backing != Backing::kAlias) pool(before.place).book.relabel(before.page, Owner::kRetiring);
+  if (before.leads_to != LeadsTo::kAlias) pool(before.place).book.relabel(before.page, Owner::kRetiring);
   return true;
 }
 
@@ -132,9 +132,9 @@ AddressSpace::DevicePages AddressSpace::device_pages() const {
   for (const Range* range : ranges) {  // closed ones, too: tensors may still lie over their pages
     if (range->owner == Owner::kActivations) continue;
     bool open = false;
-    for (std::size_t i = 0; i < range->held.size() && i < range->pieces; ++i) {
-      const bool ours = range->held[i].backing == Backing::kDevice;
-      if (ours && !open) runs.push_back({address(range->held, i), 0, range->owner});
+    for (std::size_t i = 0; i < range->addresses.size() && i < range->pieces; ++i) {
+      const bool ours = range->addresses[i].leads_to == LeadsTo::kDevice;
+      if (ours && !open) runs.push_back({address(range->addresses, i), 0, range->owner});
       if (ours) runs.back().size += page_size;
       open = ours;
     }
@@ -145,7 +145,7 @@ AddressSpace::DevicePages AddressSpace::device_pages() const {
 const Range* AddressSpace::range_at(CUdeviceptr at) const {
   assert(mutex.held());
   const auto covers = [&](const Range* range) {
-    return range->held.pieces > 0 && at >= range->base && at - range->base < range->pieces * page_size;
+    return range->addresses.pieces > 0 && at >= range->base && at - range->base < range->pieces * page_size;
   };
   const auto found = std::find_if(ranges.begin(), ranges.end(), covers);
   return found == ranges.end() ? nullptr : *found;
@@ -162,8 +162,8 @@ void AddressSpace::check(const std::vector<const Stretch*>& others) {
     ahead += stretch.ahead();
     for (std::size_t i = 0; i < stretch.size(); ++i) {
       const Piece& piece = stretch[i];
-      if (piece.backing == Backing::kNone) continue;
-      if (piece.backing == Backing::kKept) {  // that it is mapped once is in the pool's book
+      if (piece.leads_to == LeadsTo::kNone) continue;
+      if (piece.leads_to == LeadsTo::kKept) {  // that it is mapped once is in the pool's book
         if (!kept.insert(piece.page).second || !device.book.kept(piece.page))
           throw InvariantBroken(format("page %u is not kept as a piece says", piece.page));
         continue;
@@ -171,14 +171,14 @@ void AddressSpace::check(const std::vector<const Stretch*>& others) {
       Pool& from = pool(piece.place);
       auto& [mappings, owners] = seen[{&from, piece.page}];
       ++mappings;
-      const bool retiring = piece.backing == Backing::kRetiring;
-      if ((retiring ? piece.retiring_from : piece.backing) == Backing::kAlias) continue;
+      const bool retiring = piece.leads_to == LeadsTo::kRetiring;
+      if ((retiring ? piece.retiring_from : piece.leads_to) == LeadsTo::kAlias) continue;
       ++owners;
       if (owner && from.book.owner(piece.page) != (retiring ? Owner::kRetiring : *owner))
         throw InvariantBroken(format("page %u behind piece %zu has another owner than its range", piece.page, i));
     }
   };
-  for (const Range* range : ranges) look(range->held, range->owner);
+  for (const Range* range : ranges) look(range->addresses, range->owner);
   for (const Stretch* other : others) look(*other, {});
   if (kept.size() != device.book.kept() || ahead != table.ahead())
     throw InvariantBroken("the pages that are kept do not add up");

@@ -1,17 +1,17 @@
-// The pages of a device at their addresses, and the lock under which they come there and go: what maps, opens and
-// unmaps a page does so here, but for the page that is tried when the device is opened (context.h).
+// The pages of a device at their addresses, and the lock for changing them: all pages are mapped, opened and unmapped
+// here, but for the one that is tried when the device is opened (context.h).
 //
 // Guarantees: each step changes what is mapped, the table and the pools' books together, or throws with all three as
 // they were; so they agree whenever the lock is free, which `check` verifies. A page is behind one piece that owns it,
 // or behind none and free; others may lead to it, and it is given back to its pool when the last of them does not.
 //
-// Lock: `mutex`, "the mapper's". Whoever calls anything here holds it, but where it says otherwise. One thread at a
-// time touches the page tables for that, and no Python is called under it. Order: the heap's, the reclaim list's, a
-// group's, that of moves (moves.h), this, that of requests (ahead.h).
+// Lock: `mutex`, "the mapper's". Callers hold it, but where it says otherwise. One thread at a time touches the page
+// tables for that, and no Python is called under it. Order: the heap's, the reclaim list's, a group's, that of moves
+// (moves.h), this, that of requests (ahead.h).
 //
 // Note [Waiting]
-// Whatever may take long happens without the lock: waiting for streams, copies, and creating pages of the host, which
-// pins memory. Others work on the same ranges meanwhile, so that whoever has waited looks again, with the lock, at all
+// Work that may take long happens without the lock: waiting for streams, copies, and creating pages of the host, which
+// pins memory. Others work on the same ranges meanwhile, so a thread that has waited looks again, with the lock, at all
 // that it is about to change, and changes it without letting go of the lock again. What holds still meanwhile is what a
 // lease protects: the group's lock is held throughout, so that no other thread begins to use its ranges. What is copied
 // cannot lose its page: every fence covers the streams of copies. Nor is any lock held that a thread with the
@@ -66,25 +66,25 @@ class AddressSpace {
   void open(Stretch& stretch, std::size_t first, std::size_t count);
   // Takes the page from its address; its owner stays. Throws DriverError.
   void unmap(Stretch& stretch, std::size_t piece);
-  // Takes a page that nobody uses, retiring or kept, from its address: it is free once nothing leads to it. False where
-  // the driver refuses.
+  // Takes an unused page, retiring or kept, from its address: it is free once nothing leads to it. False where the
+  // driver refuses.
   bool vacate(Stretch& stretch, std::size_t piece);
-  // The same for a kept one, tried twice. Throws DriverError.
+  // Takes a kept page from its address, with a second try. Throws DriverError.
   void vacate_kept(Stretch& stretch, std::size_t piece);
 
-  // Gives the page up for its owner; false where a tensor lies over the piece, which dooms it.
+  // Retires the page of its owner; false where a tensor lies over the piece, which dooms it.
   bool retire(Stretch& stretch, std::size_t piece, std::uint32_t ticket);
   // The reverse.
   void revive(Stretch& stretch, std::size_t piece, Owner owner);
-  // The page is free where it is. Pre: nothing else leads to it, and nobody uses it.
+  // Frees the page where it is mapped. Pre: nothing else leads to it, and it is not in use.
   void keep(Stretch& stretch, std::size_t piece, bool ahead);
   void claim(Stretch& stretch, std::size_t piece, Owner owner);
   // A page that was given up is free if nothing leads to it any more; `discard` gives it up first.
   void release(Place place, PageId page);
   void discard(Place place, PageId page);
 
-  // Has so many pages idle, or as many as can be had, and lets go of the lock while the driver creates them. Throws
-  // nothing of the driver's: whoever needs them asks again.
+  // Has so many pages idle, or as many as can be had, and lets go of the lock while the driver creates them. Throws no
+  // DriverError: the caller tries again.
   void prepare(Section& in, Place place, std::size_t pages);
 
   // A stretch of addresses that has device pages of its own.
@@ -99,7 +99,7 @@ class AddressSpace {
   };
   // Both at one moment. Takes the lock.
   DevicePages device_pages() const;
-  // Whose addresses these are, nullptr where they are no range's.
+  // The range with this address, nullptr where there is none.
   const Range* range_at(CUdeviceptr address) const;
   // `others`: stretches that are no range's. Throws InvariantBroken.
   void check(const std::vector<const Stretch*>& others);

@@ -33,7 +33,7 @@ void Ahead::tell_followers(Range& range, std::size_t first, std::size_t count) {
   if (!range.next.expired()) {
     push({range.next, first, first + count});
   } else if (!coming_) {
-    return;  // nobody follows, and no claim has made room for others
+    return;  // no range follows, and no claim has made room for others
   }
   background_.notify();
 }
@@ -71,11 +71,11 @@ bool Ahead::serve_request(Section& in) {
   {
     const std::lock_guard lock(mutex_);
     if (requests_.empty()) return false;
-    oldest = &requests_.front();  // stays: others only add to the end, and whoever removes holds the mapper's lock
+    oldest = &requests_.front();  // stays: others only add to the end, and only holders of the mapper's lock remove
   }
   if (const std::shared_ptr<Range> range = oldest->range.lock()) {
     in.ended.push_back(range);
-    const auto backed = [&] { return range->held[oldest->next].backing != Backing::kNone; };
+    const auto backed = [&] { return range->addresses[oldest->next].leads_to != LeadsTo::kNone; };
     while (!range->closed && oldest->next < oldest->end && backed()) ++oldest->next;
     const bool wanted = !range->closed && oldest->next < oldest->end;
     if (wanted && map_one(*range, oldest->next, CachedRanges::Take::kNotAhead)) return true;
@@ -91,27 +91,27 @@ bool Ahead::serve_coming(Section& in, Mapper& mapper) {
   if (enough && !cached_.lacks(coming_->mapped)) return false;
   cached_.empty(1, CachedRanges::Take::kUnpromised);
   if (space_.device.book.idle() + space_.device.creatable() == 0) return false;
-  Stretch held = cached_.take_lacking(coming_->mapped);
-  if (held.pieces == 0) {
+  Stretch addresses = cached_.take_lacking(coming_->mapped);
+  if (addresses.pieces == 0) {
     try {
-      held = space_.reserve(coming_->like->pieces);
+      addresses = space_.reserve(coming_->like->pieces);
     } catch (const DriverError&) {
       expect_no_more();
       return false;
     }
   }
   // As a range that is closed it becomes a cached range again, whatever fails meanwhile.
-  const std::size_t pieces = held.pieces;
+  const std::size_t pieces = addresses.pieces;
   const auto range =
-      std::make_shared<Range>(mapper.shared_from_this(), std::move(held), pieces, Owner::kKv, nullptr, false);
+      std::make_shared<Range>(mapper.shared_from_this(), std::move(addresses), pieces, Owner::kKv, nullptr, false);
   in.ended.push_back(range);
   range->closed = true;
   std::size_t piece = 0;
-  while (range->held[piece].backing != Backing::kNone) ++piece;
+  while (range->addresses[piece].leads_to != LeadsTo::kNone) ++piece;
   const bool mapped = map_one(*range, piece, CachedRanges::Take::kUnpromised);
   cached_.keep_closed(*range);
-  if (range->held.pieces > 0) {  // a page that could not be opened is retiring there
-    for (std::size_t i = 0; range->held.ahead() > 0; ++i) space_.table.forget_ahead(range->held, i);
+  if (range->addresses.pieces > 0) {  // a page that could not be opened is retiring there
+    for (std::size_t i = 0; range->addresses.ahead() > 0; ++i) space_.table.forget_ahead(range->addresses, i);
     space_.ranges.insert(range.get());
   }
   if (!mapped) expect_no_more();
@@ -128,7 +128,7 @@ bool Ahead::map_one(Range& range, std::size_t piece, CachedRanges::Take take) {
   } catch (const std::runtime_error&) {
     return false;
   }
-  space_.keep(range.held, piece, true);
+  space_.keep(range.addresses, piece, true);
   return true;
 }
 

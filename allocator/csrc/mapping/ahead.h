@@ -1,10 +1,10 @@
-// Pages that are mapped before anybody needs them: those that somebody asked for, and cached ranges for ranges that
-// are about to come.
+// Pages that are mapped before they are needed: those requested with `ask`, and cached ranges for ranges that are about
+// to come.
 //
 // Note [Ranges to come]
 // The first prefill of a process finds no cached ranges, and each layer's range would wait for its pages when it comes.
 // But the layers of a cache are alike: once the first has its pages it is known how many the others will want, and
-// while a layer is computed there is time to map those of the next. So whoever reserves the first range says how many
+// while a layer is computed there is time to map those of the next. So the reservation of the first range says how many
 // will follow, and the background makes cached ranges for them, from pages that are free or may be created, no more
 // than `limit` at a time: a range that comes takes its own and makes room for the next. Nothing is made that will not
 // be used, and what was promised and does not come (a forward that fails) is an ordinary cached range once the first
@@ -12,10 +12,10 @@
 //
 // Creating pages ahead without mapping them needs no such limit, and is not worth it: of the time that a page costs on
 // CUDA that is a quarter, access is the rest. Nor can activations be had ahead: a first layer asks for all of theirs
-// within a millisecond, and nobody knows how many before.
+// within a millisecond, and their number is not known before.
 //
-// Guarantees: no more than `limit` pages are mapped ahead and unclaimed, and each is free for whoever needs it more.
-// What cannot be had is not mapped, and nobody is told.
+// Guarantees: no more than `limit` pages are mapped ahead and unclaimed, and each is free for any other need. Where
+// pages cannot be had, none are mapped, with no error.
 //
 // Lock: the mapper's, held by the caller, but for `ask`: that takes one of its own, which is held for moments, so that
 // asking never waits for the driver.
@@ -41,20 +41,20 @@ class Ahead {
   // eLLM §5.1: less than 50 MB.
   std::size_t limit() const;
 
-  // A range that wants a cached one has been reserved: one of those that were announced, or not.
+  // Notes that a range that wants a cached one was reserved, announced or not.
   void one_came(Range& range);
-  // Pieces of a range of KV have been mapped: those that follow it will want as many.
+  // Notes that pieces of a range of KV were mapped: those that follow it will want as many.
   void tell_followers(Range& range, std::size_t first, std::size_t count);
-  // A range has been closed, or is gone.
+  // Notes that a range was closed, or is gone.
   void one_ended(const Range& range);
   void expect_no_more();
-  // Nothing that was asked for is done any more.
+  // Drops all requests.
   void forget_requests();
 
   bool wanted() const;
-  // One piece of the oldest request. False where there is none.
+  // Maps one piece of the oldest request. False where there is none.
   bool serve_request(Section& in);
-  // One page for the ranges to come. False where none is lacking, or none can be had.
+  // Maps one page for the ranges to come. False where none is lacking, or none can be had.
   bool serve_coming(Section& in, Mapper& mapper);
   void check() const;  // throws InvariantBroken
 

@@ -19,7 +19,7 @@ bool Aliasing::alias(Range& range, std::size_t first, Range& source, std::size_t
   }
   if (led.retiring) throw UsageError("a piece is still about to lose another page");
   for (std::size_t i = first; i < first + count; ++i) {
-    if (range.held[i].backing == Backing::kKept) space_.vacate_kept(range.held, i);
+    if (range.addresses[i].leads_to == LeadsTo::kKept) space_.vacate_kept(range.addresses, i);
   }
   exchange_pages(space_, {{range, first, std::move(led.targets)}});
   return true;
@@ -32,19 +32,19 @@ Aliasing::Led Aliasing::lead(const Range& range, std::size_t first, const Range&
   source.check_span(source_first, count);
   Led led;
   for (std::size_t i = 0; i < count; ++i) {
-    const Piece& shown = source.held[source_first + i];
-    if (!has_own_page(shown.backing)) {
+    const Piece& shown = source.addresses[source_first + i];
+    if (!has_own_page(shown.leads_to)) {
       throw UsageError(format("piece %zu of the other range has no page of its own", source_first + i));
     }
-    led.targets.push_back({shown.page, Backing::kAlias, shown.place});
-    const Piece& piece = range.held[first + i];
+    led.targets.push_back({shown.page, LeadsTo::kAlias, shown.place});
+    const Piece& piece = range.addresses[first + i];
     if (&range == &source && first == source_first)
       throw UsageError(format("piece %zu cannot lead to itself", first + i));
-    if (piece.backing == Backing::kRetiring) led.retiring = true;
-    if (!leads_somewhere(piece.backing)) continue;
+    if (piece.leads_to == LeadsTo::kRetiring) led.retiring = true;
+    if (!leads_somewhere(piece.leads_to)) continue;
     led.bare = false;
     if (piece.doomed) throw UsageError(format("piece %zu is about to be retired", first + i));
-    if (piece.backing != Backing::kAlias && !shown_once(piece)) {
+    if (piece.leads_to != LeadsTo::kAlias && !shown_once(piece)) {
       throw UsageError(format("others lead to the page of piece %zu", first + i));
     }
   }
@@ -57,7 +57,7 @@ bool Aliasing::own(Range& range, std::size_t first, std::size_t count) {
   const auto check = [&] {
     range.check_span(first, count);
     for (std::size_t i = first; i < first + count; ++i) {
-      if (range.held[i].backing != Backing::kAlias || range.held[i].doomed) {
+      if (range.addresses[i].leads_to != LeadsTo::kAlias || range.addresses[i].doomed) {
         throw UsageError(format("piece %zu does not lead to another range", i));
       }
     }
@@ -69,7 +69,7 @@ bool Aliasing::own(Range& range, std::size_t first, std::size_t count) {
   check();
   std::vector<Target> targets;
   for (PageId page : mapping_.take(in, Place::kDevice, count, range.owner))
-    targets.push_back({page, Backing::kDevice, Place::kDevice});
+    targets.push_back({page, LeadsTo::kDevice, Place::kDevice});
   exchange_pages(space_, {{range, first, std::move(targets)}});
   return true;
 }
@@ -82,11 +82,11 @@ bool Aliasing::adopt(Range& range, std::size_t first, Range& spare, std::size_t 
     range.check_span(first, count);
     spare.check_span(spare_first, count);
     for (std::size_t i = 0; i < count; ++i) {
-      const Piece &piece = range.held[first + i], &page = spare.held[spare_first + i];
-      if (piece.backing != Backing::kAlias || piece.doomed) {
+      const Piece &piece = range.addresses[first + i], &page = spare.addresses[spare_first + i];
+      if (piece.leads_to != LeadsTo::kAlias || piece.doomed) {
         throw UsageError(format("piece %zu does not lead to another range", first + i));
       }
-      if (page.backing != Backing::kDevice || page.doomed) {
+      if (page.leads_to != LeadsTo::kDevice || page.doomed) {
         throw UsageError(format("piece %zu of the other range has no device page of its own", spare_first + i));
       }
       if (page.pins > 0 || !shown_once(page)) return false;
@@ -97,7 +97,7 @@ bool Aliasing::adopt(Range& range, std::size_t first, Range& spare, std::size_t 
   if (!check() || !fences_.quiesce(in) || !check()) return false;
   retirement_.reap(in);
   std::vector<Target> pages;
-  for (std::size_t i = 0; i < count; ++i) pages.push_back(spare.held[spare_first + i]);
+  for (std::size_t i = 0; i < count; ++i) pages.push_back(spare.addresses[spare_first + i]);
   exchange_pages(space_, {{range, first, std::move(pages)}, {spare, spare_first, std::vector<Target>(count)}});
   return true;
 }
@@ -119,15 +119,16 @@ bool Aliasing::take_over(Range& twin, std::size_t first, Range& spare, std::size
   retirement_.reap(in);
   std::vector<Change> changes{{twin, first, {}, true}};
   for (std::size_t i = 0; i < count; ++i) {
-    const Piece &old = twin.held[first + i], &fresh = spare.held[spare_first + i], &shown = range.held[first + i];
-    if (!has_own_page(old.backing) || !has_own_page(fresh.backing) || old.doomed || fresh.doomed) {
+    const Piece &old = twin.addresses[first + i], &fresh = spare.addresses[spare_first + i],
+                &shown = range.addresses[first + i];
+    if (!has_own_page(old.leads_to) || !has_own_page(fresh.leads_to) || old.doomed || fresh.doomed) {
       throw UsageError(format("piece %zu has no page of its own on both sides", first + i));
     }
-    const bool leads = shown.backing == Backing::kAlias && shown.page == old.page && shown.place == old.place;
+    const bool leads = shown.leads_to == LeadsTo::kAlias && shown.page == old.page && shown.place == old.place;
     const unsigned mappings = space_.pool(old.place).book.mappings(old.page);
     if (mappings != (leads ? 2U : 1U) || !shown_once(fresh)) return false;
     changes.front().targets.push_back(fresh);
-    if (leads) changes.push_back({range, first + i, {{fresh.page, Backing::kAlias, fresh.place}}, true});
+    if (leads) changes.push_back({range, first + i, {{fresh.page, LeadsTo::kAlias, fresh.place}}, true});
   }
   // The last of all: the bytes are behind an address throughout.
   changes.push_back({spare, spare_first, std::vector<Target>(count)});

@@ -1,12 +1,10 @@
-// How pieces come to lead to the pages of another range, and to pages of their own again, under the tensors that lie
-// there.
+// Leads pieces to the pages of another range, and to pages of their own again, under the tensors that lie there.
 //
 // Note [Aliases]
 // A streamed layer has no pages of its own. Its addresses lead to a slot that it shares with others and that holds its
-// weights while it runs, or else to its backing (host-mapped). Which it is changes only when everything that was
-// submitted has passed, and only while no other thread holds a lease on the layer. What the addresses then show is what
-// the other range holds or, with pages of their own again, nothing in particular: the caller copies in what belongs
-// there.
+// weights while it runs, or else to its backing (host-mapped). They are changed only when everything that was submitted
+// has passed, and only while no other thread holds a lease on the layer. The addresses then show the bytes of the other
+// range or, with pages of their own again, undefined ones: the caller copies in the right ones.
 //
 // Guarantees: all pieces change or none. Each returns false, with nothing changed, while another thread holds a lease
 // on the range or a stream is being captured, and throws DriverError or UsageError with nothing changed.
@@ -24,10 +22,10 @@ class Aliasing {
   Aliasing(AddressSpace& space, Fences& fences, Retirement& retirement, Mapping& mapping)
       : space_(space), fences_(fences), retirement_(retirement), mapping_(mapping) {}
 
-  // Pieces lead to the pages of `source`, whatever they led to before; pages of their own become free. Tensors may lie
+  // Leads pieces to the pages of `source`, whatever they led to before; pages of their own become free. Tensors may lie
   // there. Where all pieces led nowhere, neither leases nor captures are in the way.
   bool alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
-  // The reverse: aliased pieces get device pages of their own, whose contents are undefined. Throws PoolExhausted too.
+  // Gives aliased pieces device pages of their own, whose contents are undefined. Throws PoolExhausted too.
   bool own(Range& range, std::size_t first, std::size_t count);
   // Aliased pieces get the device pages of `spare` as their own, which hold the same bytes; `spare` has them no more.
   // False also where tensors show those pages.

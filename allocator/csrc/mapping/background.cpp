@@ -17,7 +17,7 @@ namespace {
 
 constexpr long kSecond = 1'000'000'000;
 
-// Threads that run; the lock is held while they are joined, by whoever does it.
+// Running threads; the lock is held while they are joined.
 struct Running {
   std::mutex mutex;
   HeldOverFork held{ForkRank::kThreads, mutex};

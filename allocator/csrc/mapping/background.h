@@ -1,16 +1,15 @@
-// A thread for what can be done later: it is told that there is something, and does it step by step.
+// The background thread: it is notified of work, and does it step by step.
 //
-// Note [The thread behind]
-// Page tables change slowly, so what need not happen at once happens here, without the interpreter's lock: retired
-// pages are unmapped, and pages are mapped ahead of their use. A step holds the mapper's lock for a few driver calls,
-// and the thread rests afterwards for as long as it took: whoever needs the lock gets it in between. It never waits for
-// the device, but looks again a little later, and does nothing while a stream is being captured. Whatever it does any
-// other thread may do instead, so without it (the system has no thread to give, the child of a fork) nothing is lost
-// but time.
+// Note [The background thread]
+// Page tables change slowly, so work that can wait happens here, without the interpreter's lock: retired pages are
+// unmapped, and pages are mapped ahead of their use. A step holds the mapper's lock for a few driver calls, and the
+// thread then sleeps for as long as it took, so that others get the lock. It never waits for the device, but looks
+// again a little later, and does nothing while a stream is being captured. Any other thread may do the same work, so
+// without it (no thread could be started, the child of a fork) nothing is lost but time.
 //
 // Guarantees: one step runs at a time, and none once `stop` has returned.
 //
-// Lock: none is wanted. A step takes the mapper's itself, so that whoever stops the thread does not hold that.
+// Lock: none needed. A step takes the mapper's itself, so callers of `stop` do not hold that.
 #pragma once
 
 #include <pthread.h>
@@ -24,7 +23,7 @@ namespace ballonet {
 
 class Background {
  public:
-  // What is left to do: something at once, something that time must pass for, nothing.
+  // The next step: at once, later, or none.
   enum class Next { kMore, kLater, kNothing };
 
   // `step` throws nothing.
@@ -33,12 +32,12 @@ class Background {
   Background(const Background&) = delete;
   Background& operator=(const Background&) = delete;
 
-  // Once. Where the system has no thread to give, nothing is.
+  // Starts the thread, once. Does nothing where the system has none to give.
   void start();
-  // Waits for the step that is being done. The process does so at its end, if nobody did before.
+  // Ends the thread after its present step. The process does so at its end, if it was not done before.
   void stop();
   bool running() const;
-  // There is something to do.
+  // Wakes the thread, as there is work.
   void notify();
 
  private:

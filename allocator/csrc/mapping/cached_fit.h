@@ -2,8 +2,8 @@
 //
 // Words
 //   cached range   the addresses of a closed range of KV, together with pages that are still mapped there (eLLM's
-//                  slot). The pages are free: whoever needs pages takes them out, and a range that takes the addresses
-//                  maps them again without the driver
+//                  slot). The pages are free: threads that need pages take them out, and a range that takes the
+//                  addresses maps them again without the driver
 //
 // Lock: the mapper's, held by the caller, as the cached ranges are under it.
 #pragma once
@@ -21,9 +21,10 @@ struct CachedSize {
 
 constexpr std::size_t kNoFit = ~std::size_t{0};
 
-// The one for a range of `pieces` pieces of which `expected` will be mapped soon: among those whose addresses suffice
-// the smallest that has as many pages mapped, else the largest, the rest of which is mapped on demand. Sizes are
-// compared by pages, then by addresses; of equal ones it is the last. kNoFit where no addresses suffice.
+// Returns the cached range for a range of `pieces` pieces of which `expected` will be mapped soon: among those whose
+// addresses suffice the smallest that has as many pages mapped, else the largest, the rest of which is mapped on
+// demand. Sizes are compared by pages, then by addresses; of equal ones it is the last. kNoFit where no addresses
+// suffice.
 inline std::size_t best_fit(const std::vector<CachedSize>& cached, std::size_t pieces, std::size_t expected) {
   const auto better = [&](const CachedSize& one, const CachedSize& other) {
     const bool fits = one.mapped >= expected, other_fits = other.mapped >= expected;
@@ -39,8 +40,8 @@ inline std::size_t best_fit(const std::vector<CachedSize>& cached, std::size_t p
   return best;
 }
 
-// Those that so many ranges of `pieces` pieces will take: those whose addresses suffice, at most `count`, the
-// fullest first, of equal ones the last.
+// Returns the cached ranges that so many ranges of `pieces` pieces will take: those whose addresses suffice, at most
+// `count`, the fullest first, of equal ones the last.
 inline std::vector<std::size_t> promised_for(const std::vector<CachedSize>& cached, std::size_t pieces,
                                              std::size_t count) {
   std::vector<std::size_t> fitting;

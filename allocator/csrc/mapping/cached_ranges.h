@@ -1,15 +1,15 @@
-// Free pages that stay where they are mapped, until someone claims them there or takes them away.
+// Free pages that stay where they are mapped, until a mapping claims them there or they are taken away.
 //
 // Note [Cached ranges]
 // When a range of KV is closed and its pages have retired they are free, but nothing is unmapped: the next range that
 // is reserved gets the addresses, and finds its first pages mapped. So a program that serves one request after the
-// other comes to call the driver no more. Such a cached range (eLLM: slot) costs nobody anything: its pages count as
-// free, and are taken out, those of the oldest first and the last piece first, before a new page is created. Pages
-// mapped ahead of time are kept in the same way, by a range that is in use; they will be claimed within a step of the
-// model, so they go last of all; so do those mapped in cached ranges for ranges that are about to come (ahead.h).
+// other comes to call the driver no more. Such a cached range (eLLM: slot) costs nothing: its pages count as free, and
+// are taken out, those of the oldest first and the last piece first, before a new page is created. Pages mapped ahead
+// of time are kept in the same way, by a range that is in use; they will be claimed within a step of the model, so they
+// go last of all; so do those mapped in cached ranges for ranges that are about to come (ahead.h).
 //
-// A range that `keeps` does so while it is open: what some of its users give back the next ones claim. As these come
-// again and again, its pages are taken once no new page can be created, but before anything is taken from anyone.
+// A range that `keeps` does so while it is open: pages that some of its users give back the next ones claim. As these
+// come again and again, its pages are taken once no new page can be created, but before pages in use are.
 //
 // Guarantees: in a cached range every page is kept, and there is one; a page that is kept anywhere is free in its pool.
 //
@@ -29,10 +29,10 @@ class CachedRanges {
 
   // May a retiring page of a range stay behind its piece, for a cached range?
   bool may_keep(const Range& range, std::size_t piece) const;
-  // Once a range is closed, nothing waits for its addresses any more and no window shows them, they are a cached
-  // range, if pages are kept there.
+  // Makes a cached range of a closed range's addresses, once no retirement and no window needs them, if pages are kept
+  // there.
   void keep_closed(Range& range);
-  // The addresses of the one that fits best; empty where none fits.
+  // Takes the addresses of the cached range that fits best; empty where none fits.
   Stretch take(std::size_t pieces, std::size_t expected);
 
   // Which kept pages may be taken away; each includes those before, and only the last those of ranges that `keep`.
@@ -40,19 +40,19 @@ class CachedRanges {
   // Takes pages out of cached ranges, the oldest first, then those that ranges have not claimed of theirs, and last
   // what was mapped ahead, until so many are idle, or as far as `take` and the driver let them go.
   void empty(std::size_t idle, Take take);
-  // The piece of a range leads nowhere afterwards. False where no page is kept there, or the driver refuses.
+  // Takes the kept page of a piece away. False where none is kept there, or the driver refuses.
   bool drop(Range& range, std::size_t piece);
   void empty_all() { empty(space_.device.book.created(), Take::kAll); }
-  // No range that is closed leaves its pages behind from here on.
+  // Has ranges that are closed from here on keep no pages.
   void stop_keeping() { keeping_ = false; }
 
-  // Says which are for `count` ranges of so many pieces that are about to come; returns how many there are.
+  // Promises cached ranges to `count` ranges of so many pieces that are about to come; returns how many there are.
   std::size_t promise(std::size_t pieces, std::size_t count);
-  // Whether a promised one has fewer pages than that.
+  // Does a promised one have fewer pages than that?
   bool lacks(std::size_t mapped) const { return lacking(mapped) < cached_.size(); }
-  // The fullest of these; empty where there is none.
+  // Takes the fullest of these; empty where there is none.
   Stretch take_lacking(std::size_t mapped);
-  // No range comes: what was promised is cached like any other.
+  // Ends all promises, as no range comes.
   void unpromise();
 
   std::vector<const Stretch*> stretches() const;
@@ -60,7 +60,7 @@ class CachedRanges {
 
  private:
   struct Cached {
-    Stretch held;
+    Stretch addresses;
     bool promised = false;
   };
   std::size_t lacking(std::size_t mapped) const;

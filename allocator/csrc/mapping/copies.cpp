@@ -79,7 +79,7 @@ Place Copies::place_at(CUdeviceptr address, Place elsewhere) const {
   const Range* range = space_.range_at(address);
   if (range == nullptr) return elsewhere;
   const std::size_t piece = (address - range->base) / space_.page_size;
-  return piece < range->held.size() ? range->held[piece].place : elsewhere;
+  return piece < range->addresses.size() ? range->addresses[piece].place : elsewhere;
 }
 
 void Copies::register_host(const void* memory, std::size_t size) {
@@ -91,7 +91,7 @@ void Copies::register_host(const void* memory, std::size_t size) {
 }
 
 // Nothing is taken from it any more, and copies that were submitted are waited for, on streams that are never captured:
-// that breaks no capture. What came of them is told to whoever waits for their end.
+// that breaks no capture. Their failure is reported where their end is waited for.
 void Copies::unregister_host(const void* memory) {
   Section in(space_);
   const auto entry = registered_.extract(reinterpret_cast<CUdeviceptr>(memory));

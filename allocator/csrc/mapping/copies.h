@@ -1,10 +1,10 @@
-// Copies between the device, the host and the peer on streams of their own, how many bytes they were, and the memory of
-// the process that they may read.
+// Copies between the device, the host and the peer on streams of their own, their counts, and registered host memory
+// that they may read.
 //
 // Guarantees: a copy's pages stay where they are until it is done, as every fence covers its stream.
 //
-// Lock: these take the mapper's, and let go of it while they submit and wait; `count`, `registered` and what tells of
-// submissions want it held.
+// Lock: these take the mapper's, and let go of it while they submit and wait; `count`, `registered`, `copied`,
+// `submitted` and `submitting` need it held.
 #pragma once
 
 #include <map>
@@ -35,16 +35,16 @@ class Copies {
 
   // The streams of all copies that are submitted here: one for each direction. Throws DriverError.
   void open_streams();
-  // See Transfer::copy. Returns a fence behind the copies.
+  // Submits copies, as Transfer::copy. Returns a fence behind them.
   Fence submit(const std::vector<Copy>& parts, std::optional<CUstream> after, Owner owner, Place to);
 
-  // See HostMemory. Throw DriverError.
+  // Register host memory, for HostMemory. Throw DriverError.
   void register_host(const void* memory, std::size_t size);
   void unregister_host(const void* memory);
   // Do the bytes lie in one registration?
   bool registered(CUdeviceptr address, std::size_t size) const;
 
-  // Bytes that were copied for an owner. What stays on the host, as from a file to the pages of its backing, is none.
+  // Counts bytes that were copied for an owner. Copies within the host, as from a file to its backing, do not count.
   void count(Owner owner, Place from, Place to, std::size_t size);
   const Copied& copied() const { return copied_; }
   // How often copies began to be submitted; do threads submit some now, without the lock?

@@ -38,18 +38,19 @@ class Readable {
 };
 
 // Maps a page at the piece, instead of the one that is there; or none.
-void show(AddressSpace& space, Stretch& held, std::size_t piece, const Target& target) {
-  if (held[piece].page != kNoPage) space.unmap(held, piece);
-  if (target.page != kNoPage) space.map(held, piece, target);
+void show(AddressSpace& space, Stretch& addresses, std::size_t piece, const Target& target) {
+  if (addresses[piece].page != kNoPage) space.unmap(addresses, piece);
+  if (target.page != kNoPage) space.map(addresses, piece, target);
 }
 
 void show_again(AddressSpace& space, const Swap& swap) {
-  Stretch& held = swap.range.held;
-  const Piece& now = held[swap.piece];
+  Stretch& addresses = swap.range.addresses;
+  const Piece& now = addresses[swap.piece];
   for (int attempt = 0; attempt < tuning::kPutBack; ++attempt) {
     try {
-      if (now.page != swap.before.page || now.place != swap.before.place) show(space, held, swap.piece, swap.before);
-      if (now.page != kNoPage && !now.open) space.open(held, swap.piece, 1);
+      if (now.page != swap.before.page || now.place != swap.before.place)
+        show(space, addresses, swap.piece, swap.before);
+      if (now.page != kNoPage && !now.open) space.open(addresses, swap.piece, 1);
       return;
     } catch (const DriverError&) {
       continue;
@@ -65,7 +66,7 @@ void open(AddressSpace& space, const Change& change) {
       return target.place == targets[from].place && (target.page == kNoPage) == (targets[from].page == kNoPage);
     };
     while (to < targets.size() && alike(targets[to])) ++to;
-    if (targets[from].page != kNoPage) space.open(change.range.held, change.first + from, to - from);
+    if (targets[from].page != kNoPage) space.open(change.range.addresses, change.first + from, to - from);
   }
 }
 
@@ -73,14 +74,14 @@ void open(AddressSpace& space, const Change& change) {
 void free_unowned(AddressSpace& space, const std::vector<Swap>& swaps) {
   std::set<std::pair<Place, PageId>> owned;
   for (const Swap& swap : swaps) {
-    const Piece& piece = swap.range.held[swap.piece];
-    if (has_own_page(piece.backing)) owned.insert({piece.place, piece.page});
+    const Piece& piece = swap.range.addresses[swap.piece];
+    if (has_own_page(piece.leads_to)) owned.insert({piece.place, piece.page});
   }
   for (const Swap& swap : swaps) {
     for (const Target& side : {swap.before, swap.after}) {
       if (side.page == kNoPage || owned.count({side.place, side.page}) > 0) continue;
       // An alias's is free where its own range was closed meanwhile.
-      side.backing == Backing::kAlias ? space.release(side.place, side.page) : space.discard(side.place, side.page);
+      side.leads_to == LeadsTo::kAlias ? space.release(side.place, side.page) : space.discard(side.place, side.page);
     }
   }
 }
@@ -92,16 +93,16 @@ void exchange_pages(AddressSpace& space, const std::vector<Change>& changes) {
   Readable readable(space);
   for (const Change& change : changes) {
     for (std::size_t i = 0; i < change.targets.size(); ++i) {
-      const Piece& piece = change.range.held[change.first + i];
+      const Piece& piece = change.range.addresses[change.first + i];
       swaps.push_back({change.range, change.first + i, piece, change.targets[i], piece.changed, change.same_bytes});
-      if (change.targets[i].page != kNoPage) readable.add(space.address(change.range.held, change.first + i));
+      if (change.targets[i].page != kNoPage) readable.add(space.address(change.range.addresses, change.first + i));
     }
   }
   std::size_t reached = 0;
   std::exception_ptr failed;
   try {
     for (; reached < swaps.size(); ++reached) {
-      show(space, swaps[reached].range.held, swaps[reached].piece, swaps[reached].after);
+      show(space, swaps[reached].range.addresses, swaps[reached].piece, swaps[reached].after);
     }
     for (const Change& change : changes) open(space, change);
   } catch (...) {
@@ -109,9 +110,9 @@ void exchange_pages(AddressSpace& space, const std::vector<Change>& changes) {
     for (std::size_t i = 0; i < std::min(reached + 1, swaps.size()); ++i) show_again(space, swaps[i]);
   }
   for (const Swap& swap : swaps) {
-    Stretch& held = swap.range.held;
-    if (swap.same_bytes && held[swap.piece].page != kNoPage)
-      space.table.unchanged_since(held, swap.piece, swap.changed);
+    Stretch& addresses = swap.range.addresses;
+    if (swap.same_bytes && addresses[swap.piece].page != kNoPage)
+      space.table.unchanged_since(addresses, swap.piece, swap.changed);
   }
   free_unowned(space, swaps);
   if (failed) std::rethrow_exception(failed);

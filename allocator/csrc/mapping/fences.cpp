@@ -12,8 +12,8 @@ Fences::~Fences() {
   streams.close();
 }
 
-// Should someone else see the fence pass meanwhile, its events are used again: this waits for too much then, never for
-// too little.
+// Should another thread see the fence pass meanwhile, its events are recorded again: this waits for too much then,
+// never for too little.
 void Fences::await(Section& in, const Awaited& awaited) {
   if (awaited.events.empty() && awaited.sync <= streams.syncs_done()) return;
   const std::uint64_t sync = awaited.sync > streams.syncs_done() ? streams.begin_sync() : 0;
@@ -75,11 +75,11 @@ void Fences::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bo
 void Fences::note_use(Range& range, CUstream stream, bool write) {
   if (!space_.driver.is_standin()) return note_stream(stream);
   Section in(space_);
-  const std::size_t end = range.held.size();
+  const std::size_t end = range.addresses.size();
   for (std::size_t from = 0, to = 0; from < end; from = to + 1) {
-    for (to = from; to < end && leads_somewhere(range.held[to].backing);) ++to;
+    for (to = from; to < end && leads_somewhere(range.addresses[to].leads_to);) ++to;
     if (to == from) continue;
-    space_.driver.note_use(space_.address(range.held, from), (to - from) * space_.page_size, stream, write);
+    space_.driver.note_use(space_.address(range.addresses, from), (to - from) * space_.page_size, stream, write);
   }
 }
 

@@ -1,9 +1,9 @@
-// What streams were given, and waiting for it: fences for any thread.
+// Fences for any thread: waiting for the work of streams.
 //
-// Guarantees: nobody waits with the mapper's lock; a fence whose wait was interrupted can be waited for again.
+// Guarantees: no thread waits with the mapper's lock; a fence whose wait was interrupted can be waited for again.
 //
-// Lock: what is given a Section runs within it, and lets go of its lock while it waits (Note [Waiting] in
-// address_space.h); `streams` is used within one. Everything else takes the mapper's lock itself.
+// Lock: functions with a Section run within it, and let go of its lock while they wait (Note [Waiting] in
+// address_space.h); `streams` is used within one. All others take the mapper's lock themselves.
 #pragma once
 
 #include <vector>
@@ -25,18 +25,19 @@ class Fences {
   void await(Section& in, const Awaited& awaited);
   // Waits for everything that was submitted. False, and nothing waited for, while a stream is being captured.
   bool quiesce(Section& in);
-  // Synchronises the context for the fences that want it. See Note [Streams without events]. False: later.
+  // Synchronises the context for the fences that want it. See streams.h, Note [Streams without
+  // events]. False: later.
   bool synchronize_streams(Section& in);
 
-  // Costs no lock where the stream has been noted.
+  // Notes a stream, without a lock where it was noted before.
   void note_stream(CUstream stream);
-  // The same where the address lies in a range.
+  // Notes the stream if the address lies in a range.
   void note_stream_at(CUdeviceptr address, CUstream stream);
   // A stream of the device's context; it lasts as long as that.
   CUstream create_stream();
   // Tells the order checker, where there is one, what work on a stream uses.
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write);
-  // The same for whatever is backed of a range; where nobody checks the order, the stream is noted.
+  // Tells it of all backed pieces of a range; without an order checker, notes the stream.
   void note_use(Range& range, CUstream stream, bool write);
   void synchronize();
 
@@ -63,7 +64,7 @@ class Fences {
     Section in(space_);
     return streams.capturing();
   }
-  // See Note [Fences and captures] in streams.h.
+  // Announce captures: see Note [Fences and captures] in streams.h.
   void captures_may_begin() {
     const std::lock_guard lock(space_.mutex);
     streams.captures_may_begin();

@@ -1,11 +1,11 @@
-// Memory of the process that the device reads by itself: what a weights file is mapped to.
+// Memory of the process that the device reads by itself: that of a mapped weights file.
 //
 // Note [Read-only]
-// It is registered for reading alone, which is the only way for a mapping that the process itself may only read. Such a
-// mapping has to be shared: of a private one Linux would copy every page that it pins for long into memory of the
-// process.
+// The memory is registered for reading alone, which is the only way for a mapping that the process itself may only
+// read. Such a mapping has to be shared: of a private one Linux would copy every page that it pins for long into memory
+// of the process.
 //
-// Guarantees: it stays registered until nothing copies from it any more.
+// Guarantees: it stays registered until all copies from it have ended.
 //
 // Lock: these take the mapper's. An object is used by one thread at a time.
 #pragma once
@@ -26,7 +26,7 @@ class HostMemory {
 
   // Waits for the copies that were submitted and unregisters. Throws DriverError; it may be tried again.
   void close();
-  // The same where nobody can be told. False where the driver refuses: the memory must not be given to anyone then.
+  // Closes without throwing. False where the driver refuses: the memory must not be freed then.
   bool let_go() noexcept;
   bool closed() const { return closed_; }
   const void* address() const { return address_; }

@@ -15,14 +15,14 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   Section in(space);
   const bool from_cached = expected && owner == Owner::kKv;
-  Stretch held;
+  Stretch addresses;
   if (from_cached) {
     retirement.shelve_passed(in);
-    held = cached.take(pieces, *expected);
+    addresses = cached.take(pieces, *expected);
   }
-  if (held.pieces == 0) held = space.reserve(pieces);
-  range =
-      std::make_shared<Range>(shared_from_this(), std::move(held), pieces, owner, std::move(group), auto_retire, keeps);
+  if (addresses.pieces == 0) addresses = space.reserve(pieces);
+  range = std::make_shared<Range>(shared_from_this(), std::move(addresses), pieces, owner, std::move(group),
+                                  auto_retire, keeps);
   space.ranges.insert(range.get());
   if (owner == Owner::kKv) range->followers = more;
   if (from_cached) ahead.one_came(*range);
@@ -33,7 +33,7 @@ void Mapper::forget(Range& range) {
   Section in(space);
   space.ranges.erase(&range);
   ahead.one_ended(range);
-  space.free(range.held);
+  space.free(range.addresses);
 }
 
 void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place, bool wait) {
@@ -79,7 +79,7 @@ void Mapper::stop_background() {
   ahead.forget_requests();
 }
 
-// One step of the thread behind: see Note [The thread behind] in background.h.
+// One step of the background thread: see Note [The background thread] in background.h.
 Background::Next Mapper::work() {
   {
     const std::lock_guard lock(space.mutex);
@@ -166,11 +166,11 @@ void Mapper::check() {
 // mapped.
 void Mapper::tell_idle() {
   std::vector<const Stretch*> all = cached.stretches();
-  for (const Range* range : space.ranges) all.push_back(&range->held);
+  for (const Range* range : space.ranges) all.push_back(&range->addresses);
   for (const Stretch* stretch : all) {
     for (std::size_t i = 0; i < stretch->size(); ++i) {
-      const Backing backing = (*stretch)[i].backing;
-      if (backing == Backing::kRetiring || backing == Backing::kKept)
+      const LeadsTo leads_to = (*stretch)[i].leads_to;
+      if (leads_to == LeadsTo::kRetiring || leads_to == LeadsTo::kKept)
         space.driver.idle_at_fork(space.address(*stretch, i), space.page_size);
     }
   }

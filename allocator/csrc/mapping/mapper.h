@@ -1,20 +1,20 @@
-// The assembly of what puts pages behind addresses: each part is one concept, and a part knows those before it only.
+// The assembly of the parts that put pages behind addresses. Each part uses only those before it.
 //
 //   space       pages, addresses and the table between them, under the one lock (address_space.h)
-//   fences      streams, and waiting for what they were given
+//   fences      streams, and waiting for their work
 //   cached      free pages that stay where they are mapped
-//   retirement  pages on their way out
+//   retirement  pages that wait for streams before they are unmapped
 //   mapping     pages of a range's own, and where they come from
 //   aliasing    pages of another range
-//   copies      copies beside the work of other streams, and what they may read
+//   copies      copies beside the work of other streams, and registered host memory
 //   moves       bytes to another page under the same address
 //   takes       pages under what is in use, for the reclaim list
-//   ahead       pages before anybody needs them
+//   ahead       pages mapped before they are needed
 //
-// What one part does is asked of that part. What several of them have to do together is here: how a range begins and
-// ends, the budget, the thread behind, the end.
+// Callers use a part directly. Work of several parts together is here: how a range begins and ends, the budget, the
+// background thread, the shutdown.
 //
-// Guarantees: what fails has changed no owner of a page; `check` asks every part whether its books agree.
+// Guarantees: a failure changes no owner of a page; `check` checks every part.
 //
 // Lock: everything here takes the mapper's, `space.mutex`, itself. No caller holds it.
 #pragma once
@@ -46,9 +46,9 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
                                  bool auto_retire = false, std::optional<std::size_t> expected = {},
                                  std::size_t more = 0, bool keeps = false);
-  // See Mapping::map.
+  // Backs pieces; see Mapping::map.
   void map(Range& range, std::size_t first, std::size_t count, Place place, bool wait = true);
-  // See Retirement::retire. Throws UsageError.
+  // Retires pieces; see Retirement::retire. Throws UsageError.
   void retire(Range& range, const Spans& spans);
   // `unseen`: streams may use it that were never seen. Idempotent.
   void close(Range& range, bool unseen = false);
@@ -56,23 +56,23 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Completes retirements, oldest first: those whose fences have passed, or all of them (blocks). Returns the pages
   // freed.
   std::size_t reap(bool wait);
-  // Retirements that are not done.
+  // The number of retirements that are not done.
   std::size_t retiring() {
     const std::lock_guard lock(space.mutex);
     return retirement.size();
   }
-  // Does what was to be mapped ahead and the background has not done yet.
+  // Does the mapping ahead that the background has not done yet.
   void catch_up();
-  // Until `background.start()` and from here on retirements are completed by whoever calls, nothing is mapped ahead and
-  // no range is cached.
+  // Ends the background thread. From here on, as before `background.start()`, retirements are completed by callers,
+  // nothing is mapped ahead and no range is cached.
   void stop_background();
 
   void set_budget(std::size_t pages);
   // How often the budget became larger.
   std::size_t raises() const { return raises_.load(); }
-  // Gives back what exists above the budget, as far as it is free; is it met now?
+  // Gives back free pages above the budget. Is it met now?
   bool within_budget();
-  // Free pages, of cached ranges too, go back to the driver.
+  // Gives free pages, of cached ranges too, back to the driver.
   void release_free();
   std::pair<std::size_t, std::size_t> free_memory();  // (free, total) as the driver counts
   std::size_t available() {

@@ -20,7 +20,7 @@ void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t coun
   Pieces found;
   bool waited = !wait, prepared = false;
   for (;;) {
-    found = look(range, first, count, backing_of(place));
+    found = look(range, first, count, own_page_in(place));
     const bool lacking = pool.available() < found.unbacked.size() && !fences_.streams.capturing();
     if (!waited && (found.elsewhere || lacking)) {
       retirement_.reap_waiting(in);
@@ -37,34 +37,35 @@ void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t coun
   apply(in, range, found, {first, count}, place);
 }
 
-// Throws UsageError where a piece has another backing, DriverError.
-Mapping::Pieces Mapping::look(Range& range, std::size_t first, std::size_t count, Backing wanted) {
+// Throws UsageError where a piece leads to another kind of page, DriverError.
+Mapping::Pieces Mapping::look(Range& range, std::size_t first, std::size_t count, LeadsTo wanted) {
   Pieces found;
   for (std::size_t i = first; i < first + count; ++i) {
-    if (range.held[i].backing == Backing::kKept && wanted != Backing::kDevice) space_.vacate_kept(range.held, i);
-    const Piece& piece = range.held[i];
-    if (piece.backing == Backing::kNone) {
+    if (range.addresses[i].leads_to == LeadsTo::kKept && wanted != LeadsTo::kDevice)
+      space_.vacate_kept(range.addresses, i);
+    const Piece& piece = range.addresses[i];
+    if (piece.leads_to == LeadsTo::kNone) {
       found.unbacked.push_back(i);
-    } else if (piece.backing == Backing::kRetiring) {
+    } else if (piece.leads_to == LeadsTo::kRetiring) {
       if (piece.retiring_from == wanted) found.revived.push_back(i);
       found.elsewhere |= piece.retiring_from != wanted;
-    } else if (piece.backing == Backing::kKept) {
+    } else if (piece.leads_to == LeadsTo::kKept) {
       found.claimed.push_back(i);
-    } else if (piece.backing != wanted) {
-      throw UsageError(format("piece %zu already has another backing", i));
+    } else if (piece.leads_to != wanted) {
+      throw UsageError(format("piece %zu already leads to another kind of page", i));
     }
   }
   return found;
 }
 
 void Mapping::apply(Section& in, Range& range, const Pieces& found, const Span& span, Place place) {
-  const Backing wanted = backing_of(place);
-  for (std::size_t i : found.revived) space_.revive(range.held, i, range.owner);
-  for (std::size_t i : found.claimed) space_.claim(range.held, i, range.owner);
+  const LeadsTo wanted = own_page_in(place);
+  for (std::size_t i : found.revived) space_.revive(range.addresses, i, range.owner);
+  for (std::size_t i : found.claimed) space_.claim(range.addresses, i, range.owner);
   try {
     for (std::size_t i = span.first; i < span.first + span.count;
          ++i) {  // what failed half way may have left some shut
-      if (range.held[i].backing == wanted && !range.held[i].open) space_.open(range.held, i, 1);
+      if (range.addresses[i].leads_to == wanted && !range.addresses[i].open) space_.open(range.addresses, i, 1);
     }
     if (const std::size_t n = found.unbacked.size()) {
       const PageId hint = hint_for(range, found.unbacked.front(), place);
@@ -74,10 +75,10 @@ void Mapping::apply(Section& in, Range& range, const Pieces& found, const Span& 
     Spans revived;
     for (std::size_t i : found.revived) revived.push_back({i, 1});
     retirement_.retire(range, revived);
-    for (std::size_t i : found.claimed) space_.keep(range.held, i, false);
+    for (std::size_t i : found.claimed) space_.keep(range.addresses, i, false);
     throw;
   }
-  for (std::size_t i = span.first; i < span.first + span.count; ++i) space_.table.spare(range.held, i);
+  for (std::size_t i = span.first; i < span.first + span.count; ++i) space_.table.spare(range.addresses, i);
 }
 
 std::vector<PageId> Mapping::take(Section& in, Place place, std::size_t n, Owner owner, PageId hint) {
@@ -100,12 +101,12 @@ void Mapping::back(Range& range, const std::vector<std::size_t>& pieces, Place p
   std::size_t mapped = 0;
   try {
     for (; mapped < pieces.size(); ++mapped) {
-      space_.map(range.held, pieces[mapped], {pages[mapped], backing_of(place), place});
+      space_.map(range.addresses, pieces[mapped], {pages[mapped], own_page_in(place), place});
     }
     for (std::size_t from = 0, to = 0; from < pieces.size(); from = to) {
       to = from + 1;
       while (to < pieces.size() && pieces[to] == pieces[to - 1] + 1) ++to;
-      space_.open(range.held, pieces[from], to - from);
+      space_.open(range.addresses, pieces[from], to - from);
     }
   } catch (...) {
     Spans undone;
@@ -118,9 +119,9 @@ void Mapping::back(Range& range, const std::vector<std::size_t>& pieces, Place p
 
 PageId Mapping::hint_for(const Range& range, std::size_t piece, Place place) const {
   if (piece == 0) return kNoPage;
-  const Piece& before = range.held[piece - 1];
+  const Piece& before = range.addresses[piece - 1];
   const bool same =
-      before.backing == backing_of(place) || (before.backing == Backing::kKept && place == Place::kDevice);
+      before.leads_to == own_page_in(place) || (before.leads_to == LeadsTo::kKept && place == Place::kDevice);
   return same ? before.page + 1 : kNoPage;
 }
 

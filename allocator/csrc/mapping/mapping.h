@@ -1,8 +1,8 @@
 // Pages of a range's own: where they come from, and how they get behind its pieces.
 //
-// Guarantees: all pieces that were asked for are backed, or none is otherwise than before.
+// Guarantees: all requested pieces are backed, or none has changed.
 //
-// Lock: the mapper's. What is given a Section runs within it; `map` and `prepare_host` let go of it while they wait.
+// Lock: the mapper's. Functions with a Section run within it; `map` and `prepare_host` let go of it while they wait.
 #pragma once
 
 #include <vector>
@@ -23,23 +23,24 @@ class Mapping {
   // Takes the lock itself.
   void prepare_host(std::size_t pages);
 
-  // Pages for pieces of a range: idle ones first, then those that retirements and cached ranges have, then new ones,
-  // then what ranges keep, and last what was mapped ahead. `hint`: see Pool::take. Throws PoolExhausted, DriverError.
+  // Takes pages for pieces of a range: idle ones first, then those of retirements and cached ranges, then new ones,
+  // then those that ranges keep, and last those mapped ahead. `hint`: see Pool::take. Throws PoolExhausted,
+  // DriverError.
   std::vector<PageId> take(Section& in, Place place, std::size_t n, Owner owner, PageId hint = kNoPage);
-  // Puts pages of their own behind unbacked pieces, in order, and opens them. All or none: on a failure what was mapped
-  // retires, and the pages are given back. Throws DriverError.
+  // Puts pages of their own behind unbacked pieces, in order, and opens them. All or none: on a failure mapped pieces
+  // retire, and the pages are given back. Throws DriverError.
   void back(Range& range, const std::vector<std::size_t>& pieces, Place place, const std::vector<PageId>& pages);
   // The page that should be behind a piece, so that neighbours in address are neighbours in the pool.
   PageId hint_for(const Range& range, std::size_t piece, Place place) const;
 
  private:
-  // What has to be done to back pieces so.
+  // The steps to back pieces.
   struct Pieces {
     std::vector<std::size_t> unbacked, claimed;
     std::vector<std::size_t> revived;  // take back the page that they were about to lose
     bool elsewhere = false;            // one is about to lose a page of another place
   };
-  Pieces look(Range& range, std::size_t first, std::size_t count, Backing wanted);
+  Pieces look(Range& range, std::size_t first, std::size_t count, LeadsTo wanted);
   void apply(Section& in, Range& range, const Pieces& found, const Span& span, Place place);
 
   AddressSpace& space_;

@@ -23,8 +23,8 @@ bool Moves::move(Range& range, std::size_t index, Place to) {
   if (to == Place::kHost && !space_.context.host_pages) return false;
   const auto movable = [&] {
     range.check_span(index, 1);
-    const Piece& piece = range.held[index];
-    return has_own_page(piece.backing) && !piece.doomed && space_.pool(piece.place).book.mappings(piece.page) == 1;
+    const Piece& piece = range.addresses[index];
+    return has_own_page(piece.leads_to) && !piece.doomed && space_.pool(piece.place).book.mappings(piece.page) == 1;
   };
   const std::lock_guard<std::mutex> one_at_a_time(mutex_);
   Section in(space_);
@@ -36,19 +36,19 @@ bool Moves::move(Range& range, std::size_t index, Place to) {
   if (!fences_.quiesce(in) || copies_began()) return false;
   retirement_.reap(in);
   if (!movable()) return false;
-  const Piece before = range.held[index];
+  const Piece before = range.addresses[index];
   if (!clear_scratch() || space_.pool(to).available() == 0) return false;
-  Target fresh{kNoPage, backing_of(to), to};
+  Target fresh{kNoPage, own_page_in(to), to};
   try {
     fresh.page = mapping_.take(in, to, 1, range.owner).front();
   } catch (const PoolExhausted&) {
     return false;
   }
-  fill(in, space_.address(range.held, index), fresh);
-  const Piece& now = range.held[index];
+  fill(in, space_.address(range.addresses, index), fresh);
+  const Piece& now = range.addresses[index];
   if (range.closed || now.changed != before.changed || now.page != before.page || now.place != before.place ||
       now.doomed || copies_began()) {
-    space_.discard(to, fresh.page);  // someone has retired it meanwhile
+    space_.discard(to, fresh.page);  // another thread has retired it meanwhile
     return false;
   }
   exchange_pages(space_, {{range, index, {fresh}, true}});

@@ -1,7 +1,7 @@
-// How the bytes behind an address move to another page, be it of another place, and the address leads there.
+// Moves the bytes behind an address to another page, of any place, to which the address then leads.
 //
-// Guarantees: at any moment the address leads to a page with its bytes. A move that fails, or that somebody overtakes
-// by giving the piece up meanwhile, changes nothing; nothing that was admitted is void for it (takes.h).
+// Guarantees: at any moment the address leads to a page with its bytes. A move that fails, or whose piece is retired
+// meanwhile, changes nothing; entries that were admitted stay valid (takes.h).
 //
 // Lock: a group's, then one of its own, as one page at a time is filled, then the mapper's.
 #pragma once

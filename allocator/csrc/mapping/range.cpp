@@ -6,16 +6,16 @@
 
 namespace ballonet {
 
-Range::Range(std::shared_ptr<Mapper> mapper_, Stretch held_, std::size_t pieces_, Owner owner_,
+Range::Range(std::shared_ptr<Mapper> mapper_, Stretch addresses_, std::size_t pieces_, Owner owner_,
              std::shared_ptr<Group> group_, bool auto_retire_, bool keeps_)
-    : base(held_.base),
+    : base(addresses_.base),
       pieces(pieces_),
       owner(owner_),
       group(std::move(group_)),
       auto_retire(auto_retire_),
       keeps(keeps_),
       mapper(std::move(mapper_)),
-      held(std::move(held_)) {}
+      addresses(std::move(addresses_)) {}
 
 // Pre: nothing is mapped: `close` retired everything, and retirements and pins keep the range alive.
 Range::~Range() { mapper->forget(*this); }
@@ -33,33 +33,33 @@ bool Range::may_change(std::unique_lock<std::mutex>& lease) const {
   return !group->leased_by_others();
 }
 
-Backing Range::backing(std::size_t piece) {
+LeadsTo Range::leads_to(std::size_t piece) {
   const std::lock_guard lock(mapper->space.mutex);
-  return held[piece].backing;
+  return addresses[piece].leads_to;
 }
 
 PageId Range::page(std::size_t piece) {
   const std::lock_guard lock(mapper->space.mutex);
-  return held[piece].page;
+  return addresses[piece].page;
 }
 
 std::optional<Place> Range::place(std::size_t piece) {
   const std::lock_guard lock(mapper->space.mutex);
-  if (held[piece].page == kNoPage) return {};
-  return held[piece].place;
+  if (addresses[piece].page == kNoPage) return {};
+  return addresses[piece].place;
 }
 
 std::size_t Range::backed() {
   const std::lock_guard lock(mapper->space.mutex);
-  return held.backed();
+  return addresses.backed();
 }
 
-std::vector<std::tuple<std::size_t, std::size_t, Backing>> Range::runs(std::size_t first, std::size_t count) {
-  std::vector<std::tuple<std::size_t, std::size_t, Backing>> found;
+std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> Range::runs(std::size_t first, std::size_t count) {
+  std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> found;
   const std::lock_guard lock(mapper->space.mutex);
   for (std::size_t piece = first; piece < first + count; ++piece) {
-    const Backing backing = held[piece].backing;
-    if (found.empty() || std::get<2>(found.back()) != backing) found.emplace_back(piece, 0, backing);
+    const LeadsTo leads_to = addresses[piece].leads_to;
+    if (found.empty() || std::get<2>(found.back()) != leads_to) found.emplace_back(piece, 0, leads_to);
     ++std::get<1>(found.back());
   }
   return found;
@@ -76,13 +76,13 @@ void Range::pin(std::size_t offset, std::size_t size) {
   const std::size_t first = offset / space.page_size, last = (offset + size - 1) / space.page_size;
   check_span(first, last - first + 1);
   for (std::size_t i = first; i <= last; ++i) {
-    if (!leads_somewhere(held[i].backing) || held[i].doomed) {
+    if (!leads_somewhere(addresses[i].leads_to) || addresses[i].doomed) {
       throw UsageError(
           format("bytes %zu to %zu of the range are not all backed: map piece %zu first", offset, offset + size, i));
     }
-    if (held[i].pins == 0xffff) throw UsageError("more than 65535 tensors lie over one page");
+    if (addresses[i].pins == 0xffff) throw UsageError("more than 65535 tensors lie over one page");
   }
-  for (std::size_t i = first; i <= last; ++i) space.table.pin(held, i);
+  for (std::size_t i = first; i <= last; ++i) space.table.pin(addresses, i);
 }
 
 void Range::open_window() {
@@ -104,7 +104,7 @@ void Range::unpin(std::size_t offset, std::size_t size) {
   const std::size_t first = offset / space.page_size, last = (offset + size - 1) / space.page_size;
   Spans unused;
   for (std::size_t i = first; i <= last; ++i) {
-    if (space.table.unpin(held, i) && (held[i].doomed || auto_retire)) unused.push_back({i, 1});
+    if (space.table.unpin(addresses, i) && (addresses[i].doomed || auto_retire)) unused.push_back({i, 1});
   }
   if (unused.empty()) return;
   Section in(space, std::move(lock));

@@ -3,7 +3,7 @@
 // Guarantees: its addresses are its own until it is closed and its last retirement is done; it lives at least that
 // long, as retirements and tensors over it hold it.
 //
-// Lock: the mapper's. What is marked so below takes it; `held` and what follows it want it held.
+// Lock: the mapper's, where it says so below; `addresses` and the members after it need it held.
 #pragma once
 
 #include <memory>
@@ -26,9 +26,9 @@ using Spans = std::vector<Span>;
 
 class Range : public std::enable_shared_from_this<Range> {
  public:
-  // Makes a range of addresses that may be for more pieces.
-  Range(std::shared_ptr<Mapper> mapper, Stretch held, std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
-        bool auto_retire, bool keeps = false);
+  // Makes a range of `addresses`, which may be for more pieces.
+  Range(std::shared_ptr<Mapper> mapper, Stretch addresses, std::size_t pieces, Owner owner,
+        std::shared_ptr<Group> group, bool auto_retire, bool keeps = false);
   ~Range();
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
@@ -42,18 +42,18 @@ class Range : public std::enable_shared_from_this<Range> {
   const std::shared_ptr<Mapper> mapper;
 
   // These take the mapper's lock.
-  Backing backing(std::size_t piece);
+  LeadsTo leads_to(std::size_t piece);
   PageId page(std::size_t piece);
-  // Where the page is that the piece leads to, be it retiring.
+  // The place of the page that the piece leads to, also while it retires.
   std::optional<Place> place(std::size_t piece);
   // Pieces that lead to a page and are not retiring.
   std::size_t backed();
-  // (first, count, backing) of neighbours that lead to the same kind of page, of `count` pieces from `first` on.
-  std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs(std::size_t first, std::size_t count);
+  // (first, count, leads to) of neighbours that lead to the same kind of page, of `count` pieces from `first` on.
+  std::vector<std::tuple<std::size_t, std::size_t, LeadsTo>> runs(std::size_t first, std::size_t count);
   // Pins the pieces under [offset, offset + size). Throws UsageError where one of them is not backed.
   void pin(std::size_t offset, std::size_t size);
   void unpin(std::size_t offset, std::size_t size);
-  // While a window is open the addresses are nobody else's, though the range is closed.
+  // An open window keeps the addresses from other ranges, though the range is closed.
   void open_window();
   void close_window();
 
@@ -62,7 +62,7 @@ class Range : public std::enable_shared_from_this<Range> {
 
   // Under the mapper's lock.
   void check_span(std::size_t first, std::size_t count) const;  // throws UsageError
-  Stretch held;
+  Stretch addresses;
   bool closed = false;
   std::size_t windows = 0;    // that are open
   std::size_t followers = 0;  // ranges like this one that were announced; 0 once that has been passed on (ahead.h)

@@ -18,10 +18,10 @@ void Retirement::retire(Range& range, const Spans& spans, bool unseen) {
   const std::uint32_t ticket = next_ticket_++;
   bool any = false;
   for (const Span& span : spans) {
-    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.held.size()); ++i) {
-      const Backing backing = range.held[i].backing;
-      if (backing == Backing::kKept) space_.table.forget_ahead(range.held, i);
-      if (leads_somewhere(backing) && space_.retire(range.held, i, ticket)) any = true;
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.addresses.size()); ++i) {
+      const LeadsTo leads_to = range.addresses[i].leads_to;
+      if (leads_to == LeadsTo::kKept) space_.table.forget_ahead(range.addresses, i);
+      if (leads_somewhere(leads_to) && space_.retire(range.addresses, i, ticket)) any = true;
     }
   }
   if (!any) return;
@@ -99,10 +99,10 @@ Background::Next Retirement::step(Section& in) {
 // The pieces that still retire with the entry: others were taken back meanwhile. Until the visitor says false.
 template <class Visit>
 void Retirement::visit(const Entry& entry, Visit visit) {
-  const Stretch& held = entry.range->held;
+  const Stretch& addresses = entry.range->addresses;
   for (const Span& span : entry.spans) {
-    for (std::size_t i = span.first; i < std::min(span.first + span.count, held.size()); ++i) {
-      if (held[i].backing == Backing::kRetiring && held[i].ticket == entry.ticket && !visit(i)) return;
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, addresses.size()); ++i) {
+      if (addresses[i].leads_to == LeadsTo::kRetiring && addresses[i].ticket == entry.ticket && !visit(i)) return;
     }
   }
 }
@@ -117,9 +117,9 @@ Retirement::Left Retirement::finish(Entry& entry, std::size_t most, std::size_t&
       return false;
     }
     if (cached_.may_keep(range, i)) {
-      space_.keep(range.held, i, false);
+      space_.keep(range.addresses, i, false);
       ++freed;
-    } else if (space_.vacate(range.held, i)) {
+    } else if (space_.vacate(range.addresses, i)) {
       ++freed;
     } else {
       left = Left::kRefused;
@@ -138,7 +138,7 @@ void Retirement::check() const {
       return true;
     });
   }
-  for (const Range* range : space_.ranges) retiring += range->held.count(Backing::kRetiring);
+  for (const Range* range : space_.ranges) retiring += range->addresses.count(LeadsTo::kRetiring);
   if (queued != retiring)
     throw InvariantBroken(format("%zu pieces are retiring, %zu wait in the queue for it", retiring, queued));
 }

@@ -1,15 +1,14 @@
-// Pages on their way out of their addresses: they wait until every stream has passed.
+// Retiring pages: they stay at their addresses until every stream has passed.
 //
 // Note [Retiring]
-// `retire` never waits. It labels the pages, makes a fence and queues both. What has passed is unmapped in the
-// background, and by whoever needs pages before that (`reap`). A piece that is mapped again before that simply takes
-// its page back, with no driver call. An unmap that fails leaves the piece in the queue for the next reap: a page is
-// never forgotten.
+// `retire` never waits. It labels the pages, makes a fence and queues both. Pages whose fence has passed are unmapped
+// in the background, and earlier by threads that need pages (`reap`). A piece that is mapped again before that simply
+// takes its page back, with no driver call. An unmap that fails leaves the piece in the queue for the next reap: a page
+// is never forgotten.
 //
-// Guarantees: a piece retires exactly as long as the entry of the queue with its ticket names it, and its range lives
-// as long as that.
+// Guarantees: a piece retires exactly as long as the queue has an entry with its ticket, which keeps its range alive.
 //
-// Lock: the mapper's, held by the caller; what is given a Section may let go of it, where it says that it waits.
+// Lock: the mapper's, held by the caller; functions with a Section may let go of it where they wait.
 #pragma once
 
 #include <cstdint>
@@ -27,18 +26,18 @@ class Retirement {
       : space_(space), fences_(fences), cached_(cached), background_(background) {}
 
   // Unbacked pieces are skipped, pinned ones follow when their last pin goes, those mapped ahead are unclaimed like a
-  // cached range's from here on. `unseen`: streams may use them that were never seen. Throws nothing of the driver's.
+  // cached range's from here on. `unseen`: streams may use them that were never seen. Throws no DriverError.
   void retire(Range& range, const Spans& spans, bool unseen = false);
   // Completes retirements, the oldest first, whose fences have passed. Returns the pages freed.
   std::size_t reap(Section& in);
-  // The same once every one of them has passed, which it waits for.
+  // Waits until all have passed, and completes them.
   std::size_t reap_waiting(Section& in);
-  // In the background, or now where there is none.
+  // Completes retirements in the background, or now where there is none.
   void reap_later(Section& in);
   // Makes cached ranges of ranges that are closed and whose retirements have passed, and of nothing else: that takes no
   // driver call that is worth mentioning.
   void shelve_passed(Section& in);
-  // A few pieces of the oldest, for the background.
+  // Completes a few pieces of the oldest, for the background.
   Background::Next step(Section& in);
 
   std::size_t size() const { return queue_.size(); }  // retirements that are not done

@@ -42,20 +42,20 @@ Taken Examination::outcome() const {
   Shared known = shared();
   for (std::size_t i = 0; i < ends_.size(); ++i) {
     const Takeable::Part& part = takeable_.parts[i];
-    const bool fits = ends_[i].open() && unchanged(i, takeable_.as_of) && sound(i, known);
+    const bool fits = ends_[i].open() && unchanged(i, takeable_.as_of) && part_still_valid(i, known);
     if (!fits || !sources_there(i)) return {Taken::Fate::kVoid, 0};
     kv &= ends_[i].range->owner == Owner::kKv;
     for (std::size_t piece = part.first; piece < part.first + part.count; ++piece) {
-      const Piece& here = ends_[i].range->held[piece];
-      if (here.backing == Backing::kDevice) ++pages;
-      if (part.buffer || here.backing == Backing::kAlias) {
+      const Piece& here = ends_[i].range->addresses[piece];
+      if (here.leads_to == LeadsTo::kDevice) ++pages;
+      if (part.buffer || here.leads_to == LeadsTo::kAlias) {
         ++known[here.page];
         later |= part.buffer && here.pins > 0;
         continue;
       }
-      const Piece& there = ends_[i].twin->held[twin_of(i, piece)];
-      if (!leads_somewhere(there.backing)) ++lacking;
-      later |= there.backing == Backing::kDevice || space_.pool(here.place).book.mappings(here.page) != 1;
+      const Piece& there = ends_[i].twin->addresses[twin_of(i, piece)];
+      if (!leads_somewhere(there.leads_to)) ++lacking;
+      later |= there.leads_to == LeadsTo::kDevice || space_.pool(here.place).book.mappings(here.page) != 1;
     }
   }
   for (const auto& [page, mappings] : known) later |= space_.device.book.mappings(page) != mappings;
@@ -74,8 +74,8 @@ Takeable Examination::first_of(std::size_t most, Room room) const {
   while (!next.empty() && most > 0) {
     const auto [piece, i] = next.top();
     next.pop();
-    if (goes(i, piece)) {
-      const std::size_t lacking = leads_somewhere(ends_[i].twin->held[twin_of(i, piece)].backing) ? 0 : 1;
+    if (can_take_piece(i, piece)) {
+      const std::size_t lacking = leads_somewhere(ends_[i].twin->addresses[twin_of(i, piece)].leads_to) ? 0 : 1;
       if (room.holds({Taken::Fate::kTaken, 1, lacking, ends_[i].range->owner == Owner::kKv})) {
         chosen[i].push_back(piece);
         --most;
@@ -98,13 +98,13 @@ Takeable Examination::first_of(std::size_t most, Room room) const {
   return found;
 }
 
-// Is this piece of a divisible entry what it was, and free to go?
-bool Examination::goes(std::size_t part, std::size_t piece) const {
-  const Piece& here = ends_[part].range->held[piece];
-  const Piece& twin = ends_[part].twin->held[twin_of(part, piece)];
+// Is this piece of a divisible entry unchanged, and free to be taken?
+bool Examination::can_take_piece(std::size_t part, std::size_t piece) const {
+  const Piece& here = ends_[part].range->addresses[piece];
+  const Piece& twin = ends_[part].twin->addresses[twin_of(part, piece)];
   if (here.changed > takeable_.as_of || twin.changed > takeable_.as_of || here.doomed || twin.doomed) return false;
-  if (here.backing != Backing::kDevice || space_.device.book.mappings(here.page) != 1) return false;
-  return twin.backing != Backing::kAlias && twin.backing != Backing::kDevice;
+  if (here.leads_to != LeadsTo::kDevice || space_.device.book.mappings(here.page) != 1) return false;
+  return twin.leads_to != LeadsTo::kAlias && twin.leads_to != LeadsTo::kDevice;
 }
 
 Examination::Shared Examination::shared() const {
@@ -112,8 +112,8 @@ Examination::Shared Examination::shared() const {
   for (std::size_t i = 0; i < ends_.size(); ++i) {
     const Takeable::Part& part = takeable_.parts[i];
     for (std::size_t n = 0; part.buffer && ends_[i].open() && n < part.count; ++n) {
-      const Piece& piece = ends_[i].range->held[part.first + n];
-      if (piece.backing == Backing::kDevice) shared.emplace(piece.page, 0);
+      const Piece& piece = ends_[i].range->addresses[part.first + n];
+      if (piece.leads_to == LeadsTo::kDevice) shared.emplace(piece.page, 0);
     }
   }
   return shared;
@@ -129,28 +129,29 @@ bool Examination::unchanged(std::uint64_t as_of) const {
 bool Examination::unchanged(std::size_t part, std::uint64_t as_of) const {
   const auto& [shown, first, count, twin, twin_first, sources, buffer] = takeable_.parts[part];
   for (std::size_t i = 0; i < count; ++i) {
-    if (ends_[part].range->held[first + i].changed > as_of) return false;
-    if (!buffer && ends_[part].twin->held[twin_first + i].changed > as_of) return false;
+    if (ends_[part].range->addresses[first + i].changed > as_of) return false;
+    if (!buffer && ends_[part].twin->addresses[twin_first + i].changed > as_of) return false;
   }
   return true;
 }
 
-// Are these pages as Note [Void] wants them? What leads to a buffer has its bytes in its backing range already.
-bool Examination::sound(std::size_t index, const Shared& shared) const {
+// Are these pages as Note [Void] describes them? Pieces that lead to a buffer have their bytes in the backing range
+// already.
+bool Examination::part_still_valid(std::size_t index, const Shared& shared) const {
   const Takeable::Part& part = takeable_.parts[index];
   for (std::size_t i = 0; i < part.count; ++i) {
-    const Piece& piece = ends_[index].range->held[part.first + i];
+    const Piece& piece = ends_[index].range->addresses[part.first + i];
     if (piece.doomed) return false;
     if (part.buffer) {
-      if (piece.backing != Backing::kDevice) return false;
+      if (piece.leads_to != LeadsTo::kDevice) return false;
       continue;
     }
-    const Piece& there = ends_[index].twin->held[part.twin_first + i];
-    if (there.doomed || there.backing == Backing::kAlias) return false;
-    if (piece.backing == Backing::kAlias) {
+    const Piece& there = ends_[index].twin->addresses[part.twin_first + i];
+    if (there.doomed || there.leads_to == LeadsTo::kAlias) return false;
+    if (piece.leads_to == LeadsTo::kAlias) {
       const bool to_a_buffer = piece.place == Place::kDevice && shared.count(piece.page) > 0;
-      if (!to_a_buffer || !has_own_page(there.backing)) return false;
-    } else if (!has_own_page(piece.backing)) {
+      if (!to_a_buffer || !has_own_page(there.leads_to)) return false;
+    } else if (!has_own_page(piece.leads_to)) {
       return false;
     }
   }
@@ -175,7 +176,7 @@ bool Examination::broken() const {
     if (ends_[i].buffer && !there(i)) return false;
   }
   for (std::size_t i = 0; i < ends_.size(); ++i) {
-    if (there(i) && !sound(i, known)) return true;
+    if (there(i) && !part_still_valid(i, known)) return true;
   }
   return false;
 }

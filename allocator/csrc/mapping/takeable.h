@@ -1,20 +1,20 @@
-// What may be taken of ranges that are in use, and what would come of it.
+// Pages of ranges in use that may be taken, and the outcome of taking them.
 //
 // Note [Void]
-// Who publishes what may be taken describes pieces as they are at that moment: those of the range have pages of their
-// own and hold what they should, those of its backing range are backed and hold the same, or are not backed. Any change
-// after it may make this wrong: a backing range that was just mapped holds nothing yet. So each piece says when it last
-// came to lead elsewhere, and what was admitted before that is void. A piece that was only moved to another page holds
-// the same bytes, which is no change.
+// An entry describes pieces as they are when it is published: those of the range have pages of their own and hold the
+// right bytes, those of its backing range are backed and hold the same, or are not backed. Any later change may make
+// this wrong: a backing range that was just mapped holds nothing yet. So each piece records its last change, and an
+// entry admitted before that is void. A piece that was only moved to another page holds the same bytes, which is no
+// change.
 //
 // Note [Buffers]
 // A buffer that layers take turns in holds the bytes of one of them, and the addresses of all of them lead to it. Each
 // has its bytes in its backing range throughout, so the buffer may go as well: all addresses that lead to its pages are
-// led to their own backing ranges, at once, and nothing is copied. Its own addresses lead nowhere afterwards, as nobody
-// but copies uses them: whoever submits one holds a lease, and looks first. An entry that does not name every address
-// that leads to a page of its buffer is passed over.
+// led to their own backing ranges, at once, and nothing is copied. Its own addresses lead nowhere afterwards, as only
+// copies use them: their submitter holds a lease, and looks first. An entry that does not name every address that leads
+// to a page of its buffer is passed over.
 //
-// Guarantees: what is void is never found fit to be taken; looking changes nothing.
+// Guarantees: a void entry is never found fit to be taken; looking changes nothing.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ struct Takeable {
   std::uint64_t as_of = 0;  // the table's changes when it was admitted
 };
 
-// What came of taking, or would come.
+// The outcome of taking.
 struct Taken {
   enum class Fate {
     kTaken,   // `pages` of the device are free
@@ -63,8 +63,8 @@ struct Taken {
 // Pages for backing ranges that can be had.
 struct Room {
   std::size_t host, peer;
-  // Takes those of an entry out, the peer's first where they may lie there. False, and nothing taken, where there are
-  // too few.
+  // Subtracts the pages that an entry lacks, the peer's first where they may lie there. False, and nothing subtracted,
+  // where there are too few.
   bool holds(const Taken& found) {
     const std::size_t near = found.kv ? std::min(found.lacking, peer) : 0;
     if (found.lacking - near > host) return false;
@@ -77,8 +77,8 @@ struct Room {
 // Pre: the mapper's lock is held.
 Room room_for_twins(const AddressSpace& space);
 
-// What an entry names, looked at; nothing is changed. It holds the ranges, so it is made before the mapper's lock is
-// taken and goes after it.
+// A read-only look at the ranges of an entry. It holds the ranges, so it is made before the mapper's lock is taken and
+// destroyed after it.
 //
 // Lock: the mapper's, held by the caller of everything but the constructor.
 class Examination {
@@ -91,12 +91,12 @@ class Examination {
 
   Examination(AddressSpace& space, const Copies& copies, const Takeable& takeable);
 
-  // False where a range is gone. Throws UsageError where the entry makes no sense.
+  // False where a range is gone. Throws UsageError where the entry is invalid.
   bool admissible() const;
-  // What taking it would come to, leases aside.
+  // The outcome of taking it, leases aside.
   Taken outcome() const;
   bool unchanged(std::uint64_t as_of) const;
-  // Nothing has changed, and yet pages are not what they were when it was admitted.
+  // Are pages not what they were when it was admitted, although no change was recorded?
   bool broken() const;
   // Up to so many pieces of a divisible, admitted entry that can be taken now, the first of all parts first,
   // as far as there is `room` for their backing ranges. No parts where there are none.
@@ -108,9 +108,9 @@ class Examination {
   using Shared = std::map<PageId, unsigned>;
   Shared shared() const;
   bool unchanged(std::size_t part, std::uint64_t as_of) const;
-  bool sound(std::size_t part, const Shared& shared) const;
+  bool part_still_valid(std::size_t part, const Shared& shared) const;
   bool sources_there(std::size_t part) const;
-  bool goes(std::size_t part, std::size_t piece) const;
+  bool can_take_piece(std::size_t part, std::size_t piece) const;
   std::size_t twin_of(std::size_t part, std::size_t piece) const {
     return takeable_.parts[part].twin_first + piece - takeable_.parts[part].first;
   }

@@ -56,7 +56,7 @@ Taken Takes::take(Takeable& takeable, bool near) {
   Fillings fillings;
   const std::size_t on_peer = near && found.kv && found.lacking > 0 ? space_.peer.prepare(found.lacking) : 0;
   if (!plan(takeable, examined, on_peer, fillings)) return {Taken::Fate::kLater, 0};
-  std::uint64_t filled_as_of = space_.table.changes();  // whatever changed later, somebody else did
+  std::uint64_t filled_as_of = space_.table.changes();  // later changes are other threads'
   bool intact = true;
   try {
     back(fillings);
@@ -82,7 +82,8 @@ Taken Takes::take(Takeable& takeable, bool near) {
   return found;
 }
 
-// What backing ranges lack: the peer's pages as far as they go, then the host's. False where a piece is on its way out.
+// Plans the pages that backing ranges lack: the peer's as far as they go, then the host's. False where a piece is
+// retiring.
 bool Takes::plan(const Takeable& takeable, const Examination& examined, std::size_t on_peer, Fillings& fillings) {
   for (std::size_t i = 0; i < takeable.parts.size(); ++i) {
     const Examination::Ends& ends = examined.ends()[i];
@@ -92,8 +93,8 @@ bool Takes::plan(const Takeable& takeable, const Examination& examined, std::siz
       const std::size_t most = place == Place::kPeer ? on_peer : ~std::size_t{0};
       Filling filling = filling_of(takeable.parts[i], ends, place, next, most);
       for (std::size_t piece : filling.pieces) {
-        if (filling.twin.held[piece].backing == Backing::kKept) space_.vacate(filling.twin.held, piece);
-        if (filling.twin.held[piece].backing != Backing::kNone) return false;
+        if (filling.twin.addresses[piece].leads_to == LeadsTo::kKept) space_.vacate(filling.twin.addresses, piece);
+        if (filling.twin.addresses[piece].leads_to != LeadsTo::kNone) return false;
       }
       if (place == Place::kPeer) on_peer -= filling.pieces.size();
       if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
@@ -102,18 +103,19 @@ bool Takes::plan(const Takeable& takeable, const Examination& examined, std::siz
   return true;
 }
 
-// What fills at most `most` pages of `to_place` for the pieces from `next` on; `next` ends behind the last one seen.
+// Returns the copies that fill at most `most` pages of `to_place` for the pieces from `next` on; `next` ends behind the
+// last one seen.
 Takes::Filling Takes::filling_of(const Takeable::Part& part, const Examination::Ends& ends, Place to_place,
                                  std::size_t& next, std::size_t most) const {
   Filling filling{*ends.range, *ends.twin, to_place, {}, {}};
   const std::size_t page_size = space_.page_size;
-  const CUdeviceptr from = space_.address(ends.range->held, part.first);
-  const CUdeviceptr to = space_.address(ends.twin->held, part.twin_first);
+  const CUdeviceptr from = space_.address(ends.range->addresses, part.first);
+  const CUdeviceptr to = space_.address(ends.twin->addresses, part.twin_first);
   const auto lacks = [&](std::size_t i) {
     return i < part.count && filling.pieces.size() < most &&
-           !leads_somewhere(ends.twin->held[part.twin_first + i].backing);
+           !leads_somewhere(ends.twin->addresses[part.twin_first + i].leads_to);
   };
-  const auto place = [&](std::size_t i) { return ends.range->held[part.first + i].place; };
+  const auto place = [&](std::size_t i) { return ends.range->addresses[part.first + i].place; };
   std::size_t& i = next;
   while (i < part.count && filling.pieces.size() < most) {
     const std::size_t first_piece = i, begin = i * page_size;
@@ -164,7 +166,7 @@ void Takes::copy_in(Section& in, const Fillings& fillings) {
     const CUdeviceptr end = range.base + range.pieces * space_.page_size;
     for (const Copy& copy : filling.copies) {
       if (copy.from < range.base || copy.from >= end) continue;
-      const Place from = range.held[(copy.from - range.base) / space_.page_size].place;
+      const Place from = range.addresses[(copy.from - range.base) / space_.page_size].place;
       copies_.count(range.owner, from, filling.place, copy.size);
     }
   }
@@ -177,19 +179,19 @@ void Takes::lead_to_twins(const Takeable& takeable, const Examination& examined)
     const Examination::Ends& ends = examined.ends()[i];
     changes.push_back({*ends.range, part.first, std::vector<Target>(part.count)});
     for (std::size_t n = 0; !ends.buffer && n < part.count; ++n) {
-      const Piece& shown = ends.twin->held[part.twin_first + n];
-      changes.back().targets[n] = {shown.page, Backing::kAlias, shown.place};
+      const Piece& shown = ends.twin->addresses[part.twin_first + n];
+      changes.back().targets[n] = {shown.page, LeadsTo::kAlias, shown.place};
     }
   }
   exchange_pages(space_, changes);
 }
 
-// Retires what backing ranges were given, but for pieces that somebody else has changed since.
+// Retires new pages of backing ranges, but for pieces that other threads have changed since.
 void Takes::drop(const Fillings& fillings, std::uint64_t as_of) {
   for (const Filling& filling : fillings) {
     Spans given;
     for (std::size_t piece : filling.pieces) {
-      if (filling.twin.held[piece].changed <= as_of) given.push_back({piece, 1});
+      if (filling.twin.addresses[piece].changed <= as_of) given.push_back({piece, 1});
     }
     retirement_.retire(filling.twin, given);
   }

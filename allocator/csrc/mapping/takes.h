@@ -1,13 +1,14 @@
-// How the pages of a layer, say, are taken while it is in use, and nobody's pointer moves.
+// Evicts the pages of an entry to its backing range while addresses stay valid.
 //
 // Note [Taking]
-// The addresses of what is taken lead to its backing range from then on: slower, and valid throughout. Its bytes are
-// there already ("clean"), or they come from where its sources say, or from its own pages; then everything is led there
-// at once, and the pages are free. It happens while nothing that was submitted still runs and no other thread holds a
-// lease, on whatever thread needs pages, which holds the group's lock throughout: see Note [Waiting] in
-// address_space.h. A failure in the middle leaves all as it was: the pages that the backing range was given retire.
+// The addresses of a taken entry lead to its backing range from then on: slower, and valid throughout. The bytes are
+// there already ("clean"), or are copied from its sources or its own pages; then all addresses are led there at once,
+// and the pages are free. It happens while nothing that was submitted still runs and no other thread holds a lease, on
+// the thread that needs pages, which holds the group's lock throughout: see Note [Waiting] in address_space.h. A
+// failure in the middle leaves all as it was: new pages of the backing range retire.
 //
-// Guarantees: an entry is taken whole or not at all; what is void is never taken (takeable.h).
+// Guarantees: what is passed to `take` is taken whole or not at all; of a divisible entry Reclaim passes a part. A void
+// entry is never taken (takeable.h).
 //
 // Lock: these take the group's, then the mapper's, and let go of that one while they wait.
 #pragma once
@@ -25,14 +26,14 @@ class Takes {
   Takes(AddressSpace& space, Fences& fences, Retirement& retirement, Mapping& mapping, Copies& copies)
       : space_(space), fences_(fences), retirement_(retirement), mapping_(mapping), copies_(copies) {}
 
-  // Stamps it, so that any later change of a piece it names makes it void. False where it is void already. Throws
-  // UsageError where it makes no sense.
+  // Stamps an entry, so that any later change of a piece it names makes it void. False where it is void already. Throws
+  // UsageError where it is invalid.
   bool admit(Takeable& takeable);
-  // What `take` would come to.
+  // The outcome that `take` would have.
   Taken outlook(const Takeable& takeable);
-  // All or none. `near`: may backing ranges get pages of the peer? Throws DriverError with nothing changed.
+  // Takes all or nothing. `near`: may backing ranges get pages of the peer? Throws DriverError with nothing changed.
   Taken take(Takeable& takeable, bool near = true);
-  // See Examination::first_of.
+  // A part of a divisible entry; see Examination::first_of.
   Takeable first_of(const Takeable& takeable, std::size_t most, Room room);
   Room room();
   // Throws InvariantBroken where nothing has changed since it was admitted and its pages are not what they were.

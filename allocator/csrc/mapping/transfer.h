@@ -2,9 +2,9 @@
 //
 // Note [Order]
 // A copy overwrites what earlier work may still read, and is read by later work. So it starts when everything has
-// passed that the stream named at its submission was given before, and whoever needs it has a stream of its own wait
-// for its event. The host waits for neither. All copies to the device share one stream, and all others another one: the
-// link carries one copy each way at a time in any case. Nothing orders copies of the two streams but `after`.
+// passed that the stream named at its submission was given before, and its reader has a stream of its own wait for its
+// event. The host waits for neither. All copies to the device share one stream, and all others another one: the link
+// carries one copy each way at a time in any case. Nothing orders copies of the two streams but `after`.
 //
 // Guarantees: copies of one direction happen in the order in which they were submitted.
 //
@@ -22,7 +22,7 @@ namespace ballonet {
 // Copies; those of one direction are carried out in the order of their submission.
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
-  // The end of a submission.
+  // The end of a submission's copies.
   class Done {
    public:
     Done(std::shared_ptr<Transfer> transfer, Fence fence) : transfer_(std::move(transfer)), fence_(std::move(fence)) {}

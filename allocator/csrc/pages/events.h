@@ -1,4 +1,4 @@
-// What the core decided when pages ran short: the newest events, for whoever asks. Nothing of it is on the hit path.
+// Events: the core's decisions when pages ran short, the newest ones. Not used on the hit path.
 //
 // Guarantees: the newest events are kept, each once, in the order in which they ended.
 //
@@ -23,7 +23,7 @@ class Events {
   enum class Kind : std::uint8_t {
     kInflate,        // idle pages of the heap went to a range
     kDeflate,        // free pages went to the heap
-    kTake,           // an entry gave its pages to whoever needed some
+    kTake,           // an entry gave its pages to a thread that needed some
     kYield,          // an entry gave its pages on request
     kRequest,        // pages are missing that only entries leased by other threads can give
     kSpill,          // blocks got host pages
@@ -45,7 +45,7 @@ class Events {
     std::int64_t ns;       // how long it took
   };
 
-  // Something that began at `since` and has just ended.
+  // Adds an event that began at `since` and has just ended.
   void add(Kind kind, std::size_t pages, std::int64_t since = now_ns(), std::int64_t key = kNoKey) {
     const std::int64_t now = now_ns();
     std::lock_guard<std::mutex> lock(mutex_);

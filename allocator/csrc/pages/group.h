@@ -3,8 +3,8 @@
 // Note [Leases]
 // From entry to exit of a forward its thread holds a lease on what the forward uses, even before its kernels are
 // launched: a fence cannot know of work that the CPU has not submitted yet. A page of the group may move only while
-// every lease belongs to the thread that moves it. Whoever moves holds the group's lock throughout, so that no lease
-// begins in the middle.
+// every lease belongs to the thread that moves it. The thread that moves it holds the group's lock throughout, so that
+// no lease begins in the middle.
 //
 // Guarantees: while `mutex` is held no lease begins or ends.
 //
@@ -23,7 +23,7 @@
 namespace ballonet {
 
 // A lock that a fork takes, for as long as this lives. A group may end under any lock, and then no longer wait for a
-// fork that has begun; so locks are lent, and outlive whoever had them.
+// fork that has begun; so locks are lent, and outlive their borrowers.
 class LentMutex {
  public:
   LentMutex();

@@ -1,4 +1,4 @@
-// Who owned how many pages, and when: the newest samples, at the cost of a clock read per change.
+// Samples of pages by owner over time, the newest ones, at the cost of a clock read per change.
 //
 // Guarantees: the newest samples are kept, in their order; no two are closer together than the resolution.
 //

@@ -1,4 +1,4 @@
-// The words of pages: who owns one, where it is, and what a piece of a range's addresses leads to.
+// Enums for pages and pieces: owner, place, what a piece leads to.
 //
 // Lock: none; these are values.
 #pragma once
@@ -20,24 +20,24 @@ enum class Place : std::uint8_t { kDevice, kHost, kPeer };
 //   device    a page of its own there; host, peer: likewise (see Note [Peer pages] in context.h)
 //   alias     the page of another range
 //   retiring  a page that its owner has given up, still mapped until every stream has passed
-//   kept      a free page: whoever maps the piece claims it with no driver call, and whoever needs pages takes it away
-enum class Backing : std::uint8_t { kNone, kDevice, kHost, kPeer, kAlias, kRetiring, kKept };
-constexpr std::size_t kBackings = 7;
+//   kept      a free page: a mapping of the piece claims it with no driver call; threads that need pages take it away
+enum class LeadsTo : std::uint8_t { kNone, kDevice, kHost, kPeer, kAlias, kRetiring, kKept };
+constexpr std::size_t kLeadsToCount = 7;
 
-// A page of its own there.
-constexpr Backing backing_of(Place place) {
-  return place == Place::kDevice ? Backing::kDevice : place == Place::kHost ? Backing::kHost : Backing::kPeer;
+// What a piece with a page of its own in a place leads to.
+constexpr LeadsTo own_page_in(Place place) {
+  return place == Place::kDevice ? LeadsTo::kDevice : place == Place::kHost ? LeadsTo::kHost : LeadsTo::kPeer;
 }
-constexpr bool has_own_page(Backing backing) {
-  return backing == Backing::kDevice || backing == Backing::kHost || backing == Backing::kPeer;
+constexpr bool has_own_page(LeadsTo leads_to) {
+  return leads_to == LeadsTo::kDevice || leads_to == LeadsTo::kHost || leads_to == LeadsTo::kPeer;
 }
 // Is there a page behind the piece that its owner has not given up?
-constexpr bool leads_somewhere(Backing backing) { return has_own_page(backing) || backing == Backing::kAlias; }
+constexpr bool leads_somewhere(LeadsTo leads_to) { return has_own_page(leads_to) || leads_to == LeadsTo::kAlias; }
 
-// What a piece leads to, or is to lead to.
+// A page that a piece leads to, or is to lead to.
 struct Target {
   PageId page = kNoPage;
-  Backing backing = Backing::kNone;
+  LeadsTo leads_to = LeadsTo::kNone;
   Place place = Place::kDevice;  // of the page
 };
 

@@ -24,7 +24,7 @@ namespace ballonet {
 
 class PageBook {
  public:
-  // `journal` is told of changes; nullptr: nobody is.
+  // `journal` gets the changes; may be nullptr.
   explicit PageBook(Journal* journal) : journal_(journal) {}
 
   std::size_t created() const { return created_; }
@@ -40,7 +40,7 @@ class PageBook {
   CUmemGenericAllocationHandle handle(PageId page) const { return pages_[page].handle; }
   unsigned& mappings(PageId page) { return pages_[page].mappings; }
 
-  // A new page, idle, and one that the driver has taken back. Pre, of the second: idle.
+  // Adds a new page, idle; removes one that the driver has taken back. Pre, of the second: idle.
   void add(CUmemGenericAllocationHandle handle);
   void remove(PageId page);
   // The idle page of the highest id. Pre: there is one.
@@ -48,10 +48,10 @@ class PageBook {
 
   // `n` idle pages for `owner`; see Pool::take. Pre: so many are idle.
   std::vector<PageId> take(std::size_t n, Owner owner, PageId hint);
-  // The page is idle. Pre: not free, or kept; no mapping. The journal is told by whoever is done with it.
+  // The page is idle. Pre: not free, or kept; no mapping. The caller calls `note` once it is done.
   void give(PageId page);
   void relabel(PageId page, Owner owner);
-  // A page in use becomes free and stays where it is mapped; and the reverse.
+  // Makes a page in use free where it is mapped; and the reverse.
   void keep(PageId page);
   void claim(PageId page, Owner owner);
 

@@ -9,7 +9,7 @@ namespace ballonet {
 const Piece Stretch::kUntouched{};
 
 std::size_t Stretch::backed() const {
-  return count(Backing::kDevice) + count(Backing::kHost) + count(Backing::kPeer) + count(Backing::kAlias);
+  return count(LeadsTo::kDevice) + count(LeadsTo::kHost) + count(LeadsTo::kPeer) + count(LeadsTo::kAlias);
 }
 
 Piece& PageTable::at(Stretch& stretch, std::size_t piece) {
@@ -18,19 +18,19 @@ Piece& PageTable::at(Stretch& stretch, std::size_t piece) {
   return stretch.table_[piece];
 }
 
-void PageTable::become(Stretch& stretch, Piece& piece, Backing backing) {
-  if (piece.backing != Backing::kNone) --stretch.counts_[static_cast<std::size_t>(piece.backing)];
-  if (backing != Backing::kNone) ++stretch.counts_[static_cast<std::size_t>(backing)];
-  piece.backing = backing;
+void PageTable::become(Stretch& stretch, Piece& piece, LeadsTo leads_to) {
+  if (piece.leads_to != LeadsTo::kNone) --stretch.counts_[static_cast<std::size_t>(piece.leads_to)];
+  if (leads_to != LeadsTo::kNone) ++stretch.counts_[static_cast<std::size_t>(leads_to)];
+  piece.leads_to = leads_to;
   piece.changed = ++changes_;
 }
 
 void PageTable::lead(Stretch& stretch, std::size_t index, const Target& target) {
   Piece& piece = at(stretch, index);
-  assert(piece.backing == Backing::kNone && leads_somewhere(target.backing));
+  assert(piece.leads_to == LeadsTo::kNone && leads_somewhere(target.leads_to));
   piece.page = target.page;
   piece.place = target.place;
-  become(stretch, piece, target.backing);
+  become(stretch, piece, target.leads_to);
 }
 
 void PageTable::open(Stretch& stretch, std::size_t index) {
@@ -40,56 +40,56 @@ void PageTable::open(Stretch& stretch, std::size_t index) {
 
 void PageTable::clear(Stretch& stretch, std::size_t index) {
   Piece& piece = at(stretch, index);
-  assert(piece.backing != Backing::kNone);
+  assert(piece.leads_to != LeadsTo::kNone);
   const std::uint64_t before = piece.changed;
-  const bool retired = piece.backing == Backing::kRetiring;
+  const bool retired = piece.leads_to == LeadsTo::kRetiring;
   forget_ahead(stretch, index);
-  become(stretch, piece, Backing::kNone);
+  become(stretch, piece, LeadsTo::kNone);
   if (retired) piece.changed = before;
   piece.page = kNoPage;
   piece.place = Place::kDevice;
-  piece.retiring_from = Backing::kNone;
+  piece.retiring_from = LeadsTo::kNone;
   piece.ticket = 0;
   piece.open = false;
 }
 
 bool PageTable::retire(Stretch& stretch, std::size_t index, std::uint32_t ticket) {
   Piece& piece = at(stretch, index);
-  assert(leads_somewhere(piece.backing) && ticket != 0);
+  assert(leads_somewhere(piece.leads_to) && ticket != 0);
   piece.doomed = piece.pins > 0;
   if (piece.doomed) {
     piece.changed = ++changes_;
     return false;
   }
-  piece.retiring_from = piece.backing;
+  piece.retiring_from = piece.leads_to;
   piece.ticket = ticket;
-  become(stretch, piece, Backing::kRetiring);
+  become(stretch, piece, LeadsTo::kRetiring);
   return true;
 }
 
 void PageTable::revive(Stretch& stretch, std::size_t index) {
   Piece& piece = at(stretch, index);
-  assert(piece.backing == Backing::kRetiring);
+  assert(piece.leads_to == LeadsTo::kRetiring);
   become(stretch, piece, piece.retiring_from);
-  piece.retiring_from = Backing::kNone;
+  piece.retiring_from = LeadsTo::kNone;
   piece.ticket = 0;
 }
 
 void PageTable::keep(Stretch& stretch, std::size_t index, bool ahead) {
   Piece& piece = at(stretch, index);
   assert(piece.open && piece.place == Place::kDevice && piece.pins == 0 && !piece.ahead);
-  assert(piece.backing == Backing::kDevice || piece.retiring_from == Backing::kDevice);
-  become(stretch, piece, Backing::kKept);
-  piece.retiring_from = Backing::kNone;
+  assert(piece.leads_to == LeadsTo::kDevice || piece.retiring_from == LeadsTo::kDevice);
+  become(stretch, piece, LeadsTo::kKept);
+  piece.retiring_from = LeadsTo::kNone;
   piece.ticket = 0;
   piece.ahead = ahead;
   if (ahead) ++stretch.ahead_, ++ahead_;
 }
 
 void PageTable::claim(Stretch& stretch, std::size_t index) {
-  assert(stretch[index].backing == Backing::kKept);
+  assert(stretch[index].leads_to == LeadsTo::kKept);
   forget_ahead(stretch, index);
-  become(stretch, at(stretch, index), Backing::kDevice);
+  become(stretch, at(stretch, index), LeadsTo::kDevice);
 }
 
 void PageTable::forget_ahead(Stretch& stretch, std::size_t index) {
@@ -100,17 +100,17 @@ void PageTable::forget_ahead(Stretch& stretch, std::size_t index) {
 }
 
 void PageTable::check(const Stretch& stretch) {
-  std::array<std::size_t, kBackings> counts{};
+  std::array<std::size_t, kLeadsToCount> counts{};
   std::size_t ahead = 0;
   for (std::size_t i = 0; i < stretch.size(); ++i) {
     const Piece& piece = stretch[i];
-    const bool none = piece.backing == Backing::kNone, kept = piece.backing == Backing::kKept;
-    const bool retiring = piece.backing == Backing::kRetiring;
-    if (!none) ++counts[static_cast<std::size_t>(piece.backing)];
+    const bool none = piece.leads_to == LeadsTo::kNone, kept = piece.leads_to == LeadsTo::kKept;
+    const bool retiring = piece.leads_to == LeadsTo::kRetiring;
+    if (!none) ++counts[static_cast<std::size_t>(piece.leads_to)];
     ahead += piece.ahead ? 1 : 0;
     const bool at_rest = piece.open && piece.place == Place::kDevice && piece.pins == 0 && !piece.doomed;
     if (none != (piece.page == kNoPage) || (none && piece.open) || (kept && !at_rest) || (piece.ahead && !kept) ||
-        retiring != (piece.ticket != 0) || retiring != (piece.retiring_from != Backing::kNone) ||
+        retiring != (piece.ticket != 0) || retiring != (piece.retiring_from != LeadsTo::kNone) ||
         (piece.doomed && piece.pins == 0)) {
       throw InvariantBroken(format("piece %zu, which leads to page %u, is in no state that there is", i, piece.page));
     }

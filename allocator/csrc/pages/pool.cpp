@@ -21,7 +21,7 @@ std::vector<PageId> Pool::take(std::size_t n, Owner owner, PageId hint) {
     throw PoolExhausted(format("%zu pages of %s asked for, %zu can be had", n, in_units(page_size_).c_str(), at_hand),
                         n, missing(n));
   }
-  // What was created stays, free, where a later creation fails: nothing is lost and nobody owns it.
+  // Where a later creation fails, pages created before stay, free.
   while (book.idle() < n) create_one(n);
   return book.take(n, owner, hint);
 }
@@ -30,7 +30,7 @@ std::size_t Pool::prepare(std::size_t n) {
   try {
     while (book.idle() < n && creatable() > 0) create_one(n);
   } catch (const std::runtime_error&) {
-    // Whoever asks has another place for the rest.
+    // The caller has another place for the rest.
   }
   return std::min(n, book.idle());
 }

@@ -24,7 +24,7 @@ class Pool {
   Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t page_size, std::size_t budget,
        Journal* journal);
 
-  // Which pages there are, and whose they are. What is idle there comes and goes through the pool.
+  // The pages and their owners. Idle ones are created and released through the pool.
   PageBook book;
 
   std::size_t budget() const { return budget_; }
@@ -42,11 +42,12 @@ class Pool {
   // `n` pages for `owner`, idle or new, all or none; the first is `hint` where that is idle and the rest follow it as
   // far as they can, so that neighbours in address are neighbours in the pool. Throws PoolExhausted, DriverError.
   std::vector<PageId> take(std::size_t n, Owner owner, PageId hint = kNoPage);
-  // Has `n` pages idle, or as many as the budget and the driver allow; how many of them are. Throws nothing of theirs.
+  // Has `n` pages idle, or as many as the budget and the driver allow. Returns how many. Throws no PoolExhausted or
+  // DriverError.
   std::size_t prepare(std::size_t n);
-  // The same in steps, so that the driver creates them without the mapper's lock: `begin_creating` sets aside so many
-  // of those that may be created, and says how many; `create` makes as many of them as the driver gives, and may be
-  // called by any thread at any time; they are idle with `end_creating`.
+  // Prepares pages in steps, so that the driver creates them without the mapper's lock: `begin_creating` sets aside so
+  // many of those that may be created, and says how many; `create` makes as many of them as the driver gives, and may
+  // be called by any thread at any time; they are idle with `end_creating`.
   struct Creation {
     std::size_t pages = 0;
     CUmemAllocationProp place{};
@@ -61,7 +62,7 @@ class Pool {
 
   // Releases free pages down to the new budget at once.
   void set_budget(std::size_t pages);
-  // The same for the budget as it is.
+  // Releases free pages down to the present budget.
   void shrink();
   // Releases every free page that the driver takes back; returns how many are left.
   std::size_t release_free();

@@ -1,26 +1,26 @@
-// The reclaim list: what may be taken when pages run out, in order, published ahead of time by whoever decides that.
+// The reclaim list: what may be taken when pages run out, in order, published ahead of time by the governor.
 //
 // Note [One trigger]
-// An allocation can fail inside any operator, on any thread, with or without the interpreter's lock. So what decides is
-// not asked then: it has published what may be taken. Who finds no page, once free blocks are trimmed and retirements
-// reaped, takes entries in their order until there are enough. It learns nothing of what an entry is; who published it
-// learns of it afterwards, from `taken`.
+// An allocation can fail inside any operator, on any thread, with or without the interpreter's lock. So the governor is
+// not asked then: it has published what may be taken. A thread that finds no page, once free blocks are trimmed and
+// retirements reaped, takes entries in their order until there are enough. It knows nothing about an entry; the
+// governor reads afterwards, from `taken`, which were.
 //
 // Note [Demand]
-// An entry whose group another thread leases is in use, even where nothing of it runs at the moment. What is missing
-// for want of such entries is posted as a request, and the asker goes without. The thread with the lease sees it at its
-// next layer boundary and takes the entries itself. A request that all entries together could not meet takes none.
+// An entry whose group another thread leases is in use, even where nothing of it runs at the moment. Pages missing for
+// want of such entries are posted as a request, and the asking thread goes without. The thread with the lease sees it
+// at its next layer boundary and takes the entries itself. A request that all entries together could not meet takes
+// none.
 //
 // Note [Divisible]
 // Pages of KV go one by one, the oldest of all layers first, and a cache has thousands. So an entry may be divisible:
-// its parts are runs of pieces, one or two per layer, and who needs pages takes as many as are needed, from the parts
-// in turns. Then what became of one piece says nothing of the others: pieces that are not what they were are passed
-// over one by one, and the entry stays.
+// its parts are runs of pieces, one or two per layer, and a thread takes as many as it needs, from the parts in turns.
+// Then a change of one piece says nothing of the others: changed pieces are passed over one by one, and the entry
+// stays.
 //
-// Guarantees: what another thread leases is not taken, nor an entry that has changed since it was published.
+// Guarantees: nothing that another thread leases is taken, nor an entry that has changed since it was published.
 //
-// Lock: `mutex`. Order: the heap's, this, a group's, the mapper's. What is public takes it; what is private wants it
-// held.
+// Lock: `mutex`. Order: the heap's, this, a group's, the mapper's. Public functions take it; private ones need it held.
 #pragma once
 
 #include <atomic>
@@ -56,9 +56,9 @@ class Reclaim {
 
   // Replaces the list; entries that are void already are left out. Throws UsageError with the old one in place.
   void publish(std::vector<Entry> entries);
-  // These will not be taken any more. Waits for one that is being taken.
+  // Removes entries. Waits for one that is being taken.
   void withdraw(const std::vector<std::int64_t>& keys);
-  // What is on the list, in order. What became void leaves it when it is looked at.
+  // The keys on the list, in order. Void entries are removed when they are looked at.
   std::vector<std::int64_t> keys();
   // Takes the events, oldest first.
   std::deque<Event> taken();
@@ -66,8 +66,8 @@ class Reclaim {
   std::size_t pages() const { return pages_.load(std::memory_order_relaxed); }
 
   // Calls `attempt` again for as long as it throws PoolExhausted and the budget was raised since, or entries give what
-  // it misses. Throws what it throws, and DriverError where entries could have helped but for that. Pre: the caller
-  // holds no lock of the core.
+  // it misses. Rethrows its error, or DriverError where that kept entries from helping. Pre: the caller holds no lock
+  // of the core.
   template <class Attempt>
   auto supply(Attempt attempt) -> decltype(attempt()) {
     for (;;) {
@@ -85,14 +85,14 @@ class Reclaim {
     std::size_t leased = 0;  // those of entries that other threads lease
   };
   Outlook outlook();
-  // Has as few pages exist as the budget allows now, as far as entries can help. Throws DriverError.
+  // Takes entries until no more pages exist than the budget allows, as far as they can help. Throws DriverError.
   void shrink();
   // Pages that are wanted and that only entries leased by other threads can give; 0 once they are had otherwise.
   std::size_t page_request();
   // Is anything requested, as far as can be told without waiting?
   bool is_requested() const { return requested_.load(std::memory_order_relaxed); }
-  // Takes for the request what the calling thread may take; returns the pages. What other threads still hold stays
-  // requested. Throws DriverError.
+  // Takes for the request the entries that the calling thread may take; returns the pages. The rest stays requested of
+  // other threads. Throws DriverError.
   std::size_t yield_pages();
   // Takes those of these entries that the calling thread may take now, of divisible ones until there are so many pages;
   // returns the pages. Throws DriverError.
@@ -104,7 +104,7 @@ class Reclaim {
   Shortage shortage;
 
  private:
-  // Was the budget raised for what is missing? `last`: nothing else helps.
+  // Asks for a larger budget for the missing pages; was it raised? `last`: nothing else helps.
   bool is_raised(const PoolExhausted& reason, bool last);
   // Is it worth another attempt? `before`: what entries had given when the last one began.
   bool meet(const PoolExhausted& reason, std::size_t before);

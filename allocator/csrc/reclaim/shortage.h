@@ -1,14 +1,14 @@
-// Device pages that are lacking because of the budget: who lacks them asks whoever can raise it, and waits for the
-// answer.
+// Asks for a larger budget where device pages are lacking: a thread posts the number, a listener in Python answers.
 //
 // Note [Who raises a budget]
 // Several processes may share one budget, of which each has a part as its own. An allocation that its part has no page
 // for asks for more before anything is taken from models and caches of this process, and once more before it fails. The
 // answer takes messages between processes, which are Python's, and an allocation may come with the interpreter's lock
-// and with none. So a thread of Python listens, and who asks waits without any lock, as long as was said when that
-// began to listen, and not in a stream capture. Whoever gets no answer goes on as if there were no such thing.
+// and with none. So a Python thread listens, and the asking thread waits without any lock, up to the listener's
+// patience, and not in a stream capture. Without an answer it goes on as without a listener.
 //
-// Guarantees: nobody waits longer than the listener's patience, nor the listener for itself, nor a child of a fork.
+// Guarantees: no thread waits longer than the listener's patience; the listener does not wait for itself, nor does a
+// child of a fork.
 //
 // Lock: its own, a leaf. Pre of `ask`: the caller holds no lock of the core.
 #pragma once
@@ -26,20 +26,20 @@ namespace ballonet {
 
 class Shortage {
  public:
-  // Somebody will hear what is asked, for which it is waited so long; the budget may become `most` pages. 0: no more.
+  // Begins to listen, with the patience of asking threads; the budget may become `most` pages. 0: ends listening.
   void listen(std::size_t most, std::int64_t patience_ns);
-  // Pages that the budget may become; 0 where nobody listens.
+  // Pages that the budget may become; 0 without a listener.
   std::size_t most();
-  // So many pages are lacking. Returns whether the budget was raised since. `last`: nothing else helps; `wait`: is
-  // there time for that?
+  // Asks for so many pages. Returns whether the budget was raised since. `last`: nothing else helps; `wait`: is there
+  // time for that?
   bool ask(std::size_t missing, bool last, bool wait);
-  // Waits for pages to be asked for, or until the time is up: how many were since, and whether any were for want of all
-  // else. Only the listener calls it.
+  // Waits until pages are asked for, or the time is up. Returns how many were, and whether nothing else helps. Only the
+  // listener calls it.
   std::pair<std::size_t, bool> heard(std::int64_t timeout_ns);
-  // Says that all that was heard is done; the listener does. `raised`: is the budget larger?
+  // Answers all that was heard. `raised`: is the budget larger? Only the listener calls it.
   void answer(bool raised);
 
-  // Does what waits without the interpreter's lock.
+  // Runs a function that waits, without the interpreter's lock.
   static std::function<void(const std::function<void()>&)> apart;
 
  private:

@@ -16,13 +16,13 @@ void Cushion::fill(int fd) {
   for (std::uint64_t i = 0; i < kMaps; ++i) {  // every second page of the file: neighbours would become one map
     void* page = reinterpret_cast<void*>(address_ + i * kPage);
     if (::mmap(page, kPage, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(2 * i * kPage)) == MAP_FAILED) {
-      burst();
+      release_maps();
       return;
     }
   }
 }
 
-bool Cushion::burst() {
+bool Cushion::release_maps() {
   if (address_ == 0) return false;
   ::munmap(reinterpret_cast<void*>(address_), kMaps * kPage);
   address_ = 0;

@@ -1,5 +1,4 @@
-// What the stand-in says of itself and of its devices: 0, which computes, and 1, a peer that has memory and nothing
-// else.
+// Entry points about the stand-in and its devices: 0, which computes, and 1, a peer that has memory and nothing else.
 #include <algorithm>
 #include <cstdio>
 

@@ -1,21 +1,21 @@
 // Streams and the copy engine: one thread that carries out copies and fills in stream order.
 //
 // Note [What a copy does]. When it is submitted its destination is filled with 0xFF (a NaN in every floating type), so
-// that whoever reads it without waiting computes NaN. The bytes follow in pieces, read from the source when each is
-// due, as DMA would: between host and devices at the settable bandwidth after the settable latency, one copy at a time
-// in each direction, both directions at once; between the two devices in the same way, at a bandwidth of its own and
-// without latency; otherwise as fast as memory. When each byte is due follows from when its copy could begin: a thread
-// that wakes up late makes up for it. The poison waits until the copy begins where
-// work that is still to come touches the destination: that work is ordered before the copy, so it must not see it.
+// that a reader that does not wait computes NaN. The bytes follow in pieces, read from the source when each is due, as
+// DMA would: between host and devices at the settable bandwidth after the settable latency, one copy at a time in each
+// direction, both directions at once; between the two devices in the same way, at a bandwidth of its own and without
+// latency; otherwise as fast as memory. When each byte is due follows from when its copy could begin: a thread that
+// wakes up late makes up for it. The poison waits until the copy begins where work that is still to come touches the
+// destination: that work is ordered before the copy, so it must not see it.
 //
 // Registered memory is read in a way that cannot fault, see registered.h. Where it is gone when its bytes are due, the
 // copy has failed: its destination is poison as a whole, and the first marker behind it in its stream says so, each
 // time that it is asked. A stream that waits for such a marker has failed in the same way. What comes after is carried
 // out.
 //
-// Stream 0 is the calling thread: whoever submits to it waits, and there is no moment at which poison could be seen.
+// Stream 0 is the calling thread: a submission to it waits, and poison is never seen.
 //
-// Lock: the stand-in's (state.h), held by the caller; what waits lets go of it.
+// Lock: the stand-in's (state.h), held by the caller; functions with a Lock let go of it while they wait.
 #pragma once
 
 #include <chrono>

@@ -235,7 +235,7 @@ CUresult Mappings::unmap(std::uint64_t address, std::uint64_t size) {
   if (refused != cuda::kSuccess) return refused;
   const bool held = held_.count(address) > 0 && mappings_.at(address).size == size;
   bool covered = held || cover(address, size);
-  if (!covered && errno == ENOMEM && cushion_.burst()) covered = cover(address, size);
+  if (!covered && errno == ENOMEM && cushion_.release_maps()) covered = cover(address, size);
   // Where another thread took the cushion's maps, the memory stays mapped without access: no hole, and it can be
   // punched out.
   if (!covered && ::mprotect(pointer(address), size, PROT_NONE) != 0) return refuse_errno("cuMemUnmap", "mmap", errno);
@@ -306,7 +306,7 @@ void Mappings::privatize(bool copy) {
     const auto read = [from](std::uint64_t at, const Run& part) { return read_all(from, at, part); };
     if (copy && !visit_needed(address, run, read)) ::mprotect(pointer(address), run.size, PROT_NONE);
   }
-  cushion_.burst();
+  cushion_.release_maps();
   for (Extents& store : stores_) store.forget_fd();
 }
 

@@ -1,8 +1,8 @@
 // Handles, reserved addresses and what is mapped where.
 //
 // Note [Never a hole]. A reservation is PROT_NONE memory, and unmapping puts PROT_NONE memory back in one
-// mmap(MAP_FIXED). An address that munmap() had freed could be given to anyone by the next mmap() of any library, and
-// the next cuMemMap would destroy what lies there.
+// mmap(MAP_FIXED). An address that munmap() had freed could be given away by the next mmap() of any library, and the
+// next cuMemMap would destroy what lies there.
 //
 // Note [Held]. Threads of a CPU are ordered by no stream: one may read an address at any moment, also while its page is
 // exchanged. So a mapping that is held stays readable until mmap(MAP_FIXED) puts the next one in its place, in one
@@ -66,7 +66,7 @@ class Mappings {
   void privatize(bool copy);
   // What that copies.
   std::uint64_t private_bytes() const;
-  // These bytes are not copied by the next fork. Whatever of them is not visible does not matter.
+  // Has the next fork leave these bytes uncopied, as far as they are visible.
   void idle(std::uint64_t address, std::uint64_t size) { idle_[address] = size; }
   void no_longer_idle() { idle_.clear(); }
 

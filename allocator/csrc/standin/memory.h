@@ -1,5 +1,5 @@
 // Physical memory and addresses as the driver's functions take them: the arguments are checked here, the work is done
-// in mappings.cpp. Nothing here knows streams; whoever owns a Memory holds a lock around it.
+// in mappings.cpp. It uses no streams; the owner of a Memory holds a lock around it.
 //
 // Lock: the stand-in's (state.h), held by the caller.
 #pragma once

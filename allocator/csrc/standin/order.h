@@ -34,9 +34,9 @@ class Order {
   std::uint32_t add_stream();
   // Success where every use is ordered after what it conflicts with; all of them are then stamped.
   CUresult submit(const char* function, std::uint32_t stream, const Use* uses, std::size_t count);
-  // The stream's clock as of now: what whoever waits for it learns.
+  // Returns the stream's clock as of now, for what waits for it.
   Clock publish(std::uint32_t stream);
-  Clock publish_all();  // what whoever waits for all streams learns
+  Clock publish_all();  // the same of all streams
   void join_stream(std::uint32_t stream, const Clock& clock);
   void join_host(const Clock& clock);
   CUresult may_unmap(std::uint64_t address, std::uint64_t size) const;

@@ -1,4 +1,4 @@
-// How much memory this machine, or the control group the process is in, can still give.
+// Memory that this machine, or the control group of the process, can still give.
 //
 // Committing more than that calls the kernel's out-of-memory killer instead of failing, so everything is asked here
 // first. Allocates nothing and takes no lock: safe in the child of a fork.

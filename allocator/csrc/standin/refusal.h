@@ -1,4 +1,4 @@
-// How the stand-in says no: a driver result, and a sentence that says what was wrong, kept per thread.
+// How the stand-in refuses a call: a driver result, and an explanation, kept per thread.
 //
 // Lock: none; what is kept is the thread's own.
 #pragma once

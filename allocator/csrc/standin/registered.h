@@ -1,16 +1,16 @@
 // Plain memory of the process that was registered with the device, and how it is read.
 //
 // Note [No fault]. CUDA pins the pages of registered memory, so that a file that is mapped there may become shorter
-// under a copy: the copy brings the old bytes. Here nothing can pin a page of a file, and whoever touches one that is
-// gone is killed by SIGBUS. So the copy engine has the kernel read registered memory on its behalf, which says EFAULT
-// where a page is gone. Such a copy fails, see engine.h. CUDA would be silent: whoever copies from a mapped file has to
-// look at the file itself.
+// under a copy: the copy brings the old bytes. Here nothing can pin a page of a file, and a process that touches one
+// that is gone is killed by SIGBUS. So the copy engine has the kernel read registered memory on its behalf, which says
+// EFAULT where a page is gone. Such a copy fails, see engine.h. CUDA would be silent: code that copies from a mapped
+// file has to look at the file itself.
 //
 // Stricter than CUDA: two ranges must not share a page of the machine; a copy lies wholly in one range, or outside of
 // all; a range cannot be unregistered while a copy that was submitted still reads it, as nothing says that
 // cuMemHostUnregister waits; and memory that the process may only read has to be registered as such.
 //
-// Lock: the stand-in's (state.h), held by the caller; what waits lets go of it.
+// Lock: the stand-in's (state.h), held by the caller; functions with a lock argument let go of it while they wait.
 #pragma once
 
 #include <cstdint>

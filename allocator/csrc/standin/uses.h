@@ -1,4 +1,4 @@
-// Who used which bytes last: an interval map of stamps.
+// An interval map of stamps: the last uses of bytes.
 //
 // Words
 //   stamp    (stream, epoch): a use by that stream between two of its publications
@@ -44,7 +44,7 @@ class Uses {
   // after: every write, and every read too if `write`. False where there is none.
   bool conflict(std::uint64_t from, std::uint64_t to, std::uint32_t stream, const Clock& clock, bool write,
                 Conflict* found) const;
-  // The first use of [from, to) by anyone that `clock` does not cover.
+  // The first use of [from, to) by any stream that `clock` does not cover.
   bool uncovered(std::uint64_t from, std::uint64_t to, const Clock& clock, Conflict* found) const;
   // Notes a use. `host` is the host's clock, for what may be dropped.
   void stamp(std::uint64_t from, std::uint64_t to, Stamp use, bool write, const Clock& host);

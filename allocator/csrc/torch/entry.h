@@ -1,9 +1,9 @@
-// The C surface that torch's allocators call. Whoever links torch (the companion) reaches the core through this table
-// and nothing else, so that core and companion can be compiled apart.
+// The C interface that torch's allocators call. The companion, which links torch, reaches the core through this table
+// only, so that core and companion can be compiled apart.
 //
 // Guarantees: no exception leaves a function of the table, but where it says so.
 //
-// Lock: none is wanted; each function takes those of the core that it needs.
+// Lock: none needed; each function takes those of the core that it needs.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +53,7 @@ struct BallonetStats {
   std::int64_t num_alloc_retries, num_ooms, num_sync_all_streams, num_device_alloc, num_device_free;
 };
 
-// Is told, under the heap's lock, what the heap does by itself.
+// Callbacks, under the heap's lock, for what the heap does by itself.
 struct BallonetObserver {
   using Told = void (*)(std::uint64_t address, std::uint64_t size, void* stream, BallonetPool pool);
   Told mapped, unmapped;  // pages behind addresses
@@ -69,7 +69,7 @@ struct BallonetCore {
   // Gives a block back. Unknown pointers are ignored (after a fork a child frees what its parent allocated), and false.
   // Never throws.
   bool (*deallocate)(void* pointer);
-  // The block is also used on `stream`: it is reused only after that stream's present work has passed.
+  // Notes that the block is also used on `stream`: it is reused only after that stream's present work has passed.
   void (*record_stream)(void* pointer, void* stream);
   // Returns cached memory to the pool (torch.cuda.empty_cache).
   void (*trim)(int device);
@@ -77,7 +77,7 @@ struct BallonetCore {
   bool (*owns)(const void* pointer);
   // False in the child of a fork and once the device was closed: the caller then uses torch's own allocator.
   bool (*serving)();
-  // This thread's last failure, valid until its next call, and the driver's number for it, 0 where it was none of its.
+  // This thread's last failure, valid until its next call, and the driver's code, 0 where it was not the driver's.
   const char* (*last_error)();
   int (*last_code)();
 
@@ -88,26 +88,27 @@ struct BallonetCore {
   void (*begin_pool)(int device, BallonetPool pool, std::function<bool(void* stream)> filter);
   void (*end_pool)(int device, BallonetPool pool);
   void (*release_pool)(int device, BallonetPool pool);
-  // As often as it is held or begun it must be released before its pages may go.
+  // Adds a user: a pool must be released as often as it was held or begun before its pages may go.
   void (*hold_pool)(int device, BallonetPool pool);
   int (*pool_users)(int device, BallonetPool pool);
-  // May what fits nowhere else lie in free blocks of this pool?
+  // May allocations that fit nowhere else lie in free blocks of this pool?
   void (*set_use_on_oom)(int device, BallonetPool pool, bool use);
   // Which blocks of the pool live, to be put back later. nullptr where there is no such pool; `last_error` says so.
   const void* (*checkpoint)(int device, BallonetPool pool);
   void (*forget_checkpoint)(const void* state);
-  // Frees what lives in the pool and hands out what the checkpoint names, at the same addresses. Tells of each.
+  // Frees the live blocks of the pool and hands out those of the checkpoint, at the same addresses. Calls back for
+  // each.
   int (*restore_checkpoint)(int device, const void* state, void* context, void (*freed)(void* context, void* block),
                             void (*created)(void* context, void* block));
 
   // The live block that begins there. False where there is none.
   bool (*find)(const void* pointer, BallonetBlock* out);
   void (*segments)(int device, void* context, void (*each)(void* context, const BallonetSegment* segment));
-  void (*observe)(int device, const BallonetObserver* observer);  // nullptr: nobody
+  void (*observe)(int device, const BallonetObserver* observer);  // nullptr: none
   void (*stats)(int device, BallonetStats* out);
   void (*reset_peaks)(int device);
   void (*reset_accumulated)(int device);
-  // What can still be had, and all that there is; the largest block that is free and has its pages.
+  // Free bytes, and all; the largest free backed block.
   int (*memory_info)(int device, std::size_t* free, std::size_t* total);
   std::size_t (*largest_free)(int device);
   // The share of the device's memory beyond which no page is created, whatever the budget is.

@@ -1,10 +1,10 @@
-// What torch's memory history keeps: entries of what happened, who allocated what lives, and who is told of it.
+// torch's memory history: entries of events, the stacks of live blocks, and trackers.
 //
 // Note [Order]
 // An entry is added by the thread that did the thing: before a block is given back, after one was handed out. So the
 // entry of a free comes before that of the next allocation at its address, with no lock of the heap held. What the heap
 // does by itself, mapping and unmapping pages and freeing what waited for a stream, it tells under its lock. The lock
-// here is a leaf: under it nobody calls the heap, nor Python.
+// here is a leaf: under it neither the heap nor Python is called.
 //
 // Guarantees: the newest entries are kept, as many as were asked for.
 #pragma once
@@ -79,7 +79,7 @@ class History {
   }
 
   bool enabled() const { return enabled_; }
-  // Is anyone to be told what happens?
+  // Are entries kept, or trackers called?
   bool listening() const { return enabled_ || tracked_; }
 
   // The stack of the caller, where stacks of this level are kept. Pre: the caller holds no lock; it may call Python.

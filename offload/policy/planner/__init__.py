@@ -1,1 +1,1 @@
-"""What a run will take, worked out before it: pages, seconds, what binds, and what would help. Pure."""
+"""Predictions of a run: pages, seconds, what binds, and what would help. Pure."""

@@ -25,7 +25,7 @@ Limit = Literal["memory", "host", "link", "compute"]
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """One model at the last token. `plan`: what streams, None where it does not fit; device pages by owner; `host`:
-    pages of KV on the host; seconds, None where nobody knows; `waits`: the part of `tpot` that waits for copies;
+    pages of KV on the host; seconds, None where not known; `waits`: the part of `tpot` that waits for copies;
     `settled`: see `Placed`."""
 
     needs: Needs
@@ -43,7 +43,7 @@ class Forecast:
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
     """`models`: in the order of the question; `least`: pages of the smallest budget that fits; `all`: pages with which
-    nothing streams; `limit`: see Note [What binds], None where nobody knows how long anything takes."""
+    nothing streams; `limit`: see Note [What binds], None where no times are known."""
 
     fits: bool
     models: Sequence[Forecast]
@@ -55,12 +55,12 @@ class PlanAnswer:
 
     @property
     def slowest(self) -> Forecast:
-        """The model whose tokens take longest: by it the limit is told."""
+        """The model whose tokens take longest, which sets the limit."""
         return max(self.models, key=lambda each: each.tpot or 0.0)
 
 
 def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tuning: Tuning = DEFAULT) -> PlanAnswer:
-    """What becomes of these models under the budget, when they have generated so many `tokens`."""
+    """Returns the answer for models under the budget, once they have generated so many `tokens`."""
     found = placed(models, budget, tuning)
     fewest, whole = least(models, budget, tuning), everything(models)
     if found is None:
@@ -82,7 +82,7 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
 
 
 def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: PlanBudget, tuning: Tuning) -> list[Forecast]:
-    """`budget.page_seconds`: with the link to itself."""
+    """Returns the forecasts of all models. `budget.page_seconds`: with the link to itself."""
     streaming = sum(bool(each.plan.copied) for each in found)
     shared = None if budget.page_seconds is None else budget.page_seconds * max(1, streaming)
     beside = replace(budget, page_seconds=shared)
@@ -92,13 +92,13 @@ def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: PlanBud
 
 
 def _with_idle(forecast: Forecast, idle: int) -> Forecast:
-    """With the pages that the heap keeps, of those that were needed for the prompt, as nobody else needs them."""
+    """Returns the forecast with `idle` pages, which the prompt needed and the heap keeps."""
     more = max(0, forecast.needs.prompt.activations - forecast.activations)
     return replace(forecast, activations=forecast.activations + min(more, idle))
 
 
 def _forecast(needs: Needs, at: Placed, budget: PlanBudget, tuning: Tuning) -> Forecast:
-    """`budget.page_seconds`: beside the other models that copy."""
+    """Returns the forecast of one model. `budget.page_seconds`: beside the other models that copy."""
     host, slots, waits = _read(needs.last, at.away, needs.decode, budget, tuning)
     ttft, tpot = (_seconds(needs, at.plan, seconds, budget) for seconds in (needs.prefill, needs.decode))
     if ttft is not None and at.early:
@@ -131,7 +131,7 @@ def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: PlanBudget
 def _read(
     moment: Moment, away: int, seconds: float | None, budget: PlanBudget, tuning: Tuning, rows: int = 1
 ) -> tuple[int, int, float]:
-    """How KV of which so many pages are away is read by `rows` of each sequence: (pages on the host, pages of slots,
+    """Returns how KV with so many pages away is read by `rows` of each sequence: (pages on the host, pages of slots,
     seconds that an iteration waits for it)."""
     if not away:
         return 0, 0, 0.0

@@ -1,4 +1,4 @@
-"""What would help: the nearest changes of a question with which the limit no longer binds, each found by asking again.
+"""The nearest changes of a question with which the limit no longer binds, each found by asking again.
 
 Note [Nearest]
     A change is as far as the factor by which it changes what is asked: a budget of 30 GiB instead of 24 is nearer than
@@ -21,9 +21,9 @@ What = Literal["budget", "host", "context", "batch", "weights", "slo"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of a run: device `pages`; `context`: tokens that each of `batch` sequences holds at the last token,
+    """A question about a run: device `pages`; `context`: tokens that each of `batch` sequences holds at the last token,
     of which the first `prompt` are given; `bits`: of an element of quantized weights, None as they are; `slo`: seconds
-    that a decode step may take; `host`: pages there, None where nobody knows."""
+    that a decode step may take; `host`: pages there, None where not known."""
 
     pages: int
     context: int
@@ -36,8 +36,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """`what` to change and the value to change it `to`: pages, tokens, sequences, bits, seconds; `factor`: see
-    Note [Nearest]; and the answer then."""
+    """`what` to change and the value to change it `to`: pages, tokens, sequences, bits, seconds; `factor`: see Note
+    [Nearest]; `answer`: with that change."""
 
     what: What
     to: float
@@ -48,7 +48,7 @@ class PlanChange:
 def nearest(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = DEFAULT.planning
 ) -> list[PlanChange]:
-    """The nearest changes, the nearest first, at most `tuning.changes`."""
+    """Returns the nearest changes, the nearest first, at most `tuning.changes`."""
     found = [*_budget(asked, answer, ask, tuning), *_shorter(asked, answer, ask, tuning)]
     found += [
         *_more_host(asked, answer, ask, tuning),
@@ -76,7 +76,7 @@ def lifts(before: PlanAnswer, after: PlanAnswer, tuning: Planning = DEFAULT.plan
 def _budget(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
 ) -> Iterator[PlanChange]:
-    """A larger budget: no more than holds everything."""
+    """Tries larger budgets, up to one that holds everything."""
 
     def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, pages=pages))
@@ -90,7 +90,7 @@ def _budget(
 def _more_host(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
 ) -> Iterator[PlanChange]:
-    """More pages of the host, where those bind."""
+    """Tries more pages of the host, where those bind."""
 
     def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, host=pages))
@@ -103,7 +103,7 @@ def _more_host(
 def _shorter(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
 ) -> Iterator[PlanChange]:
-    """A shorter context, a multiple of `tuning.rounded` tokens."""
+    """Tries shorter contexts, in multiples of `tuning.rounded` tokens."""
     unit = min(tuning.rounded, max(1, asked.context // 2))
 
     def at(units: int) -> PlanAnswer:
@@ -118,7 +118,7 @@ def _shorter(
 def _smaller(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
 ) -> Iterator[PlanChange]:
-    """A smaller batch."""
+    """Tries smaller batches."""
 
     def at(batch: int) -> PlanAnswer:
         return ask(replace(asked, batch=batch))
@@ -131,7 +131,7 @@ def _smaller(
 def _quantized(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning
 ) -> Iterator[PlanChange]:
-    """Weights of fewer bits: they are loaded on the device, where all of them have to fit."""
+    """Tries weights of fewer bits: they are loaded on the device, where all of them have to fit."""
     for bits in tuning.bits:
         if asked.bits is None or bits < asked.bits:
             after = ask(replace(asked, bits=bits))
@@ -142,14 +142,14 @@ def _quantized(
 
 
 def _looser(asked: Question, answer: PlanAnswer) -> Iterator[PlanChange]:
-    """The SLO that is kept as it is."""
+    """Returns the SLO that is kept as it is."""
     tpot = answer.slowest.tpot
     if asked.slo is not None and answer.met is False and tpot is not None:
         yield PlanChange("slo", tpot, tpot / asked.slo, replace(answer, slo=tpot, met=True))
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The smallest number above `low` for which it holds, as it does for `high`."""
+    """Returns the smallest number above `low` for which it holds, as it does for `high`."""
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -157,7 +157,7 @@ def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _last(high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `high` for which it holds; 0 where it holds for none."""
+    """Returns the largest number from 1 to `high` for which it holds; 0 where it holds for none."""
     if high < 1 or not holds(1):
         return 0
     low, high = 1, high + 1

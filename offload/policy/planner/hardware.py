@@ -1,4 +1,4 @@
-"""What devices can do, for predictions where nobody has measured any.
+"""Data sheets of devices, for predictions without measurements.
 
 Note [Where the figures are from]
     Memory, bandwidth and operations per second are those that the vendor prints: `source` names the document, and the
@@ -29,7 +29,7 @@ class Hardware:
     source: str
 
     def flops_of(self, itemsize: int) -> float:
-        """Operations per second with elements of so many bytes: of the next wider ones where these are not listed."""
+        """Operations per second with elements of so many bytes: of the next wider ones where those are not listed."""
         wider = [size for size in self.flops if size >= itemsize]
         return self.flops[min(wider, default=max(self.flops))]
 
@@ -87,7 +87,7 @@ DEVICES: Final[Mapping[str, Hardware]] = {
 
 
 def named(name: str) -> Hardware | None:
-    """The device that a driver, or a person, calls so; None where the table has none."""
+    """Returns the device by the name that a driver, or a person, gives it; None where the table has none."""
     words = name.lower().replace("_", "-")
     if words in DEVICES:
         return DEVICES[words]

@@ -13,8 +13,8 @@ Note [A run, foreseen]
 Note [What cannot be foreseen]
     Kernels allocate inside of themselves, on a CPU for each thread, and blocks lie on pages as they happen to: so pages
     of operators are known as at least and at most so many. And whether copies hide is judged by what iterations were
-    measured to take, which nobody knows without a record, and which differs by the noise of a machine with one. The run
-    is followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
+    measured to take, which is unknown without a record, and differs by the noise of a machine with one. The run is
+    followed with the least and the most of either. Where that ends elsewhere, as KV leaves page by page for what is
     lacking at the moment, `Placed.settled` is False: it fits with the most, and what is said is what the least comes
     to, which is nearer to what runs do. So it is in 8 of the 40 settings of tests/test_planner_pages.py.
 """
@@ -38,9 +38,9 @@ from .needs import Moment, Needs, Phase
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a model is at the last token. `plan`: its layers; `weights`: device pages of all its weights, slots
-    included; `away`: pages of its KV on the host, and `early`: those that had to leave for the prompt; `settled`: a run
-    comes to nothing else, see Note [What cannot be foreseen]."""
+    """The pages of a model at the last token. `plan`: its layers; `weights`: device pages of all its weights, slots
+    included; `away`: pages of its KV on the host, and `early`: those that had to leave for the prompt; `settled`: would
+    every run end so? See Note [What cannot be foreseen]."""
 
     plan: Plan
     weights: int
@@ -51,9 +51,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlanBudget:
-    """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where nobody knows; `slo`:
-    seconds that a decode step may take; `host`: pages that the host has for what leaves, None where nobody knows;
-    `copying`: seconds that computing loses to each second of copies."""
+    """`pages` of the device, of `page_size` bytes; `page_seconds`: to copy one to it, None where not known; `slo`:
+    seconds that a decode step may take; `host`: host pages for what leaves, None where not known; `copying`: seconds
+    that computing loses to each second of copies."""
 
     pages: int
     page_size: int
@@ -66,8 +66,8 @@ class PlanBudget:
 def placed(
     models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT, *, rested: bool = False
 ) -> list[Placed] | None:
-    """Where all models are at the last token; None where they do not fit, whatever streams, or the host lacks room.
-    `rested`: what had to leave for the prompt has had the time to come back. See Note [A run, foreseen]."""
+    """Returns the pages of all models at the last token; None where they do not fit, whatever streams, or the host
+    lacks room. `rested`: what had to leave for the prompt has had the time to come back. See Note [A run, foreseen]."""
     managed = _managed(models, budget, tuning.weights)
     if managed is None:
         return None
@@ -97,8 +97,8 @@ def _followed(
     least: bool = False,
     slower: float = 1.0,
 ) -> list[Placed] | None:
-    """From the plans that `manage()` leaves; None where something finds no room. `least`: operators have as few pages
-    as they may; `slower`: times that decode steps take longer than is known."""
+    """Follows a run from the plans that `manage()` leaves; None where something finds no room. `least`: operators have
+    as few pages as they may; `slower`: times that decode steps take longer than is known."""
     begun = [
         _model(needs, plan, budget, tuning.weights, active=True) for needs, plan in zip(models, managed, strict=True)
     ]
@@ -143,8 +143,8 @@ class _Running:
         return self.needs.beside + plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
 
     def stands(self, phase: Phase, budget: PlanBudget) -> Model:
-        """As it would be arranged now, for an iteration of that phase. Until there was a decode step the least one that
-        was measured counts, or what is assumed."""
+        """Returns the model as it would be arranged now, for an iteration of that phase. Before the first decode step
+        the least measured time counts, or an assumed one."""
         judging, model = self.needs.judging, self.model
         if phase is Phase.PROMPT:
             decode, now = self._costs(judging.first, budget), self._costs(judging.prefill, budget)
@@ -170,7 +170,7 @@ class _Run:
         self._least = least
 
     def prompt(self) -> bool:
-        """Follows the prompts; does all find room?"""
+        """Follows the prompts. Is there room for all?"""
         mapped = [0] * len(self._models)  # pages that operators had so far, as the heap keeps them
         for each in self._models:
             each.listed = 0 if each.needs.stages else each.needs.prompt.movable  # where all is one moment
@@ -181,7 +181,7 @@ class _Run:
             held = [min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True)]
             if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
                 for each, was in zip(self._models, before, strict=True):
-                    each.listed = was.movable  # whoever maps KV in vain has all of it listed (hooks/kv/find_pages.py)
+                    each.listed = was.movable  # a failed mapping of KV has all of it listed (hooks/kv/capacity.py)
                 if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
                     return False
             self._tell(now, sum(kv) + sum(mapped))
@@ -192,7 +192,7 @@ class _Run:
         return True
 
     def answer(self) -> bool:
-        """Follows the answers to the last token; does all find room?"""
+        """Follows the answers to the last token. Is there room for all?"""
         last = (each.needs.last for each in self._models)
         if self._held + sum(sum(at.kv) + self._of(at) for at in last) <= self._budget.pages:
             return True  # as caches only grow
@@ -209,7 +209,7 @@ class _Run:
         return moment.least if self._least else moment.activations
 
     def _tell(self, now: Sequence[Moment], used: int) -> None:
-        """The governor is told of pages that are full by now, where pages are short (governor/kv_tier.py)."""
+        """Lists pages that are full by now, where pages are short, as governor/kv_tier.py does."""
         total = self._budget.pages
         if scarce(max(0, total - used - self._held), total, self._tuning.pages):
             for each, at in zip(self._models, now, strict=True):
@@ -240,7 +240,7 @@ class _Run:
         return True
 
     def _offered(self, phase: Phase) -> list[Candidate]:
-        """What the ladder takes, in its order."""
+        """Returns what the ladder takes, in its order."""
         models = [each.stands(phase, self._budget) for each in self._models]
         gone = {each.model.name: {*each.model.plan.streamed, *each.taken} for each in self._models}
         numbers = {each.model.name: number for number, each in enumerate(self._models)}
@@ -251,7 +251,7 @@ class _Run:
         return ordered(found)
 
     def _arrange(self) -> None:
-        """What was taken is arranged before the next forward."""
+        """Arranges what was taken, before the next forward."""
         for each in self._models:
             if each.taken:
                 each.model = each.stands(Phase.ANSWER, self._budget)
@@ -259,7 +259,7 @@ class _Run:
 
 
 def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> int:
-    """The fewest pages that fit all of them."""
+    """Returns the fewest pages that fit all models."""
 
     def fits(pages: int) -> bool:
         within = replace(budget, pages=pages)
@@ -276,13 +276,13 @@ def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT)
 
 
 def everything(models: Sequence[Needs]) -> int:
-    """Pages with which nothing streams and nothing leaves."""
+    """Returns the pages with which nothing streams and nothing leaves."""
     running = sum(max(each.prompt.pages, each.last.pages) for each in models)
     return sum(each.weights for each in models) + max(running, max((each.working for each in models), default=0))
 
 
 def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tuning: WeightPlans) -> Costs:
-    """The costs of an iteration, as the governor has them: assumed where nobody measured."""
+    """Returns the costs of an iteration, as the governor has them: assumed where not measured."""
     pages, ratio = max(1, sum(needs.layers)), float(tuning.assumed_ratio)
     if seconds is None:
         seconds = pages * (page_seconds or 1.0) / ratio
@@ -292,7 +292,7 @@ def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tu
 
 
 def _managed(models: Sequence[Needs], budget: PlanBudget, tuning: WeightPlans) -> list[Plan] | None:
-    """The plans with which `manage()` is done with all of them."""
+    """Returns the plans that `manage()` arrives at for all models."""
     rule, plans, used = Fewest(slots=tuning.slots), list[Plan](), 0
     for number, needs in enumerate(models):
         before = [_model(*each, budget, tuning, active=False) for each in zip(models[:number], plans, strict=True)]
@@ -324,8 +324,8 @@ def _model(needs: Needs, plan: Plan, budget: PlanBudget, tuning: WeightPlans, *,
 
 
 def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudget, parts: int) -> list[Model]:
-    """As many layers stream as the SLO allows, where it can be kept and it is known what iterations take: no more may
-    then."""
+    """Returns the models streaming as many layers as the SLO allows, where it can be kept and times are known: no more
+    may then."""
     if budget.slo is None or budget.page_seconds is None or any(each.decode is None for each in models):
         return list(running)
     free = budget.pages - sum(

@@ -1,4 +1,4 @@
-"""What a model asks of a device, in pages: the sizes that its plan is worked out from."""
+"""The pages that a model needs of a device, from which its plan is worked out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a model does: the prompt, or an answer to it."""
+    """The phase of a model: the prompt, or an answer to it."""
 
     PROMPT = 0
     ANSWER = 1
@@ -16,8 +16,8 @@ class Phase(Enum):
 @dataclass(frozen=True, slots=True)
 class Moment:
     """Device pages at one moment of a run, should nothing leave. `kv`: of each range of its cache, in the order in
-    which layers compute; `movable`: those of them that may leave, as each has nothing but tokens that are there;
-    `activations`: of what operators allocate, at the peak and at most; `fewest`: the same at least, None as many."""
+    which layers compute; `movable`: those of them that may leave, as they are full; `activations`: of what operators
+    allocate, at the peak and at most; `fewest`: the same at least, None as many."""
 
     kv: tuple[int, ...]
     movable: int
@@ -26,7 +26,7 @@ class Moment:
 
     @property
     def pages(self) -> int:
-        """All of them, at most."""
+        """The most pages."""
         return sum(self.kv) + self.activations
 
     @property
@@ -37,8 +37,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Seconds of iterations by which a run decides what leaves, None where nobody measured: of the least decode step
-    that was, of the prompt, and of the last decode step."""
+    """Seconds of iterations by which a run decides what leaves, None where not measured: of the least decode step that
+    was, of the prompt, and of the last decode step."""
 
     first: float | None = None
     prefill: float | None = None
@@ -50,9 +50,9 @@ class Needs:
     """Pages of one model. `layers`: of the weights of each decoder layer; `beside`: of all other weights; `working`:
     that `manage()` keeps free for a short use; `prompt`: when the prompt is computed, of which each sequence has so
     many `rows`; `last`: at the last token. `stages`: the prompt, from one layer's append to the next one's; `growth`:
-    the answer, from one new page to the next; a single moment each where nothing is said. Seconds, None where nobody
-    knows, of iterations with every layer resident: `prefill` of the prompt, `decode` of the last token; `judged`: see
-    there, None for these two; `aside`: that `generate()` takes beside the first forward, and beside each other."""
+    the answer, from one new page to the next; a single moment each where not given. Seconds, None where not known, of
+    iterations with every layer resident: `prefill` of the prompt, `decode` of the last token; `judged`: see Judged,
+    None for these two; `aside`: that `generate()` takes beside the first forward, and beside each other."""
 
     name: str
     layers: tuple[int, ...]
@@ -75,14 +75,14 @@ class Needs:
 
     @property
     def judging(self) -> Judged:
-        """What a run decides by."""
+        """The times that a run decides by."""
         return self.judged or Judged(self.decode, self.prefill, self.decode)
 
     def steps(self, phase: Phase) -> int:
-        """How many moments of that phase are told apart."""
+        """The number of moments of that phase."""
         return max(1, len(self.stages if phase is Phase.PROMPT else self.growth))
 
     def during(self, phase: Phase, step: int) -> Moment:
-        """The moment of that number, the last one of what is shorter."""
+        """Returns the moment of that number, the last one where there are fewer."""
         found = self.stages or (self.prompt,) if phase is Phase.PROMPT else self.growth or (self.last,)
         return found[min(step, len(found) - 1)]

@@ -1,4 +1,4 @@
-"""What an iteration takes: between points that were measured, or by what the device can do.
+"""The time of an iteration: between points that were measured, or by the device's data sheet.
 
 Note [Between the points]
     A record says what was measured at powers of two of batch and length, and judges SLOs by the next larger point. A
@@ -25,8 +25,8 @@ Size = tuple[int, int]  # sequences, tokens of each
 
 
 def interpolated(measured: Mapping[Size, float], batch: int, length: int) -> float | None:
-    """Seconds of an iteration with so many sequences and tokens, by those that were `measured`; None of none. See Note
-    [Between the points]."""
+    """Returns the seconds of an iteration with so many sequences and tokens, by those that were `measured`; None
+    without any. See Note [Between the points]."""
     if not measured:
         return None
     batches, lengths = (sorted({size[axis] for size in measured}) for axis in (0, 1))
@@ -42,7 +42,7 @@ def _within(batches: Sequence[int], batch: int, lengths: Sequence[int], length: 
 
 
 def _around(points: Sequence[int], value: int) -> tuple[int, int]:
-    """The points on either side of a value, twice the same where it is one or lies outside."""
+    """Returns the points on either side of a value, twice the same where it is one or lies outside."""
     at = min(bisect_left(points, value), len(points) - 1)
     return (points[at], points[at]) if points[at] <= value or not at else (points[at - 1], points[at])
 
@@ -71,14 +71,14 @@ def _beyond(measured: Mapping[Size, float], batch: int, length: int) -> float:
 
 
 def _parts(batch: int, length: int) -> tuple[int, int, int, int]:
-    """How much an iteration has of each part: one, sequences, tokens, pairs of tokens."""
+    """Returns how much an iteration has of each part: one, sequences, tokens, pairs of tokens."""
     return 1, batch, batch * length, batch * length * length
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardWork:
-    """What a forward does. `flops`: floating point operations; `read`: bytes of weights and KV that it reads; `calls`:
-    operators that it submits; `itemsize`: bytes of an element."""
+    """The work of a forward. `flops`: floating point operations; `read`: bytes of weights and KV that it reads;
+    `calls`: operators that it submits; `itemsize`: bytes of an element."""
 
     flops: float
     read: float
@@ -86,13 +86,13 @@ class ForwardWork:
     itemsize: int
 
     def reading(self, less: int) -> ForwardWork:
-        """The same with so many bytes less to read, as far as they are read."""
+        """Returns the work with so many bytes less to read, as far as they are read."""
         return replace(self, read=max(0.0, self.read - less))
 
 
 def by_device(work: ForwardWork, device: Hardware, tuning: Planning = DEFAULT.planning) -> float:
-    """Seconds of a forward on a device that nobody has measured: the longest of computing, reading its memory and
-    submitting operators one by one (the roofline of Williams et al., 2009, with a floor)."""
+    """Returns the seconds of a forward on a device that was not measured: the longest of computing, reading its memory
+    and submitting operators one by one (the roofline of Williams et al., 2009, with a floor)."""
     return max(
         work.flops / (device.flops_of(work.itemsize) * tuning.compute),
         work.read / (device.bandwidth * tuning.memory),

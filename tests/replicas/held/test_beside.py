@@ -63,13 +63,13 @@ def test_a_wish_comes_to_whoever_offered(held: HeldLayers, managed: ballonet.Man
     governor, pages = governors.of(devices.require()), pages_of(managed)
     held.offer(lambda pages: wishes.append(-pages))
     held.offer(wishes.append)
-    governor.duplicates.wish(7)
+    governor.duplicates.request_drop(7)
     assert wishes == [7]
     assert governor.duplicates.pages == sum(pages) - pages[0] - max(pages)
     held.drop(Span(0, 1))
     assert governor.duplicates.pages == 0
     held.close()
-    governor.duplicates.wish(7)
+    governor.duplicates.request_drop(7)
     assert wishes == [7]
 
 
