@@ -265,10 +265,10 @@ def test_the_link_is_watched_while_something_streams() -> None:
     governor = Governor(device, bandwidth=LINK, received=received, clock=clock)
     a = FakeModel(device, "a", tpot=0.05)
     governor.add(a)
-    assert not any(thread.name == "ballonet link traffic" for thread in threading.enumerate())
+    assert not any(thread.name == "ballonet-link-traffic" for thread in threading.enumerate())
     a.step(governor)
     assert a.plan.streamed
-    (thread,) = [each for each in threading.enumerate() if each.name == "ballonet link traffic"]
+    (thread,) = [each for each in threading.enumerate() if each.name == "ballonet-link-traffic"]
     assert thread.daemon
     assert looked.wait(200)
     governor.remove(a)

@@ -28,7 +28,7 @@ HERE = Point("decode", 1, 8)
 # -- the order
 
 
-def test_rungs_are_in_the_order_of_the_design() -> None:
+def test_rungs_are_in_the_order_of_the_documents() -> None:
     assert sorted(Rung) == list(Rung)
     assert [rung.label for rung in LISTED] == [
         "prefix",

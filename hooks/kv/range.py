@@ -133,10 +133,10 @@ class KVRange:
             return None
         stream = 0 if self._standin else raw_stream(self.device.ordinal)
         turns, number = tier.turns, self.pages.number
-        if lease.number != turns.forward or turns.since >= turns.layers or (number, place) == turns.leader:
+        if lease.number != turns.forward or turns.since >= turns.layers or (number, place) == turns.first:
             return None
         turns.since += 1
-        turns.turns.append(number)
+        turns.appended.append(number)
         turns.stream = stream
         if self._standin:
             step = self.geometry.token_bytes

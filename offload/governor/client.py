@@ -7,17 +7,24 @@ managed model, the governor decides which stream, as layers must be spread evenl
 cached prefixes and kept recurrent states, and the pages of batched requests (hooks/sectors/client.py).
 
 Note [A new class of tensors]
-    One file and one line. The file has a class that derives from `PageClient` and says what its abstract members want;
-    its bytes lie in a `Range`, which a `Mover` moves to a `Backing` and back (offload/residency). Each offer names its
-    rungs in the order of reclaim (policy/reclaim_order.py). The line, in its constructor, is
-    `self.number = governor.add_client(self)`. Then, on the thread that uses it:
+    One file and one line. The file, in the folder of hooks/ that has the tensors, has a class that derives from
+    `PageClient`, with a `name`, the time of its last use (`used`) and seven members. Its bytes lie in a `Range` of a
+    group (`Device.group`, `Device.reserve`), which a `Mover` moves to a `Backing` and back (offload/residency). Its
+    offers have the rungs of KV, or name others (policy/reclaim_order.py). The line, in its constructor, is
+    `self.number = governor.add_client(self)`; the client goes when it is collected. Where it is first used within a
+    forward of a managed model it has that model's priority and floor (client_table.py, Note [Whose pages]). Then, on
+    the thread that uses it:
 
-    - Before it uses its pages it leases its group: the core takes nothing that another thread leases.
-    - Once per iteration it asks `governor.taken_of(number)`, and looks at its pages again where that names some. Then
-      it asks `governor.restorable_pages(number)`, and brings so many back.
-    - When what it offers has changed it says `governor.client_changed(number)`.
+    1. It leases its group (`GroupLease`): the core takes nothing that another thread leases.
+    2. At each use it calls `governor.taken_of(number)`, which also notes the use, and has its mover look for what was
+       taken where that names offers.
+    3. It asks `governor.restorable_pages(number)`, gives so many pieces pages (`Mover.own`), starts the copies
+    (`fetch`)
+       and has its stream wait (`arrive`). `Range.note_use` says which stream reads or writes.
+    4. When what it offers has changed it calls `governor.client_changed(number)`.
 
-    tests/test_client_contract.py runs on all clients, and on one that is made for it.
+    `OptimizerState` in tests/test_client_contract.py is such a class; the tests there run on all clients. For chaos to
+    move its pages, too, it implements `KV` of chaos.py.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Note [Whose pages]
     priority, and its pages count for the model's floor. Others have priority 0 and no floor.
 
 Note [Collected at any moment]
-    Page clients are collected, not closed. So they are referred to weakly, and whoever takes a reference may be the
-    last to hold one: then a finalizer comes by under the governor's lock, and says with `client_left` what the next
-    `drop_dead` removes.
+    Page clients are collected, not closed. So they are referred to weakly, and whichever thread takes a reference may
+    hold the last one: the finalizer then runs on this thread, which holds the governor's lock, so it only queues the
+    removal (`client_left`) for the next `drop_dead`.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Governor:
             self._known.list.void()
         self.reclaim.publish()
 
-    # -- KV caches
+    # -- page clients
 
     def add_client(self, client: PageClient) -> int:
         """Adds a page client until it is collected, and returns its number. Called on the thread that uses it first;

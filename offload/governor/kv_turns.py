@@ -14,21 +14,21 @@ class KVTurns:
         self.forward = 0  # the forward for which nothing is away or being restored; 0: there is none
         self.stream = 0  # the stream of the last append
         self.order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
-        self.turns: list[int] = []  # the same in this iteration
-        self.leader: tuple[int, int] | None = None  # the layer that began it
-        self.since = 0  # appends since the leader's last
+        self.appended: list[int] = []  # the same, in this iteration
+        self.first: tuple[int, int] | None = None  # the layer that began this iteration
+        self.since = 0  # appends since the last one of `first`
 
     def begins(self, layer: tuple[int, int]) -> bool:
         """Notes that a layer is about to append. Is it the first one of an iteration?"""
         self.since += 1
-        if layer != self.leader and self.leader is not None and self.since <= self.layers:
-            self.turns.append(layer[0])
+        if layer != self.first and self.first is not None and self.since <= self.layers:
+            self.appended.append(layer[0])
             return False
-        self.leader, self.since = layer, 0
-        self.order, self.turns = self.turns, [layer[0]]
+        self.first, self.since = layer, 0
+        self.order, self.appended = self.appended, [layer[0]]
         return True
 
     @property
     def ran(self) -> frozenset[int]:
         """The ranges that were read in this iteration before the one that is read now."""
-        return frozenset(self.turns[:-1])
+        return frozenset(self.appended[:-1])

@@ -48,7 +48,7 @@ class Traffic:
             if streams and self._stop is None:
                 self._stop = threading.Event()
                 thread = threading.Thread(
-                    target=self._watch, args=(self._stop,), name="ballonet link traffic", daemon=True
+                    target=self._watch, args=(self._stop,), name="ballonet-link-traffic", daemon=True
                 )
                 thread.start()
             elif not streams and self._stop is not None:

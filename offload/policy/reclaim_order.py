@@ -14,8 +14,8 @@ Note [Who gives layers]
     Idle models first, of them the one with the lowest priority; of equals the one used last, which in a round of models
     is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
     in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing). So the place
-    of a layer depends on what was given before it. It is found by giving one after the other in thought
-    (layer_order.py), and layers keep that order among candidates of one rung and priority that cost the same.
+    of a layer depends on what was given before it. It is found by simulating it layer by layer (layer_order.py), and
+    layers keep that order among candidates of one rung and priority that cost the same.
 
 Note [Floors]
     A model keeps `floor` device pages for its weights and its caches together. So each candidate is passed over that
@@ -38,7 +38,8 @@ from typing import Final, Protocol
 
 
 class Rung(IntEnum):
-    """In the order in which they are pulled; numbered as in the design where it has a number for them."""
+    """The numbers order the published list (`LISTED`); those of docs/mechanisms.md. What costs nothing, 0 and 2, comes
+    before that list; 7 is a request; 11 to 13 come after it."""
 
     TRIM = 0  # free blocks, cached ranges, reserves
     PREFIX = 1  # KV that is only kept in case that a prompt begins with it, and lies on the host as well

@@ -20,6 +20,8 @@ constexpr std::uint64_t kSmallBlock = 1 << 20;
 constexpr unsigned kBlocksLookedAt = 24;
 // Times that an allocation waits for retiring pages, which others may take. Chosen.
 constexpr int kWaitsForPages = 3;
+// Bytes. The stand-in is told of idle blocks of this size and more: smaller ones are copied faster than told. Chosen.
+constexpr std::uint64_t kIdleTold = 4096;
 
 // Pages that are mapped before they are needed (ahead.h).
 
@@ -27,6 +29,11 @@ constexpr int kWaitsForPages = 3;
 constexpr std::size_t kAheadBytes = 50'000'000;
 // Requests that wait for the background; more are dropped, as what is mapped late is only slower. Chosen.
 constexpr std::size_t kAheadRequests = 4096;
+
+// Streams (streams.h) and heaps (heap_addresses.h) that are found without a lock. Chosen: more than programs have.
+
+constexpr std::size_t kQuickStreams = 64;
+constexpr std::size_t kHeapRanges = 4096;
 
 // The background thread (background.h).
 

@@ -33,6 +33,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/tuning.h"
 #include "driver/driver.h"
 
 namespace ballonet {
@@ -91,15 +92,14 @@ class Streams {
   void close();
 
  private:
-  static constexpr std::size_t kQuick = 64;  // streams that `known` tells of
-  void forget(CUstream stream);              // it was destroyed
+  void forget(CUstream stream);  // it was destroyed
   void record(Fence& fence, std::vector<CUstream> streams);
   CUevent event();
   void want_sync(Fence& fence);
 
   const Driver& driver_;
   std::vector<CUstream> seen_{nullptr};
-  std::array<std::atomic<CUstream>, kQuick> quick_{};
+  std::array<std::atomic<CUstream>, tuning::kQuickStreams> quick_{};
   std::vector<CUevent> spare_;
   std::size_t captures_ = 0;
   std::uint64_t syncs_begun_ = 0, syncs_wanted_ = 0, syncs_done_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/tuning.h"
 #include "heap/heap_addresses.h"
 
 namespace ballonet {
@@ -64,10 +65,9 @@ Arena* Arenas::at(BallonetPool pool, std::uint64_t address) const {
 
 // Smaller blocks are copied faster than they are told.
 void Arenas::tell_idle() const {
-  constexpr std::uint64_t kWorthTelling = 4096;
   for (const Arena* arena : all()) {
     for (const Blocks::Block* block = arena->blocks.first(); block != nullptr; block = block->after) {
-      if (block->state == Blocks::State::kFree && block->size >= kWorthTelling)
+      if (block->state == Blocks::State::kFree && block->size >= tuning::kIdleTold)
         mapper_.space.driver.idle_at_fork(arena->address(block), block->size);
     }
   }

@@ -12,6 +12,7 @@
 
 #include "base/errors.h"
 #include "base/fork.h"
+#include "base/tuning.h"
 
 namespace ballonet {
 
@@ -30,8 +31,8 @@ class HeapAddresses {
     const std::size_t used = used_.load(std::memory_order_relaxed);
     std::size_t entry = 0;
     while (entry < used && entries_[entry].heap.load(std::memory_order_relaxed) != nullptr) ++entry;
-    if (entry == kMost)
-      throw UsageError(format("more than %zu streams and memory pools allocate at the same time", kMost));
+    if (entry == tuning::kHeapRanges)
+      throw UsageError(format("more than %zu streams and memory pools allocate at the same time", tuning::kHeapRanges));
     entries_[entry].begin.store(begin, std::memory_order_relaxed);
     entries_[entry].end.store(end, std::memory_order_relaxed);
     entries_[entry].heap.store(heap, std::memory_order_release);
@@ -63,7 +64,6 @@ class HeapAddresses {
   }
 
  private:
-  static constexpr std::size_t kMost = 4096;
   struct Entry {
     std::atomic<std::uint64_t> begin{0}, end{0};
     std::atomic<Heap*> heap{nullptr};
@@ -71,7 +71,7 @@ class HeapAddresses {
   std::mutex mutex_;
   const HeldOverFork held_{ForkRank::kLast, mutex_};
   std::atomic<std::size_t> used_{0};
-  std::array<Entry, kMost> entries_;
+  std::array<Entry, tuning::kHeapRanges> entries_;
 };
 
 }  // namespace ballonet

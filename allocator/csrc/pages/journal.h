@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "base/fork.h"
 #include "base/tuning.h"
+#include "pages/page.h"
 
 namespace ballonet {
 
@@ -21,10 +22,10 @@ class Journal {
  public:
   struct Sample {
     std::int64_t time_ns;  // CLOCK_MONOTONIC
-    std::array<std::size_t, 5> pages;
+    std::array<std::size_t, kOwners> pages;
   };
 
-  void note(const std::array<std::size_t, 5>& pages) {
+  void note(const std::array<std::size_t, kOwners>& pages) {
     const std::int64_t time_ns = now_ns();
     std::lock_guard<std::mutex> lock(mutex_);
     if (!samples_.empty() && time_ns - samples_.back().time_ns < tuning::kSampleNs) {
