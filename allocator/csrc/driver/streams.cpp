@@ -11,12 +11,6 @@ bool is_gone(CUresult code) { return code == cuda::kInvalidHandle || code == cud
 
 }  // namespace
 
-bool is_per_thread(CUstream stream) { return stream == cuda::kPerThreadStream; }
-
-CUstream Streams::of_all_threads(CUstream stream) {
-  return stream == cuda::kLegacyStream || is_per_thread(stream) ? nullptr : stream;
-}
-
 bool Streams::known(CUstream stream) const {
   if (of_all_threads(stream) == nullptr) return true;  // see Note [Streams of threads]
   return std::any_of(quick_.begin(), quick_.end(),

@@ -51,14 +51,16 @@ struct Awaited {
 };
 
 // The handle of the calling thread's own default stream.
-bool is_per_thread(CUstream stream);
+inline bool is_per_thread(CUstream stream) { return stream == cuda::kPerThreadStream; }
 
 class Streams {
  public:
   explicit Streams(const Driver& driver) : driver_(driver) {}
 
   // The legacy stream for a handle that stands for it, or for the default streams of all threads.
-  static CUstream of_all_threads(CUstream stream);
+  static CUstream of_all_threads(CUstream stream) {
+    return stream == cuda::kLegacyStream || is_per_thread(stream) ? nullptr : stream;
+  }
   // Has the stream been noted? On any thread, without a lock; may be false for a stream that was.
   bool known(CUstream stream) const;
   void note(CUstream stream);

@@ -101,8 +101,7 @@ std::size_t HeapPages::idle() const {
   return pages;
 }
 
-void HeapPages::unspill(Arena& arena, Blocks::Block* free) {
-  if (arena.key.place == Place::kDevice) return;
+void HeapPages::give_up_host(Arena& arena, Blocks::Block* free) {
   const auto [begin, end] = arena.blocks.inner(free);
   if (begin >= end) return;
   const Span span{begin / page_, (end - begin) / page_};

@@ -51,12 +51,15 @@ class HeapPages {
   // How many pages could be harvested.
   std::size_t idle() const;
   // Gives back host pages wholly inside a free block. Does nothing where the arena has pages of the device.
-  void unspill(Arena& arena, Blocks::Block* free);
+  void unspill(Arena& arena, Blocks::Block* free) {
+    if (arena.key.place != Place::kDevice) give_up_host(arena, free);
+  }
 
  private:
   bool harvestable(const Arena& arena) const {
     return arena.key.place == Place::kDevice && !pools_.held(arena.key.pool);
   }
+  void give_up_host(Arena& arena, Blocks::Block* free);
   std::uint64_t allowance() const;
   // Pages of activations, free pages and retiring ones.
   static std::size_t ours(const Mapper::Numbers& numbers);

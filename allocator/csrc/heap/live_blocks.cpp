@@ -4,12 +4,6 @@
 
 namespace ballonet {
 
-bool LiveBlocks::give_back(std::uint64_t address) {
-  Blocks::Block* block = live_.erase(address);
-  if (block != nullptr) take_back(block);
-  return block != nullptr;
-}
-
 void* LiveBlocks::free_now(Arena& arena, Blocks::Block* block) {
   const std::uint64_t address = arena.address(block);
   users_.erase(block);
@@ -18,19 +12,10 @@ void* LiveBlocks::free_now(Arena& arena, Blocks::Block* block) {
   return reinterpret_cast<void*>(address);
 }
 
-// A block that is no longer among the live ones becomes free, at once or when it has passed on its streams.
-void LiveBlocks::take_back(Blocks::Block* block) {
-  report_.given_back(Arena::of(block), block);
-  if (!block->shared) return release(block);
+void LiveBlocks::wait_for_streams(Blocks::Block* block) {
   const auto users = users_.find(block);
   waiting_.push_back({mapper_.fences.over(users->second), block});
   users_.erase(users);
-}
-
-void LiveBlocks::release(Blocks::Block* block) {
-  Arena& arena = Arena::of(block);
-  if (block->shared) report_.passed(arena, block);
-  pages_.unspill(arena, arena.blocks.release(block));
 }
 
 void LiveBlocks::use_on(Blocks::Block* block, CUstream stream) {

@@ -44,7 +44,13 @@ class LiveBlocks {
   // The block that is handed out at an address, nullptr where none is.
   Blocks::Block* at(std::uint64_t address) const { return live_.find(address); }
   // Frees the block, at once or when its streams have passed. False: unknown.
-  bool give_back(std::uint64_t address);
+  bool give_back(std::uint64_t address) {
+    Blocks::Block* block = live_.erase(address);
+    if (block == nullptr) return false;
+    report_.given_back(Arena::of(block), block);
+    block->shared ? wait_for_streams(block) : release(block);
+    return true;
+  }
   // Frees the block at once, whichever streams used it.
   void* free_now(Arena& arena, Blocks::Block* block);
   // Notes a use on another stream: the block is reused only once that stream's work at the time of its free has passed.
@@ -67,8 +73,12 @@ class LiveBlocks {
     Blocks::Block* block;
   };
 
-  void take_back(Blocks::Block* block);
-  void release(Blocks::Block* block);
+  void wait_for_streams(Blocks::Block* block);
+  void release(Blocks::Block* block) {
+    Arena& arena = Arena::of(block);
+    if (block->shared) report_.passed(arena, block);
+    pages_.unspill(arena, arena.blocks.release(block));
+  }
 
   Mapper& mapper_;
   PrivatePools& pools_;
