@@ -87,7 +87,8 @@ def arguments_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[No
     """pytest refers to what the last test of a module was given until the fixtures of the module have ended. They take
     out the pool, in which that may lie; and which test is the last on a worker is chance."""
     yield
-    request.node.funcargs.clear()
+    if request.node.funcargs is not None:  # None where the test was interrupted
+        request.node.funcargs.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -212,6 +212,14 @@ def test_absent(): pytest.skip("no such tool here")
 
 def test_unmarked(): assert False
 """
+HANGS = """
+@pytest.mark.gpu
+def test_hangs():
+    import time
+    from pathlib import Path
+    Path("began").touch()
+    time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -270,6 +278,20 @@ def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Pa
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":  # a kill needs a moment
         assert time.monotonic() < ends, "what a step started lives on"
         time.sleep(0.05)
+
+
+def test_what_failed_before_a_test_file_was_ended_is_said(run: ModuleType, house: Path) -> None:
+    """Tests that failed are in the record, though another test of the file never ends."""
+    (house / "test_hangs.py").write_text(TESTS + HANGS)
+    seconds = run.LEAST_SECONDS
+    while not (house / "began").exists():  # on a machine that gives it no time to begin, it has more
+        (results := house / f"{seconds} s").mkdir()
+        assert not run.run({"core": run.Part(benchmarks=(), tests=("test_hangs.py",), step_seconds=seconds)}, results)
+        (step,) = only_result(results)["steps"]
+        assert step["status"] == f"no end within {seconds} s"
+        seconds *= 4
+    assert list(step["failures"]) == ["test_bad"]
+    assert only_result(results)["tests"]["passed"] == 1
 
 
 def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None:

@@ -18,6 +18,7 @@ import importlib
 import inspect
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -289,7 +290,8 @@ def environment() -> dict[str, str]:
     it loads one, so that the first use of a kernel would wait for what a scene holds. And streams have connections of
     their own: two that share one wait for each other."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_") or name in KEPT}
-    return {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", **kept}
+    defaults = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONFAULTHANDLER": "1"}
+    return defaults | kept
 
 
 def run(command: list[str], seconds: float = SECONDS) -> None:
@@ -301,10 +303,20 @@ def run(command: list[str], seconds: float = SECONDS) -> None:
             said, _ = process.communicate(timeout=seconds)
             status: int | None = process.returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-            status = None
+            said, status = ended(process), None
+        except KeyboardInterrupt:  # benchmarks/run.py has no more time for it
+            pytest.exit(f"interrupted in a scene\n{ended(process)[-TAIL:]}")
     judge(status, said, seconds)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Ends a process that does not end by itself. What it said, and where each of its threads was."""
+    process.send_signal(signal.SIGABRT)  # Python's faulthandler prints the stacks
+    try:
+        return process.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 def run_forked(code: str, seconds: float = SECONDS) -> None:

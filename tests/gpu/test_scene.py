@@ -71,6 +71,14 @@ def test_a_process_of_its_own_that_fails_says_why(code: str, said: str) -> None:
         run([sys.executable, "-c", code], 1 if "sleep" in code else 900)
 
 
+def test_where_a_process_hangs_is_said() -> None:
+    seconds, said = 1, ""
+    while 'File "<string>", line 1' not in said:  # on a machine that gives it no time to begin, it has more
+        with pytest.raises(AssertionError, match="no end within") as failed:
+            run([sys.executable, "-c", "import time; time.sleep(1000)"], seconds)
+        said, seconds = str(failed.value), 4 * seconds
+
+
 def test_a_fork_has_nothing_of_the_one_before() -> None:
     """Not its pool, nor what it was told by the environment, and Ctrl-C interrupts it."""
     run_forked("import os, signal, ballonet; ballonet.install(2**24); os.environ['LEFT'] = 'here'", 900)
