@@ -45,6 +45,11 @@ def remove_all(handles: list[RemovableHandle]) -> None:
         handles.pop().remove()
 
 
+class CallKeywords(dict[str, Any]):
+    """The keyword arguments of a module's call, which a hook before it has put in their place. Only the frame of the
+    call refers to them: a weak reference tells whether that frame still exists, which frames themselves cannot."""
+
+
 class Hook:
     """Calls `act` and changes nothing. See Note [Compiled forwards], Note [Copies of a managed model]."""
 

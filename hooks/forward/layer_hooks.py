@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .hook_base import Hook, opaquely
+from .hook_base import CallKeywords, Hook, opaquely
 
 if TYPE_CHECKING:
     from .forwards import Forwards
@@ -25,25 +25,31 @@ class EnterLayer(Hook):
         self._forwards = forwards
         self._layer = layer
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: object = None, args: Any = (), kwargs: Any = None) -> Any:
+        # There are no keywords from the compiler, nor from torch for a hook that was removed since the call began.
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
             if self.opaque:
                 opaquely(self)
-            return
+            return None
         forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
         if (span := forwards.local_layers.span) is not None and layer not in span:  # passes its input through
-            return
+            return None
         if forwards.chaos is not None:
             forwards.move_pages_randomly(forwards.chaos)
         # Another thread found no free pages: this one may have some to spare.
         if weights.device.page_request:
             forwards.yield_pages()
         # A resident layer reads its own addresses, but a capture is announced to every layer.
-        slot = forwards.layers.enter(layer) if self.opaque or forwards.layers.capturing() else None
+        if not self.opaque and not forwards.layers.capturing():
+            weights.use(layer)
+            return None
+        call = None if kwargs is None else CallKeywords(kwargs)
+        slot = forwards.layers.enter(layer, call)
         if slot is None:
             weights.use(layer)
-        else:
-            slot.note_use(weights.stream(), False)
+            return None
+        slot.note_use(weights.stream(), False)
+        return None if call is None else (args, call)
 
 
 class LeaveLayer(Hook):

@@ -33,7 +33,7 @@ class MovableKV:
 
     def move(self, piece: int, to: Place) -> bool:
         """Moves the piece to another page of its own. DriverError."""
-        return self.range.move(piece, to)
+        return self.range.move(piece, to) if self._extent is None else self._extent.mover.exchange(piece, to)
 
     def displace(self, piece: int) -> bool:
         """Copies the piece to its backing and maps it there. DriverError."""

@@ -5,7 +5,8 @@ Note [Who reads what]
     moment its copy has arrived until that call ends, frames that the call has called get views of the slot from the
     layer's modules. Other threads, a user's code between two calls, and code that runs after an exception or Ctrl-C are
     not among these frames, so nothing has to be put back. With gradients enabled no view is given out: backward would
-    read it later.
+    read it later. The call's frame is known by its id, and as alive by its keywords: what Ctrl-C broke off would else
+    be kept, with the request's cache, until the next forward.
     The dictionaries of the modules hold the parameters themselves throughout. Code that bypasses their methods, as the
     interpreter and torch.compile's guards may, finds the backing: slower, and right.
 
@@ -40,7 +41,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
-from ..forward.hook_base import opaquely
+from ..forward.hook_base import CALL, CallKeywords, opaquely
 from ..weights.storages import like_over
 
 _KINDS: Final = ("_parameters", "_buffers")
@@ -61,7 +62,8 @@ class Bound:
         """`tensors`: ids of those in its ranges; `asked` is called before code outside the layer's call gets one."""
         self.asked = asked
         self._interpreter = interpreter
-        self.call: FrameType | None = None  # the frame of the call that reads the slot
+        self.call = 0  # the id of the frame of the call that reads the slot, 0 where none does
+        self.alive: Callable[[], object] = object  # does that frame still exist? Another one may have its id then
         self.thread = 0  # the thread of that call
         self._makers: tuple[_Maker, ...] = ()  # make the views of the layer's tensors, in their order
         self.now: dict[int, tuple[Any, _Maker]] = {}  # by id: a tensor of the layer, and what makes its view
@@ -95,7 +97,7 @@ class Bound:
 
     def show(self, flat: torch.Tensor | None, spot: Spot | None) -> None:
         """Has the layer's call read `flat`, a slot, at the offsets of `spot`; with None the layer's own tensors."""
-        self.call, self.now, self.given, self._makers = None, {}, {}, ()
+        self.call, self.now, self.given, self._makers = 0, {}, {}, ()
         self._leaves, self._layouts, self._storage, self._references = [], None, None, 0
         held = self._held()
         if flat is None or spot is None or held is None:
@@ -134,12 +136,14 @@ class Bound:
         leaves = self._flat(held) if self.wraps else held
         return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # inlined `_versions`
 
-    def enter(self, call: FrameType | None) -> None:
-        """Has the call with this frame read the slot, which holds the layer. Follows a `look` that found views."""
+    def enter(self, call: int, keywords: CallKeywords | None) -> None:
+        """Has the call with the frame of this id, and these keywords, read the slot, which holds the layer. Follows a
+        `look` that found views."""
         if not self._references:  # all layers of the slot have theirs by now
             self._references = self._count()
         self._before = sum(map(_version, self._leaves))
         self.thread = threading.get_ident()
+        self.alive = object if keywords is None else weakref.ref(keywords)
         self.call = call
 
     def unheld(self) -> bool:
@@ -161,15 +165,15 @@ class Bound:
     def active(self, frame: FrameType | None) -> bool:
         """Does this frame belong to a call that reads the slot?"""
         call = self.call
-        if call is None or self.thread != threading.get_ident():
+        if not call or self.thread != threading.get_ident():
             return False
-        while frame is not None and frame is not call:
+        while frame is not None and not (frame.f_code is CALL and id(frame) == call):
             frame = frame.f_back
-        return frame is not None
+        return frame is not None and self.alive() is not None
 
     def leave(self) -> tuple[bool, bool]:
         """Ends the call. Returns (has it written to the slot?, is a view of it still held?)."""
-        self.call, self.now, self.given = None, {}, {}
+        self.call, self.now, self.given = 0, {}, {}
         return sum(map(_version, self._leaves)) != self._before, self._count() != self._references
 
     def _held(self) -> list[Any] | None:
@@ -217,11 +221,12 @@ class Shown(dict[str, Any]):
             return None
         bound = self.bound
         call = bound.call
-        if call is not None and (found := bound.now.get(id(held))) is not None:
+        if call and (found := bound.now.get(id(held))) is not None:
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame is not call:  # inlined `Bound.active`
+            while frame is not None and not (frame.f_code is CALL and id(frame) == call):  # inlined `Bound.active`
                 frame = frame.f_back
-            if frame is not None and bound.thread == threading.get_ident() and not torch.is_grad_enabled():
+            mine = frame is not None and bound.thread == threading.get_ident() and bound.alive() is not None
+            if mine and not torch.is_grad_enabled():
                 view = bound.given.get(id(held))
                 if view is None:
                     view = bound.given[id(held)] = found[1]()

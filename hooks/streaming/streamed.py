@@ -34,7 +34,7 @@ from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.layer_parts import LayerPart
 from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
-from ..forward.hook_base import CALL
+from ..forward.hook_base import CALL, CallKeywords
 from ..forward.local_layers import LocalLayers
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
@@ -158,8 +158,9 @@ class Streaming:
             self._turn = None
             self._ring.check()
 
-    def enter(self, layer: int) -> Range | None:
+    def enter(self, layer: int, call: CallKeywords | None) -> Range | None:
         """Returns the slot that the call of a layer that is about to run reads, None where it reads its own addresses.
+        `call`: that call's keywords, None where the compiler made it.
         WeightsFileChanged, DriverError; ManageError where a capture runs that cannot include it."""
         if self.capturing():
             self._captured(layer)
@@ -179,16 +180,16 @@ class Streaming:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code is not CALL:  # the layer's call
                 frame = frame.f_back
-            bound.enter(frame)
+            bound.enter(id(frame) if frame is not None else 0, call)
         return slot
 
     def leave(self, layer: int) -> None:
         """Ends the layer's use of its slot. ManageError where it has written to the slot, DriverError."""
         bound = self.bound[layer] if self.inside == layer else None
-        if bound is None or bound.call is None or bound.thread != threading.get_ident():
+        if bound is None or not bound.call or bound.thread != threading.get_ident():
             return
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not bound.call:  # inlined `Bound.active`
+        while frame is not None and not (frame.f_code is CALL and id(frame) == bound.call):  # inlined `Bound.active`
             frame = frame.f_back
         if frame is not None and self._end():
             raise ManageError(_WRITTEN.format(layer))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ...allocator._native import Device, Done, Range, Transfer
 from ...allocator.errors import PoolExhausted
@@ -29,6 +30,9 @@ from .backing import FAR, Backing, Spans
 from .pieces import Pieces, runs_of
 from .saving import Runs, Saving
 from .states import PieceEvent, PieceState, PieceStates
+
+if TYPE_CHECKING:
+    from ...allocator._native import Place
 
 
 class Mover:
@@ -224,13 +228,19 @@ class Mover:
         for first, last in runs_of(found[: max(0, limit)]):
             for at, count, backing in self.range.runs(first, last - first):
                 if backing in FAR:
-                    for piece in range(at, at + count):
-                        if self.range.move(piece, "device"):
-                            self.states.move_run(PieceEvent.MOVED, piece, piece + 1)
-                            back += 1
+                    back += sum(self.exchange(piece, "device") for piece in range(at, at + count))
                 elif backing == "alias":
                     back += self._own(at, count)
         return back
+
+    def exchange(self, piece: int, place: Place) -> bool:
+        """Gives a piece that has a page of its own another one, with its bytes. False where that cannot be now. The
+        caller holds a lease. DriverError."""
+        far = self.range.leads_to(piece) in FAR
+        moved = self.range.move(piece, place)
+        if moved and far and place == "device":
+            self.states.move_run(PieceEvent.MOVED, piece, piece + 1)
+        return moved
 
     def _own(self, first: int, count: int) -> int:
         self.states.move_run(PieceEvent.FETCH, first, first + count)

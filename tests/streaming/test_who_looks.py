@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator import devices, install
@@ -115,6 +118,32 @@ def test_a_write_after_ctrl_c_is_not_lost(model: Any, original: Any, managed: ba
         say(model)
     write(model)
     assert say(model).agrees(as_stock(original, write))
+
+
+def test_what_ctrl_c_broke_off_is_freed(model: Any, managed: ballonet.Managed) -> None:
+    """A cache with its pages, above all, though the model does not run again."""
+    cache = DynamicCache()
+    with projection(model, managed).register_forward_pre_hook(interrupt), suppress(KeyboardInterrupt), torch.no_grad():
+        model(IDS, past_key_values=cache)
+    left = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert left() is None
+
+
+def test_a_call_in_the_place_of_one_that_ctrl_c_broke_off_reads_what_was_written(
+    model: Any, original: Any, managed: ballonet.Managed
+) -> None:
+    """Its frame may have the other one's id."""
+    mlp = model.model.layers[managed.report().streamed[2]].mlp
+    states = torch.ones(1, original.config.hidden_size)
+    for _ in range(20):
+        with projection(model, managed).register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            say(model)
+        with torch.no_grad():
+            mlp.up_proj.weight += 1
+            expected = nn.functional.linear(states, mlp.up_proj.weight)
+            assert torch.equal(mlp.up_proj(states), expected)
 
 
 def test_a_layer_that_writes_to_its_own_weights_is_told(
