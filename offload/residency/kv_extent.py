@@ -89,9 +89,9 @@ class KVExtent:
         return self.mover.away
 
     def touches(self, full: int) -> bool:
-        """Is any piece from `full` on away, or being copied?"""
-        states = (PieceState.OFFLOADED, PieceState.IN_SLOT, PieceState.ARRIVING)
-        return bool(self.mover.states.within(full, sys.maxsize, *states)) or self.mover.copy_in_flight
+        """Is any piece from `full` on away, or any on its way to the device?"""
+        away = self.mover.states.within(full, sys.maxsize, PieceState.OFFLOADED, PieceState.IN_SLOT)
+        return bool(away) or self.mover.lacks_bytes_or_copying
 
     def host_mapped(self) -> list[int]:
         """The full pieces whose addresses lead to their backings."""

@@ -59,18 +59,13 @@ class Mover:
         return self._in_slot.count > 0 or self._arriving.count > 0 or self._copies is not None
 
     @property
-    def copy_in_flight(self) -> bool:
-        """Are bytes being copied to device pages of its own?"""
-        return self._copies is not None
-
-    @property
     def lacks_bytes(self) -> bool:
         """Do pieces have device pages again whose bytes no copy brings yet? See `fetch`."""
         return self._arriving.count > 0
 
     @property
     def lacks_bytes_or_copying(self) -> bool:
-        """Is either so?"""
+        """Is that so, or are bytes being copied to device pages of its own?"""
         return self._copies is not None or self._arriving.count > 0
 
     @property

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from ..pool import tiny_layers
-from ..tuned import Tuned
+from ..tuned import Clock, Tuned
 from .lives import PAGE, Life
 
 pytestmark = pytest.mark.chaos
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[None]:
-    """Small enough that pages run out now and then, which is not waited for."""
-    tuned(waiting={"room": 0.1})
+    """Small enough that pages run out now and then, which is waited for in three looks, however long these take."""
+    tuned(waiting={"room": 0.1}, waits=Clock(step=0.03))
     monkeypatch.setattr(transformers.logging.get_logger("transformers.generation.utils"), "disabled", True)
     with tiny_layers(tuned, 1024 * PAGE, PAGE):
         yield
@@ -31,6 +31,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[None]:
         (1, ("falcon",), False, False),
         (2, ("qwen2", "llama"), True, False),
         (3, ("gpt2",), False, True),
+        (4, ("llama", "gpt2"), True, False),
     ],
 )
 def test_whatever_happens_tokens_are_right(
