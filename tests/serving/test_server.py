@@ -337,13 +337,13 @@ def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
     assert found == [0, 512]
 
 
-def by_stock(folder: str, prompt: str) -> str:
+def by_stock(folder: str, prompt: str, tokens: int = TOKENS) -> str:
     """The completion of transformers alone."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
-    return str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
+    found = model.generate(ids, do_sample=False, max_new_tokens=tokens)
+    return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_what_is_refused(serving: Serving) -> None:

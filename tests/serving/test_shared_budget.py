@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 from ballonet.__main__ import main
 
@@ -19,6 +20,7 @@ from .test_server import Serving, by_stock
 MIB = 2**20
 TOTAL, LESS = 6 * MIB, 4 * MIB
 ROUNDS = 50  # of requests, until pages have followed: it takes as many as there are in some seconds
+TOKENS = 48  # of an answer: all requests of a round are in the batch together, however long the first has been there
 PROMPTS = [" ".join(f"w{3 + (7 * first + n * n) % 80}" for n in range(300)) for first in range(4)]
 
 
@@ -38,14 +40,15 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Se
             each.process.kill()
 
 
-def ask(server: Serving, prompt: str) -> str:
+def ask(client: OpenAI, model: str, prompt: str) -> str:
     """A completion, greedily."""
-    answer = server.client().completions.create(model=server.models[0], prompt=prompt, max_tokens=8, temperature=0)
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, temperature=0)
     return answer.choices[0].text
 
 
 def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.CaptureFixture[str]) -> None:
-    stock = [by_stock(servers[0].models[0], each) for each in PROMPTS]
+    stock = [by_stock(servers[0].models[0], each, TOKENS) for each in PROMPTS]
+    asking = {each: partial(ask, each.client(), each.models[0]) for each in servers}
 
     def parts(*total: int) -> dict[int, int]:
         """Bytes of each process, after the total has changed."""
@@ -60,7 +63,7 @@ def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.Captur
 
         def load(*chosen: Serving) -> None:
             """Many clients at once."""
-            answers = [threads.map(partial(ask, each), 4 * PROMPTS) for each in chosen]
+            answers = [threads.map(asking[each], 4 * PROMPTS) for each in chosen]
             assert [list(each) for each in answers] == [4 * stock] * len(chosen)
 
         for each, other in (servers, servers[::-1]):
