@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import BallonetError, DriverError
+from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
@@ -28,12 +26,10 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
 from ballonet.offload.residency.states import PieceState
 
-from ..core import arm, pending
-from ..lines import interrupted
 from ..test_kv import tokens
 from ..threads import elsewhere
 from ..tuned import Tuned
-from .pressure import STEPS, away, hog, kv_ranges, poison, press, started, tiers
+from .pressure import away, hog, kv_ranges, poison, press, started, tiers
 from .test_taken import Fuzz
 
 PAGE = 4096
@@ -509,76 +505,3 @@ def test_all_of_it_is_restored_when_there_is_room(
     assert streamed.way() == replace(streamed.way(), way=Way.RESIDENT, away=0, slots=0, slot_pages=0)
     streamed.check()
     device.check()
-
-
-INTERRUPTIBLE = (*STEPS, kv_read_plan, kv_slots)
-INTERRUPTED: dict[str, Callable[[Layers], object]] = {
-    "iterate": lambda layers: layers.update(),
-    "prefill": lambda layers: layers.update(30),
-    "look": lambda layers: layers.check(),
-    "give": lambda layers: layers.tier.client.way.give(),
-}
-
-
-@pytest.mark.parametrize("act", INTERRUPTED)
-def test_ctrl_c_between_any_two_lines(device: Device, room: Any, act: str) -> None:
-    for nth in itertools.count(1, {"prefill": 797}.get(act, 97)):
-        layers = Layers(100)
-        layers.update()
-        came = interrupted(lambda: INTERRUPTED[act](layers), nth, *INTERRUPTIBLE)  # noqa: B023
-        for elastic, stock in layers.pairs:  # a stock layer of what was appended, or of what was not
-            length = elastic.get_seq_length()
-            if stock.get_seq_length() < length:
-                (seed,) = (seed for seed in range(layers.seed, 0, -1) if _is(elastic, stock, seed, length))
-                stock.update(*tokens(length - stock.get_seq_length(), seed))
-        layers.check()
-        least = min(elastic.get_seq_length() for elastic, _ in layers.pairs)
-        for pair in layers.pairs:
-            for layer in pair:
-                layer.crop(least - layer.get_seq_length())
-        for _ in range(3):
-            layers.update()
-        press(device, 4)
-        layers.update()
-        layers.check()
-        device.check()
-        layers.both(lambda layer: layer.reset())
-        if not came:
-            break
-    assert nth > 97
-
-
-def _is(elastic: Any, stock: Any, seed: int, length: int) -> bool:
-    new = tokens(length - stock.get_seq_length(), seed)
-    return torch.equal(elastic.keys[:, :, stock.get_seq_length() :], new[0])
-
-
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuEventRecord"])
-def test_a_fault_at_any_call_leaves_everything_readable(device: Device, room: Any, call: str) -> None:
-    for nth in range(1, 40, 3):
-        layers = Layers(100)
-        layers.update()
-        arm(call, nth)
-        while pending(call):
-            layers.seed = seed = layers.seed + 1
-            new = tokens(1, seed)
-            for index, (elastic, stock) in enumerate(layers.pairs):
-                found = again(functools.partial(elastic.update, *new))
-                assert all(map(torch.equal, found, stock.update(*new))), (nth, index)
-                del found
-            again(functools.partial(press, device, 2))
-            again(layers.pairs[seed % LAYERS][0].crop, 0)
-            again(lambda layer=layers.pairs[seed % LAYERS][0]: layer.keys)
-        layers.check()
-        device.check()
-        layers.both(lambda layer: layer.reset())
-    device.reap(wait=True)
-    assert device.available >= 26
-
-
-def again(act: Callable[..., Any], *args: Any) -> Any:
-    """Once more, where the driver refused."""
-    try:
-        return act(*args)
-    except (DriverError, torch.OutOfMemoryError):
-        return act(*args)
