@@ -250,5 +250,5 @@ def _runs(
             done, struck = meet(partial(act, scene), place)
             met += struck
             yield scene, done
-    print(f"{met} of {len(found)} met")
+    print(f"{met} of {len(found)} met; there are {count}")
     assert met >= share * len(found), "how many there are may depend on other threads, but not by so much"

@@ -66,6 +66,7 @@ class Cache:
 
     def use(self) -> None:
         """Takes pages, appends, copies behind and restores, whatever its state is; it is empty then."""
+        self.append(1)
         for _ in range(2):
             self.check()
             press(self.device, 2)
@@ -90,10 +91,14 @@ class Cache:
 def is_as(elastic: Any, stock: Any) -> bool:
     if not stock.is_initialized:
         return elastic.get_seq_length() == 0
-    return all(
+    return is_as_long(elastic, stock) and all(
         ours.shape == theirs.shape and torch.equal(ours, theirs)
         for ours, theirs in ((elastic.keys, stock.keys), (elastic.values, stock.values))
     )
+
+
+def is_as_long(elastic: Any, stock: Any) -> bool:
+    return bool(elastic.get_seq_length() == stock.get_seq_length())
 
 
 # -- Caches
@@ -143,24 +148,32 @@ def released(device: Device) -> Iterator[Cache]:
 
 
 @contextmanager
-def slots(device: Device) -> Iterator[Cache]:
-    """Four layers take turns in slots, as there is less room than they have pages."""
+def crowded(device: Device) -> Iterator[Cache]:
+    """Four layers have more pages than there is room for, and will take turns in slots."""
     other = hog(device, device.budget // PAGE - 26)
-    cache = Cache(device, 100, 100, 100, 100, expected=200, alone=True)
-    for _ in range(9):
-        cache.append(1)
-    assert all(kv_range.pages._extent.mover.in_slot for kv_range in kv_ranges(cache.elastic))
-    yield cache
+    yield Cache(device, 100, 100, 100, 100, expected=200, alone=True)
+    assert device.available >= 26
     other.close()
 
 
+@contextmanager
+def slots(device: Device) -> Iterator[Cache]:
+    """They do."""
+    with crowded(device) as cache:
+        for _ in range(9):
+            cache.append(1)
+        assert all(kv_range.pages._extent.mover.in_slot for kv_range in kv_ranges(cache.elastic))
+        yield cache
+
+
 SETTINGS: dict[Any, dict[str, Any]] = {
-    shared: {"budget": 96 * PAGE, "host_budget": 64 * PAGE},
-    empty: {"budget": 96 * PAGE, "host_budget": 64 * PAGE},
-    roomy: {"budget": 600 * PAGE, "host_budget": 64 * PAGE},
-    away: {"budget": 96 * PAGE, "host_budget": 128 * PAGE, "spill": True},
-    released: {"budget": 96 * PAGE, "host_budget": 128 * PAGE, "spill": True},
-    slots: {"budget": 96 * PAGE, "host_budget": 512 * PAGE, "spill": True},
+    shared: {"budget": 40 * PAGE, "host_budget": 16 * PAGE},
+    empty: {"budget": 40 * PAGE, "host_budget": 16 * PAGE},
+    roomy: {"budget": 340 * PAGE, "host_budget": 16 * PAGE},
+    away: {"budget": 40 * PAGE, "host_budget": 24 * PAGE, "spill": True},
+    released: {"budget": 40 * PAGE, "host_budget": 24 * PAGE, "spill": True},
+    crowded: {"budget": 96 * PAGE, "host_budget": 96 * PAGE, "spill": True},
+    slots: {"budget": 96 * PAGE, "host_budget": 96 * PAGE, "spill": True},
 }
 
 # -- What is done to them
@@ -197,8 +210,8 @@ class Operation:
     most: int | None = 30  # lines
 
     def act(self, cache: Cache) -> None:
-        for number, layer in enumerate(cache.elastic[: self.layers]):
-            for step in self.steps:
+        for step in self.steps:
+            for number, layer in enumerate(cache.elastic[: self.layers]):
                 step(layer, number)
         self.move(cache)
 
@@ -223,8 +236,9 @@ OPERATIONS = {
     "rows-of-pages-that-are-away": Operation(away, REORDER, torn=True),
     "copies-behind": Operation(away, move=lambda cache: cache.tier.client.write_behind(4)),
     "pages-are-taken": Operation(away, move=take, most=None),
-    "pages-are-brought-back": Operation(away, move=lambda cache: cache.tier.restore(9, 0)),
+    "pages-are-brought-back": Operation(away, move=lambda cache: cache.tier.restore(9, 0), most=None),
     "a-prefix-is-restored": Operation(released, move=restore_prefix, most=None),
+    "layers-come-into-slots": Operation(crowded, [append(1)] * 4, 4, most=25),
     "tokens-of-layers-in-slots": Operation(slots, [append(1)], 4, most=15),
     "many-tokens-of-layers-in-slots": Operation(slots, [append(30)], 4, most=15),
     "a-look-at-layers-in-slots": Operation(slots, move=Cache.check, most=15),
@@ -239,7 +253,7 @@ def does(request: pytest.FixtureRequest) -> Operation:
 
 @pytest.fixture
 def device(does: Operation, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    if does.begin is slots:  # pages so small are worth no copy of their own, and nothing depends on the time
+    if does.begin in (crowded, slots):  # pages so small are worth no copy of their own, and nothing depends on the time
         tuned(kv_reads={"copy": 0.0, "again": 1})
         monkeypatch.setattr(kv_read_plan.KVReadPlan, "_learn", lambda *_: None)
     with started(page_size=PAGE, **SETTINGS[does.begin]) as opened:
@@ -263,23 +277,26 @@ def settle(cache: Cache, does: Operation, done: bool, again: bool) -> None:
     if (kv_range := cache.elastic[0].kv_range) is not None and kv_range.missing:
         assert cache.written or kv_pages(cache.device) == 4, "as many as before"
         restore_prefix(cache)
-    for number, elastic in enumerate(cache.elastic):
-        states = [cache.stock[number]]
+    has = is_as_long if again and does.layers == 4 else is_as  # a look would bring them to rest
+    had = []
+    for number, (elastic, stock) in enumerate(zip(cache.elastic, cache.stock, strict=True)):
+        states = [stock]
         for step in does.steps if number < does.layers else ():
             states.append(copy.deepcopy(states[-1]))
             step(states[-1], number)
-        had = next((had for had, state in enumerate(states) if is_as(elastic, state)), None)
-        if had is None and does.torn and not done and not again:
-            elastic.keys, elastic.values = states[0].keys.clone(), states[0].values.clone()
-            had = 0
-        assert had is not None
-        assert not done or had == len(states) - 1
-        if again:
-            for step in does.steps[had:] if number < does.layers else ():
-                step(elastic, number)
-            had = -1
-        cache.stock[number] = states[had]
+        found = [had for had, state in enumerate(states) if has(elastic, state)]
+        if not found and does.torn and not done and not again:
+            elastic.keys, elastic.values = stock.keys.clone(), stock.values.clone()
+            found = [0]
+        assert found
+        assert not done or len(states) - 1 in found
+        had.append(found[0])
+        cache.stock[number] = states[-1 if again else found[0]]
     if again and not done:
+        for at, step in enumerate(does.steps):
+            for number in range(does.layers):
+                if had[number] <= at:
+                    step(cache.elastic[number], number)
         does.move(cache)
     lengths = [stock.get_seq_length() for stock in cache.stock]
     if does.layers > 1:  # the layers of a cache are as long as each other
