@@ -41,8 +41,8 @@ Place = TypeVar("Place")
 Begin = Callable[[], AbstractContextManager[T]]
 Each = Literal["line", "opcode"]
 ERRORS = (BallonetError, PoolExhausted, torch.OutOfMemoryError)  # what an operation may raise where a call fails
-# Around every other call, always in the same way, or only asking: a few of them are as good as all.
-AROUND = ("cuCtx", "cuThread", "cuStreamIsCapturing", "cuDevice", "cuEventQuery")
+# Around every other call, always in the same way: a few of them are as good as all.
+AROUND = ("cuCtxSetCurrent", "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode")
 
 
 # -- Driver calls
@@ -140,7 +140,7 @@ def faults_at_every_call(
 
 def faulted(function: str, count: int, most: int | None = None) -> list[int]:
     """Which of so many calls of the function to let fail."""
-    few = -(-count // 5) if function.startswith(AROUND) else count
+    few = -(-count // 5) if function in AROUND else count
     return spread(count, min(few, most or few))
 
 

@@ -158,7 +158,7 @@ def crowded(device: Device) -> Iterator[Cache]:
 
 @contextmanager
 def slots(device: Device) -> Iterator[Cache]:
-    """They do."""
+    """Four layers take turns in slots."""
     with crowded(device) as cache:
         for _ in range(9):
             cache.append(1)
