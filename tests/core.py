@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExhausted
+from ballonet.allocator.errors import PoolExhausted
 
 from .contract.driver import Driver, private_standin
 
@@ -247,67 +247,12 @@ def holds(address: int, value: int, nbytes: int = PAGE) -> bool:
 
 def calls() -> dict[str, int]:
     """Driver calls of this process so far, from a device that makes none by being asked."""
-    return dict(_any_device().snapshot()["driver_calls"])
-
-
-def faults_fired() -> int:
-    fired: int = _any_device().snapshot()["faults"]
-    return fired
+    return dict(any_device().snapshot()["driver_calls"])
 
 
 @functools.cache
-def _any_device() -> _native.Device:
+def any_device() -> _native.Device:
     return make(page=PAGE, budget=0)
-
-
-def arm(function: str, ahead: int = 1) -> None:
-    """The `ahead`th call of the function from now on fails; "cuMemMap=700" with that error."""
-    nth = calls()[function.partition("=")[0]] + ahead
-    _armed.append((function.partition("=")[0], nth))
-    # Faults are armed before the library is looked for, and stay armed.
-    with pytest.raises(DriverUnavailable):
-        make(page=PAGE, budget=0, path="/nonexistent", faults=[(function, nth)])
-
-
-_armed: list[tuple[str, int]] = []
-
-
-def pending(function: str) -> bool:
-    """A fault of the function is armed and has not struck."""
-    return any(name == function and calls()[name] < nth for name, nth in _armed)
-
-
-def disarm() -> None:
-    """Makes calls, on devices of its own, until every fault that was armed has struck."""
-    left: list[Core] = []
-    met: list[str] = []
-    lives = 0
-    while any(pending(function) for function, _ in _armed):
-        assert lives < 200, f"faults that nothing meets: {_armed}, but {met[-3:]}"
-        lives += 1
-        try:
-            _short_life(left)
-        except (BallonetError, PoolExhausted) as error:
-            met.append(str(error))
-    _armed.clear()
-    for core in left:
-        core.finish()
-        core.device.close()
-
-
-def _short_life(left: list[Core]) -> None:
-    """`left`: gets the device if that has to be closed again. Some calls are made only when it is gone."""
-    core = Core(make(PAGE, 4, 4), PAGE)
-    left.append(core)
-    one = core.range(2)
-    one.map(0, 1)
-    one.move(0, "host")
-    core.occupy(core.stream(), 0.02)
-    one.close()
-    core.device.reap(wait=True)
-    core.finish()
-    core.device.close()
-    left.pop()
 
 
 def make(
@@ -429,7 +374,7 @@ class Core:
 def clean() -> None:
     """Takes another copy of the stand-in where a test that failed left something in this one."""
     if any(map(physical, PLACES)):
-        for cached in (library, driver, inodes, _any_device):
+        for cached in (library, driver, inodes, any_device):
             cached.cache_clear()
 
 
@@ -502,47 +447,6 @@ def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) 
             wait(running, timeout=0.01)
         for each in running:
             each.result()
-
-
-def faults_at_every_call(
-    prepare: Callable[[Core], T], work: Callable[[T], object], times: int = 1, **options: Any
-) -> Iterator[tuple[T, bool]]:
-    """Scenes in which one driver call of the work, or so many in a row, have failed, for each call that it makes.
-
-    Yields the scene and whether the work was done: it returned something other than False and raised nothing. It may
-    only fail where a fault struck. No fault is left.
-    """
-    with opened(**options) as core:
-        scene = prepare(core)
-        made = all_calls(lambda: work(scene))
-    struck = scenes = 0
-    for function, count in made.items():
-        for ahead in faulted(function, count):
-            with opened(**options) as core:
-                scene, fired = prepare(core), faults_fired()
-                for more in range(times):
-                    arm(function, ahead + more)
-                try:
-                    done = work(scene) is not False
-                except (BallonetError, PoolExhausted):
-                    done = False
-                assert done or faults_fired() > fired, (function, ahead)
-                struck, scenes = struck + (faults_fired() > fired), scenes + 1
-                core.device.check()
-                assert physical() == core.created() * core.page
-                disarm()
-                driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's current
-                yield scene, done
-    assert struck > scenes // 2, "how many calls there are may depend on the device's thread, but not by so much"
-
-
-# Around every other call, always in the same way: a few of them are as good as all.
-AROUND = ("cuCtxSetCurrent", "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode")
-
-
-def faulted(function: str, count: int) -> range:
-    """Which of so many calls of the function to let fail."""
-    return range(1, count + 1, 5 if function in AROUND else 1)
 
 
 def page_calls(work: Callable[[], object]) -> dict[str, int]:

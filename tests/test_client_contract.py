@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import pytest
@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicLayer
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device, Group, Range, Transfer
-from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
@@ -31,9 +30,8 @@ from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.residency.backing import Backing
 from ballonet.offload.residency.mover import Mover
 
-from .core import arm, disarm
+from .faulting import at_each_call, at_each_line
 from .kv.pressure import STEPS, kv_ranges, poison, tiers
-from .lines import interrupted
 from .models import build, prompts
 from .pool import take_out
 from .test_kv import tokens
@@ -244,6 +242,10 @@ def case(request: pytest.FixtureRequest, device: Device) -> Iterator[list[Case]]
     """In a list, so that a test can drop the last reference."""
     held = [CASES[request.param](device)]
     yield held
+    end(held)
+
+
+def end(held: list[Case]) -> None:
     for each in held:
         each.check()
         if isinstance(each, LayersOfAModel):
@@ -324,27 +326,27 @@ def test_taken_piece_by_piece(device: Device, case: list[Case]) -> None:
     assert taken > 0
 
 
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyAsync", "cuMemCreate"])
-def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case], call: str) -> None:
-    for ahead in (1, 2, 3):
-        keys = offered(device, case[0])
-        arm(call, ahead)
-        try:
-            device.take(keys)
-        except (BallonetError, PoolExhausted):
-            pass
-        finally:
-            disarm()
+def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case]) -> None:
+    make = type(case[0])
+    end(case)
+
+    @contextmanager
+    def begin() -> Iterator[list[int]]:
+        case.append(make(device))
+        device.trim()
+        yield offered(device, case[0])
+        end(case)
+
+    for _ in at_each_call(begin, device.take, most=3):
         poison(device)
         case[0].check()
         device.check()
 
 
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
-    parts, nth = (governor, overview, client_table, published, reclaim_list, *STEPS), 0
-    while interrupted(lambda: offered(device, case[0]), nth := nth + 7, *parts):
+    parts = (governor, overview, client_table, published, reclaim_list, *STEPS)
+    for _ in at_each_line(nullcontext, lambda _: offered(device, case[0]), *parts, most=30, least=14):
         assert not governors.of(device)._known.lock.locked()
-    assert nth > 14
     assert take(device, case[0]) > 0
 
 

@@ -21,7 +21,7 @@ from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 
-from .core import arm
+from .faulting import arm
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, companion.COMPILERS)), reason="no C++ compiler: the companion cannot be built here"

@@ -11,7 +11,8 @@ import pytest
 
 from ballonet.allocator.errors import BallonetError
 
-from .core import PAGE, Core, arm, backings, disarm, faults_at_every_call, holds, opened, write
+from .core import PAGE, Core, backings, holds, opened, write
+from .faulting import arm, disarm, faults_at_every_call
 
 COUNT = 3
 MANY = 256  # pages: their comparison takes longer than a thread takes to wake up

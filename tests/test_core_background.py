@@ -18,13 +18,10 @@ from .core import (
     Core,
     Gate,
     Other,
-    arm,
     backings,
     behind,
     calls,
     eventually,
-    faults_at_every_call,
-    faults_fired,
     holds,
     library,
     make,
@@ -36,6 +33,7 @@ from .core import (
     together,
     write,
 )
+from .faulting import arm, faults_at_every_call, faults_fired
 
 LONG = 0.3  # seconds; work that is still to come when the test looks
 THREAD = "ballonet-mapper"

@@ -18,21 +18,8 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
-from .core import (
-    PAGE,
-    Core,
-    Gate,
-    Other,
-    all_calls,
-    calls,
-    eventually,
-    faults_at_every_call,
-    holds,
-    opened,
-    physical,
-    refused,
-    write,
-)
+from .core import PAGE, Core, Gate, Other, all_calls, calls, eventually, holds, opened, physical, refused, write
+from .faulting import faults_at_every_call
 from .pool import bytes_that_exist
 from .test_core_reclaim import Layer, keys, layer
 

@@ -12,7 +12,8 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, Core, Gate, Other, behind, faults_at_every_call, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, Other, behind, holds, opened, physical, refused, write
+from .faulting import faults_at_every_call
 
 PIECES = 3
 LAYERS = 2

@@ -17,7 +17,6 @@ from .core import (
     backings,
     calls,
     eventually,
-    faults_at_every_call,
     holds,
     make,
     maps,
@@ -27,6 +26,7 @@ from .core import (
     refused,
     write,
 )
+from .faulting import faults_at_every_call
 
 LONG = 0.1
 

@@ -19,7 +19,6 @@ from .core import (
     behind,
     calls,
     eventually,
-    faults_at_every_call,
     holds,
     maps,
     opened,
@@ -29,6 +28,7 @@ from .core import (
     together,
     write,
 )
+from .faulting import faults_at_every_call
 
 PIECES = 6  # of each range
 

@@ -12,20 +12,8 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import (
-    PAGE,
-    Core,
-    all_calls,
-    arm,
-    behind,
-    current_context,
-    holds,
-    library,
-    opened,
-    physical,
-    program,
-    write,
-)
+from .core import PAGE, Core, all_calls, behind, current_context, holds, library, opened, physical, program, write
+from .faulting import arm
 
 MIB = 2**20
 POOL = (1, 2)

@@ -11,21 +11,8 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError
 
-from .core import (
-    PAGE,
-    PLACES,
-    Core,
-    arm,
-    behind,
-    faults_at_every_call,
-    holds,
-    make,
-    opened,
-    physical,
-    refused,
-    shim,
-    write,
-)
+from .core import PAGE, PLACES, Core, behind, holds, make, opened, physical, refused, shim, write
+from .faulting import arm, faults_at_every_call
 
 PEER = {"peer": 1, "peer_budget": 3 * PAGE}
 

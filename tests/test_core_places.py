@@ -13,7 +13,8 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
 from ballonet.hooks.weights import capacity
 
-from .core import PAGE, arm, disarm, make, opened, physical, shim
+from .core import PAGE, make, opened, physical, shim
+from .faulting import arm, disarm
 
 HEAD = """
 #define _GNU_SOURCE

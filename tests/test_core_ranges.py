@@ -17,7 +17,6 @@ from .core import (
     Core,
     Gate,
     Other,
-    arm,
     backings,
     behind,
     holds,
@@ -28,6 +27,7 @@ from .core import (
     refused,
     write,
 )
+from .faulting import arm
 
 LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 

@@ -17,20 +17,8 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import (
-    PAGE,
-    Core,
-    Gate,
-    Other,
-    arm,
-    behind,
-    faults_at_every_call,
-    holds,
-    opened,
-    physical,
-    refused,
-    write,
-)
+from .core import PAGE, Core, Gate, Other, behind, holds, opened, physical, refused, write
+from .faulting import arm, faults_at_every_call
 
 
 @dataclass

@@ -11,22 +11,8 @@ from torch.utils.dlpack import from_dlpack
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError
 
-from .core import (
-    PAGE,
-    Core,
-    Gate,
-    all_calls,
-    arm,
-    backings,
-    behind,
-    calls,
-    faults_at_every_call,
-    holds,
-    opened,
-    physical,
-    refused,
-    write,
-)
+from .core import PAGE, Core, Gate, all_calls, backings, behind, calls, holds, opened, physical, refused, write
+from .faulting import arm, faults_at_every_call
 
 LONG = 1.0  # seconds that a copy or a stream takes where a test must see that it goes on
 

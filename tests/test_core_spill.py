@@ -16,7 +16,8 @@ import ballonet
 from ballonet.allocator import _native, devices, install
 from ballonet.allocator.errors import ConfigError, InstallError, PoolExhausted
 
-from .core import PAGE, Core, Gate, all_calls, behind, faults_at_every_call, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, all_calls, behind, holds, opened, physical, refused, write
+from .faulting import faults_at_every_call
 from .pool import bytes_that_exist, in_pool
 from .test_core_heap import entry
 from .test_core_reclaim import keys, layer

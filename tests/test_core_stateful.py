@@ -22,7 +22,8 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, PoolExhausted
 
 from . import core as outside
-from .core import Core, arm, clean, current_context, disarm, driver, faults_fired, holds, make, pending, physical, write
+from .core import Core, clean, current_context, driver, holds, make, physical, write
+from .faulting import arm, disarm, faults_fired, pending
 
 STREAMS = 3  # and stream 0
 HOST_BUDGET = 6  # pages

@@ -24,7 +24,8 @@ from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
 from .contract.driver import ALREADY_REGISTERED, NOT_REGISTERED, READ_ONLY
-from .core import PAGE, Core, all_calls, arm, calls, current_context, opened
+from .core import PAGE, Core, all_calls, calls, current_context, opened
+from .faulting import arm
 from .programs import run
 
 PIECE = 4 * PAGE

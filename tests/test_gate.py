@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from ballonet.hooks.programs.first_use import FirstUse
 from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 
-from .lines import interrupted
+from .faulting import at_each_line
 from .models import build, logits, prompts
 from .pool import tiny_layers
 from .portrait import Portrait, all_in_pool, none_in_pool
@@ -472,30 +472,29 @@ def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeyp
 def test_ctrl_c_anywhere_in_a_gate_leaves_it_open() -> None:
     with install.stock():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    before, at, came = Portrait(module), 0, True
-    while came:
-        at += 2
-        came = interrupted(lambda: ballonet.manage(module).release(), at, gates)
+    before = Portrait(module)
+    for _ in at_each_line(nullcontext, lambda _: ballonet.manage(module).release(), gates, most=60, least=50):
         if (managed := managed_as(module)) is not None:
             managed.release()
-        assert before.is_of(module), f"line {at}"
-    assert at > 50
+        assert before.is_of(module)
 
 
 def test_ctrl_c_anywhere_in_a_first_use_keeps_nobody_waiting(model: Any) -> None:
-    expected, at, came = logits(model), 0, True
-    while came:
-        at += 4  # a few hundred lines, each of which builds a model's hooks
+    expected = logits(model)
+
+    @contextmanager
+    def begin() -> Iterator[FirstUse]:
         watching = FirstUse(ManageOptions(interval=None))
-        came = interrupted(lambda: logits(model), at, first_use)
-        assert not watching._taking
-        assert same(Thread(lambda: logits(model)).result(), expected)
-        assert len(watching.managed) == 1 or came
+        yield watching
         watching.close()
         if (managed := managed_as(model)) is not None:
             managed.release()
         assert none_in_pool(model)
-    assert at > 15
+
+    for watching, done in at_each_line(begin, lambda _: logits(model), first_use, most=40, least=15):
+        assert not watching._taking
+        assert same(Thread(lambda: logits(model)).result(), expected)
+        assert len(watching.managed) == 1 or not done
 
 
 def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_lacks(model: Any) -> None:

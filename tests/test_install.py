@@ -166,7 +166,7 @@ def test_a_model_loaded_before_keeps_its_memory() -> None:
 FAULTS = """
 import os, torch, ballonet
 from ballonet.allocator import devices
-from tests.core import faulted
+from tests.faulting import faulted
 from tests.pool import in_pool
 
 def where():

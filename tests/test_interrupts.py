@@ -6,6 +6,8 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from ballonet.hooks.weights import moving
 from ballonet.offload.governor import client_table, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
 from .core import PAGE, UNMAPS, Gate, Other, program
-from .lines import interrupted
+from .faulting import at_each_line
 from .models import build, prompts
 from .pool import tiny_layers
 from .tuned import Tuned
@@ -181,15 +183,13 @@ def test_a_guarded_section_ends_however_it_is_left(where: str) -> None:
 def test_ctrl_c_at_any_line_leaves_torch_s_memory_in_the_pool(installed: None) -> None:
     """Once a section is over in which all threads have stock memory."""
 
-    def section() -> None:
+    def section(_: object) -> None:
         with install.stock_everywhere():
             pass
 
-    lines = 0
-    while interrupted(section, lines := lines + 1, install):
+    for _ in at_each_line(nullcontext, section, install, least=10):
         gc.collect()
-        assert devices.require().block_size(torch.empty(2**12).data_ptr()), f"line {lines}"
-    assert lines > 10
+        assert devices.require().block_size(torch.empty(2**12).data_ptr())
 
 
 def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None, other: Other) -> None:
@@ -215,20 +215,20 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ign
     model = build("llama", num_hidden_layers=2)
     device = devices.require()
     known = governors.of(device)._known.clients
-    at, seen = 0, True
-    while seen:
-        at += 1
+
+    def begin() -> AbstractContextManager[list[KVCache]]:
         held = [KVCache(model.config)]
         with torch.no_grad():
             model(**INPUTS, past_key_values=held[0])
         assert len(known._paged) == 1
-        seen = interrupted(held.clear, at, *FAREWELLS)
+        return nullcontext(held)
+
+    for _ in at_each_line(begin, list.clear, *FAREWELLS):
         gc.collect()
         known.drop_dead()
-        assert len(known._paged) == 0, at
+        assert len(known._paged) == 0
         device.reap(wait=True)
-        assert device.snapshot()["pages"]["kv"] == 0, at
-    assert at > 5
+        assert device.snapshot()["pages"]["kv"] == 0
     assert set(ignored.kinds) <= {KeyboardInterrupt}
 
 
@@ -236,30 +236,32 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
     """The model's pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
     device = devices.require()
     known = governors.of(device)._known.clients
-    at, seen = 0, True
-    while seen:
-        at += 2
+
+    @contextmanager
+    def begin() -> Iterator[list[Any]]:
         held = [build("llama", num_hidden_layers=1)]
         ballonet.manage(held[0], interval=1)
         with torch.no_grad():
             held[0](**INPUTS)
         layer = held[0].model.layers[0].mlp
-        seen = interrupted(held.clear, at, *FAREWELLS, streamed, turns)
+        yield held
         gc.collect()
-        assert not generation._attached.users, at
-        assert not layer._forward_pre_hooks, at
-        assert lease.current() is None, at
+        assert not generation._attached.users
+        assert not layer._forward_pre_hooks
+        assert lease.current() is None
         del layer
         gc.collect()
         assert known.drop_dead() is not None
-        assert not known.models, at
+        assert not known.models
         device.trim()
         device.reap(wait=True)
         found = device.snapshot()
-        assert (found["pages"]["weights"], found["pages"]["kv"]) == (0, 0), at
-        assert found["host_pages"] == found["host_free"], at
+        assert (found["pages"]["weights"], found["pages"]["kv"]) == (0, 0)
+        assert found["host_pages"] == found["host_free"]
         device.check()
-    assert at > 50
+
+    for _ in at_each_line(begin, list.clear, *FAREWELLS, streamed, turns, most=60, least=50):
+        pass
     assert set(ignored.kinds) <= {KeyboardInterrupt}
 
 
@@ -270,7 +272,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
     seat = governors.of(devices.require())._known.clients.of_model(it._residency)
     kept: list[BaseException] = []
 
-    def change() -> None:
+    def change(_: object) -> None:
         try:
             with it.editable():
                 pass
@@ -278,13 +280,12 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None, other: O
         except KeyboardInterrupt as error:
             kept.append(error)
 
-    at = 0
-    while interrupted(change, at := at + 1, interrupts, turns, model_residency, arrangement, streamed, governor):
-        assert not seat.held, at
-        assert not it._turns.sections, at
-        assert it._turns._first() is None, at
-        assert other.does(lambda: if_free(it._residency.captured.lock, lambda: None)), at
-    assert at > 40
+    modules = (interrupts, turns, model_residency, arrangement, streamed, governor)
+    for _ in at_each_line(nullcontext, change, *modules, least=40):
+        assert not seat.held
+        assert not it._turns.sections
+        assert it._turns._first() is None
+        assert other.does(lambda: if_free(it._residency.captured.lock, lambda: None))
     assert len(kept) > 40
     it.release()
 
@@ -382,18 +383,15 @@ def test_a_fork_finds_no_lock_taken_while_pages_move(gate: Gate) -> None:
 
 
 def test_tensors_are_swapped_all_or_none() -> None:
-    at, came = 1, True
-    while came:
-        tensors = [torch.zeros(4) for _ in range(3)]
-        others = [torch.ones(4) for _ in tensors]
+    @contextmanager
+    def begin() -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        yield [torch.zeros(4) for _ in range(3)], [torch.ones(4) for _ in range(3)]
 
-        def swap(tensors: list[torch.Tensor] = tensors, others: list[torch.Tensor] = others) -> None:
-            with moving.swapping() as pairs:
-                pairs.extend(zip(tensors, others, strict=True))
+    def swap(pair: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+        with moving.swapping() as pairs:
+            pairs.extend(zip(*pair, strict=True))
 
-        came = interrupted(swap, at, moving)
+    for (tensors, _), done in at_each_line(begin, swap, moving, least=10):
         first = tensors[0][0].item()
-        assert [tensor[0].item() for tensor in tensors] == [first] * 3, f"line {at}"
-        assert came or first == 1.0
-        at += 1
-    assert at > 10
+        assert [tensor[0].item() for tensor in tensors] == [first] * 3
+        assert not done or first == 1.0

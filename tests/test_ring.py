@@ -20,7 +20,8 @@ from ballonet.offload.residency.layer_parts import LayerPart, StreamedLayer
 from ballonet.offload.residency.mover import Mover
 from ballonet.offload.residency.ring import Ring
 
-from .core import PAGE, PAGE_CALLS, Core, arm, calls, holds, opened, pending, write
+from .core import PAGE, PAGE_CALLS, Core, calls, holds, opened, write
+from .faulting import arm, pending
 
 
 class Model:

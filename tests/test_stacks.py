@@ -13,7 +13,7 @@ import pytest
 
 from ballonet.hooks.forward import stacks
 
-from .lines import before_line
+from .faulting import before_line
 
 LONG = 60  # seconds, after which a thread hangs
 

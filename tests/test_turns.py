@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -21,7 +22,7 @@ from ballonet.hooks.forward.turns import Turn, Turns
 from ballonet.hooks.streaming import streamed
 from ballonet.offload.policy.tuning import Waiting
 
-from .lines import interrupted
+from .faulting import at_each_line
 from .models import build, prompts
 from .pool import tiny_layers
 from .portrait import none_in_pool
@@ -304,23 +305,19 @@ def test_ctrl_c_between_any_two_instructions_leaves_no_lease(installed: None) ->
     model = Caching(cache)
     managed = ballonet.manage(model)
     inputs = torch.ones(4)
-    at = 0
-    while interrupted(lambda: model(inputs), at := at + 1, lease, each="opcode"):
+    for _ in at_each_line(nullcontext, lambda _: model(inputs), lease, each="opcode", least=100):
         model(inputs)
-        assert managed._weights.group.leases == 0, at
-        assert cache.leases == 0, at
-        assert current() is None, at
-    assert at > 100
+        assert managed._weights.group.leases == 0
+        assert cache.leases == 0
+        assert current() is None
     managed.release()
 
-    def alone() -> None:
+    def alone(_: object) -> None:
         with GroupLease(cache):
             assert cache.leases == 1
 
-    at = 0
-    while interrupted(alone, at := at + 1, lease, each="opcode"):
-        assert cache.leases == 0, at
-    assert at > 30
+    for _ in at_each_line(nullcontext, alone, lease, each="opcode", least=30):
+        assert cache.leases == 0
 
 
 def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leases(
@@ -334,17 +331,14 @@ def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leas
     managed = ballonet.manage(model, interval=1)
 
     @torch.no_grad()
-    def run() -> torch.Tensor:
+    def run(_: object = None) -> torch.Tensor:
         found: torch.Tensor = model(**INPUTS).logits
         return found
 
-    run()
-    at = 0
-    while interrupted(run, at := at + 1, turns, forwards, streamed):
+    for at, _ in enumerate(at_each_line(nullcontext, run, turns, forwards, streamed, least=100)):
         if at % 2:
-            assert torch.allclose(started(run).result(LONG), expected, atol=1e-5), at
-        assert torch.allclose(run(), expected, atol=1e-5), at
-        assert managed._weights.group.leases == 0, at
-        assert managed._turns._first() is None, at
-    assert at > 100
+            assert torch.allclose(started(run).result(LONG), expected, atol=1e-5)
+        assert torch.allclose(run(), expected, atol=1e-5)
+        assert managed._weights.group.leases == 0
+        assert managed._turns._first() is None
     managed.release()

@@ -275,8 +275,9 @@ class KVRange:
             except BaseException:
                 self.pages.release_prefix(0, first)
                 raise
-        self.shown.lost = 0
         self.pages.prefix_restored()
+        self.shown.drop()  # shows nothing, and is opened by whoever comes where Ctrl-C comes first
+        self.shown.lost = 0
         self.shown.open()
         for each in range(self._joined):
             self._show(each)

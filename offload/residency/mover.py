@@ -138,6 +138,7 @@ class Mover:
             return self._lead(chosen)
         finally:
             for piece in dirty:
+                self.look(piece, piece + 1)  # it may be led there, and Ctrl-C came before that was noted
                 if self.states.of(piece) is PieceState.SAVING:
                     self.backing.pages.retire(piece, 1)
                     self.states.move_run(PieceEvent.DIRTY, piece, piece + 1)

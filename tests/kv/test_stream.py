@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,12 +27,11 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
 from ballonet.offload.residency.states import PieceState
 
-from ..core import arm, pending
-from ..lines import interrupted
+from ..faulting import arm, pending
 from ..test_kv import tokens
 from ..threads import elsewhere
 from ..tuned import Tuned
-from .pressure import STEPS, away, hog, kv_ranges, poison, press, started, tiers
+from .pressure import away, hog, kv_ranges, poison, press, started, tiers
 from .test_taken import Fuzz
 
 PAGE = 4096
@@ -509,48 +507,6 @@ def test_all_of_it_is_restored_when_there_is_room(
     assert streamed.way() == replace(streamed.way(), way=Way.RESIDENT, away=0, slots=0, slot_pages=0)
     streamed.check()
     device.check()
-
-
-INTERRUPTIBLE = (*STEPS, kv_read_plan, kv_slots)
-INTERRUPTED: dict[str, Callable[[Layers], object]] = {
-    "iterate": lambda layers: layers.update(),
-    "prefill": lambda layers: layers.update(30),
-    "look": lambda layers: layers.check(),
-    "give": lambda layers: layers.tier.client.way.give(),
-}
-
-
-@pytest.mark.parametrize("act", INTERRUPTED)
-def test_ctrl_c_between_any_two_lines(device: Device, room: Any, act: str) -> None:
-    for nth in itertools.count(1, {"prefill": 797}.get(act, 97)):
-        layers = Layers(100)
-        layers.update()
-        came = interrupted(lambda: INTERRUPTED[act](layers), nth, *INTERRUPTIBLE)  # noqa: B023
-        for elastic, stock in layers.pairs:  # a stock layer of what was appended, or of what was not
-            length = elastic.get_seq_length()
-            if stock.get_seq_length() < length:
-                (seed,) = (seed for seed in range(layers.seed, 0, -1) if _is(elastic, stock, seed, length))
-                stock.update(*tokens(length - stock.get_seq_length(), seed))
-        layers.check()
-        least = min(elastic.get_seq_length() for elastic, _ in layers.pairs)
-        for pair in layers.pairs:
-            for layer in pair:
-                layer.crop(least - layer.get_seq_length())
-        for _ in range(3):
-            layers.update()
-        press(device, 4)
-        layers.update()
-        layers.check()
-        device.check()
-        layers.both(lambda layer: layer.reset())
-        if not came:
-            break
-    assert nth > 97
-
-
-def _is(elastic: Any, stock: Any, seed: int, length: int) -> bool:
-    new = tokens(length - stock.get_seq_length(), seed)
-    return torch.equal(elastic.keys[:, :, stock.get_seq_length() :], new[0])
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuEventRecord"])

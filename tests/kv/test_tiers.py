@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from transformers.cache_utils import DynamicLayer
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import DriverError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import find_pages
@@ -26,15 +24,12 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.residency.states import PieceEvent
 
 from .. import pool
-from ..core import arm, disarm
-from ..lines import interrupted
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from ..threads import elsewhere
 from ..tuned import Clock, Tuned
-from .pressure import STEPS, hog, poison, press, started, tiers
+from .pressure import hog, poison, press, started, tiers
 
 ROWS = DEFAULT.kv_reads.rows
 
@@ -504,18 +499,6 @@ def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device)
     assert [piece for piece, _ in stays.offers()] == [*range(8)]
 
 
-def test_a_prefix_that_could_not_be_restored_keeps_no_pages(device: Device) -> None:
-    pair = Pair(100)
-    pair.elastic.kv_range.release_prefix(60)
-    before = kv_pages(device)
-    with pytest.raises(KeyboardInterrupt), pair.elastic.kv_range.restoring_prefix():
-        raise KeyboardInterrupt
-    assert kv_pages(device) == before
-    with pair.elastic.kv_range.restoring_prefix() as missing:
-        pair.elastic.write(0, pair.stock.keys[:, :, :missing], pair.stock.values[:, :, :missing])
-    pair.check()
-
-
 def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:
     ranges = CacheRanges(layers=2, expected=1)
     long, short = Pair(1, ranges), Pair(3, ranges)
@@ -533,17 +516,6 @@ def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device)
     short.check()
     long.update(70)
     assert torch.equal(view, expected)
-
-
-def test_a_restore_that_was_interrupted_is_finished_before_anything_is_read(device: Device) -> None:
-    pair = Pair(60)
-    assert press(device, 2) == 2
-    pair.kv_range.pages._extent.look()
-    pair.kv_range.pages._extent.mover.states.move(PieceEvent.FETCH, (0, 1))
-    pair.kv_range.range.own(0, 2)  # new pages, and there Ctrl-C came
-    pair.update(1)
-    pair.check()
-    assert len(pair.offers()) == 4
 
 
 @pytest.mark.parametrize("layers", [1, 3, 32])
@@ -575,79 +547,3 @@ def test_the_next_page_is_mapped_before_it_is_needed(device: Device) -> None:
     pair.update(1)
     assert device.driver_ns() == before
     assert pair.places() == "dd"
-
-
-INTERRUPTED: dict[str, Callable[[Pair], object]] = {
-    "append": lambda pair: pair.elastic.update(*tokens(40, 9)),
-    "crop": lambda pair: pair.elastic.crop(-70),
-    "reorder": lambda pair: pair.elastic.reorder_cache(torch.tensor([1, 0])),
-    "copy behind": lambda pair: pair.tier.client.write_behind(4),
-    "take": lambda pair: pair.kv_range.pages.movable.displace(1) and pair.kv_range.pages.movable.displace(4),
-    "bring back": lambda pair: pair.tier.restore(9, 0),
-    "iterate": lambda pair: pair.tier.iteration(0),
-}
-
-
-@pytest.mark.parametrize("act", INTERRUPTED)
-def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
-    """What was begun may be done, or half done; whatever is taken then, the tokens are right."""
-    for nth in itertools.count(1, 3):  # not each, so that it does not take long
-        pair = Pair(100)
-        press(device, 3)
-        pair.tier.client.write_behind(2)
-        device.synchronize()
-        came = interrupted(lambda: INTERRUPTED[act](pair), nth, *STEPS)  # noqa: B023
-        length, before = pair.elastic.get_seq_length(), tokens(100, 1)
-        if act == "reorder":  # in the middle of which Ctrl-C leaves neither
-            pair.elastic.keys = before[0].clone()
-            pair.elastic.values = before[1].clone()
-        expected = [torch.cat(parts, dim=2)[:, :, :length] for parts in zip(before, tokens(40, 9), strict=True)]
-        for _ in range(2):
-            assert torch.equal(pair.elastic.keys, expected[0]), nth
-            assert torch.equal(pair.elastic.values, expected[1]), nth
-            press(device, 2)
-        new = tokens(30, 11)
-        pair.elastic.update(*new)
-        press(device, 4)
-        assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
-        pair.tier.client.write_behind(9)
-        pair.tier.restore(20, 0)
-        press(device, 4)
-        assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
-        device.check()
-        pair.elastic.reset()
-        if not came:
-            break
-    assert nth > 5
-
-
-FAULTS = ("cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemCreate", "cuMemcpyAsync", "cuEventRecord")
-
-
-@pytest.mark.parametrize("call", FAULTS)
-def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: str) -> None:
-    fired = device.snapshot()["faults"]
-    for nth in range(1, 7):
-        pair = Pair(60)
-        steps: list[Callable[[], object]] = [
-            lambda pair=pair: press(device, 2),
-            lambda pair=pair: pair.tier.client.write_behind(2),
-            lambda pair=pair: pair.kv_range.pages.movable.displace(3),
-            lambda pair=pair: pair.tier.restore(9, 0),
-            lambda pair=pair: pair.kv_range.pages.movable.displace(0),
-        ]
-        arm(call, nth)
-        for step in steps:
-            try:
-                step()
-            except (DriverError, torch.OutOfMemoryError):
-                step()
-            pair.check()
-        pair.update(30)
-        pair.both(lambda layer: layer.crop(-30))
-        device.check()
-        pair.elastic.reset()
-        poison(device)
-        device.trim()
-    assert device.snapshot()["faults"] > fired
-    disarm()

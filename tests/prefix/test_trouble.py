@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from ballonet.hooks.prefix import (
     sessions,
 )
 
-from ..lines import interrupted
+from ..faulting import at_each_line
 from ..pool import tiny_layers
 from ..tuned import Tuned
 from .conversations import Sides, evict_all, sides, words
@@ -157,22 +158,17 @@ def test_ctrl_c_anywhere() -> None:
     talks = [words(generator, 70)]
     with sides() as both:
 
-        def turn() -> None:
+        def turn(_: object = None) -> None:
             ids = draw.choice(talks)
             ids = torch.cat([ids[:, : draw.randint(ids.shape[1] // 2, ids.shape[1])], words(generator, 5)], 1)
             talks.append(both.ask(ids, max_new_tokens=2, min_new_tokens=2))
 
-        turn()
-        times = 0
-        for number in range(30):  # every other time while the index changes
-            times += interrupted(
-                turn, *((draw.randint(1, 150), *INDEX) if number % 2 else (draw.randint(1, 900), *PARTS))
-            )
-            turn()
-            gc.collect()
-            both.store.get_num_new_matched_tokens([1])
-            both.check()
-        assert times > 8
+        for modules in (PARTS, INDEX):
+            for _ in at_each_line(nullcontext, turn, *modules, most=15, least=60, share=0.5):
+                turn()
+                gc.collect()
+                both.store.get_num_new_matched_tokens([1])
+                both.check()
     gc.collect()
     device = devices.require()
     device.reap(wait=True)
@@ -181,12 +177,13 @@ def test_ctrl_c_anywhere() -> None:
 
 def test_ctrl_c_while_blocks_are_evicted() -> None:
     """Before lines of the index, from the first to the last."""
-    generator, times = torch.Generator().manual_seed(3), 0
+    generator = torch.Generator().manual_seed(3)
     with sides() as both:
-        for at in range(1, 200, 8):
-            both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
-            times += interrupted(lambda: both.store.pressure.give_up(1), at, *INDEX)
-            both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
+
+        def ask() -> AbstractContextManager[object]:
+            return nullcontext(both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1))
+
+        for _ in at_each_line(ask, lambda _: both.store.pressure.give_up(1), *INDEX, most=24, least=100):
+            ask()
             both.check()
             both.store.clear()
-        assert times > 15

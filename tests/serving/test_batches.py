@@ -29,7 +29,8 @@ from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 
 from .. import programs
-from ..core import PAGE_CALLS, arm, disarm
+from ..core import PAGE_CALLS
+from ..faulting import arm, disarm
 from ..models import build
 from ..tuned import Clock, Tuned
 from .batches import PAGE, answers, install, looping, prompts, stock

@@ -1,7 +1,7 @@
 """Calls of the driver fail once while batches are served: requests are answered, or told, and the loop lives.
 
-Of each function a few calls. With `run(every=True)`, which takes some ten minutes, each call of each that does more
-than ask. In a process of its own: faults that were armed and not met must not fire in another test.
+In a process of its own, as what has failed must not matter to another test. With BALLONET_SOAK, which takes some ten
+minutes, each call fails; else of each function the one in the middle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -18,24 +18,22 @@ import ballonet
 from ballonet.allocator import devices
 
 from .. import programs
-from ..core import arm, calls, pending
+from ..faulting import ERRORS, at_each_call
 from ..models import build
-from ..prefix.test_faults import ASKS
-from ..test_manage_faults import ERRORS, settle
+from ..test_manage_faults import settle
 from ..tuned import tuning
 from .batches import Answer, looping, prompts, stock
 
 PAGE = 16384
 TOKENS = 16
 PATIENCE = 60  # seconds for all answers of a turn
-TURNS = 3  # at most, until what was armed has struck: turns differ
 
 
 def test_a_fault_at_any_driver_call() -> None:
     programs.run("from tests.serving.test_faults import run; run()")
 
 
-def run(*, every: bool = False) -> None:
+def run() -> None:
     torch.set_num_threads(1)
     model: Any = build("llama", num_hidden_layers=8)
     asked = prompts(9, 60)
@@ -44,36 +42,17 @@ def run(*, every: bool = False) -> None:
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=40 * PAGE, device="cpu")
     device = devices.require()
     with tuning(waiting={"room": 0.1}), ballonet.manage(model):
-        for _ in range(2):  # what is called the first time only is no part of the pattern
-            before = calls()
-            turn(model, asked, expected)
-            numbers = {name: number - before[name] for name, number in calls().items() if number > before[name]}
-        places = [
-            (function, nth, times)
-            for function, number in numbers.items()
-            if not function.startswith(ASKS)
-            for nth in (range(1, number + 1) if every else (1 + number // 2,))
-            for times in (1, 2)  # what fails once is tried again, by the core
-        ]
-        assert {name for name, _, _ in places} >= {"cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync"}
         gc.collect()
         gc.freeze()
-        struck, told, begun = device.snapshot()["faults"], Counter[str](), Counter[bool]()
-        for function, nth, times in places:
-            print(function, nth, times, flush=True)
-            for later in range(times):
-                arm(function, nth + later)
-            for _ in range(TURNS):
-                begun[turn(model, asked, expected, told)] += 1
+        told, begun = Counter[str](), Counter[bool]()
+        for times in (1, 2):  # what fails once is tried again, by the core
+            act = lambda _: begun.update([turn(model, asked, expected, told)])  # noqa: E731
+            for _ in at_each_call(nullcontext, act, most=1, times=times, least=10):
                 gc.collect()
                 device.check()
                 assert device.snapshot()["pages"]["kv"] == 0
-                if not pending(function):
-                    break
-        struck = device.snapshot()["faults"] - struck
-        print(f"{len(places)} places, {struck} faults struck; loops that began, or did not: {begun}; told: {told}")
-        assert struck >= 0.9 * len(places)
-        assert begun[True] >= 0.8 * len(places)
+        print(f"loops that began, or did not: {begun}; told: {told}")
+        assert begun[True] >= 0.8 * begun.total()
         assert turn(model, asked, expected)
     left = settle(device)
     assert left["kv"] == left["weights"] == left["retiring"] == 0, left

@@ -15,7 +15,7 @@ from ballonet.allocator import devices
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.sectors.host_writes import HostWrites
 
-from ..core import arm, disarm
+from ..faulting import arm, disarm
 from ..models import build
 from .batches import BLOCK, PAGE, answers, beside_a_loop, kv_to_the_host, looping, prompts, stock
 

@@ -25,7 +25,7 @@ from ballonet.hooks.prefix.sequence import Gone
 from ballonet.hooks.prefix.stored_tokens import StoredTokens
 from ballonet.hooks.sectors.pages import SectorPages
 
-from ..core import arm, disarm
+from ..faulting import arm, disarm
 from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned

@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from ballonet.hooks.streaming import bound
 from ballonet.hooks.streaming import streamed as streaming
 from ballonet.offload.residency import ring
 
-from ..lines import interrupted
+from ..faulting import at_each_line
 from ..models import Output
 from ..portrait import bits, tensors
 from ..threads import elsewhere
@@ -513,16 +513,14 @@ def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.
     parts = (ring, streaming, bound, turns)
 
     @torch.no_grad()
-    def run() -> None:
+    def run(_: object) -> None:
         model(IDS)
 
-    line = 0
-    while interrupted(run, line := line + 11, *parts):
-        assert all(bits(tensor) == expected[name] for name, tensor in tensors(model).items()), line
-        if line % 5 == 0:
-            assert say(model).agrees(stock), line
+    for number, _ in enumerate(at_each_line(nullcontext, run, *parts, most=60, least=250)):
+        assert all(bits(tensor) == expected[name] for name, tensor in tensors(model).items())
+        if number % 5 == 0:
+            assert say(model).agrees(stock)
         with managed.resident():
             pass
-    assert line > 250
     fly(model, managed)
     devices.require().check()
