@@ -41,6 +41,7 @@ Place = TypeVar("Place")
 Begin = Callable[[], AbstractContextManager[T]]
 Each = Literal["line", "opcode"]
 ERRORS = (BallonetError, PoolExhausted, torch.OutOfMemoryError)  # what an operation may raise where a call fails
+SAY_WHY = (DriverError, DriverUnavailable, BudgetError, MemoryError, torch.OutOfMemoryError)
 # Around every other call, always in the same way: a few of them are as good as all.
 AROUND = ("cuCtxSetCurrent", "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode")
 
@@ -154,9 +155,7 @@ def spread(count: int, most: int | None) -> list[int]:
 def _says_why(error: BaseException | None) -> bool:
     """Is the error, or one that it came of, about a driver call or about memory?"""
     while error is not None and not isinstance(error, InvariantBroken):
-        if isinstance(error, DriverError | BudgetError | MemoryError | torch.OutOfMemoryError) or "driver" in str(
-            error
-        ):
+        if isinstance(error, SAY_WHY) or "driver" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
