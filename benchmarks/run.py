@@ -136,6 +136,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that steps are ended and the file is written
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and its steps, would ignore it
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all that need a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")

@@ -96,16 +96,12 @@ def run(model: Any, setting: Setting) -> Seen:
 
     def look(_: Any, __: Any, given: dict[str, Any], ___: Any) -> None:
         if given["past_key_values"].get_seq_length() == setting.context:
-            seen = device.snapshot()
             streamed = len(ballonet.manage(model).report().streamed)
-            found.append(
-                Seen(
-                    seen["pages"],
-                    bytes_that_exist() // setting.page,
-                    streamed,
-                    seen["heap"]["requested_peak"],
-                )
-            )
+            while True:
+                seen, exist = device.snapshot(), bytes_that_exist() // setting.page
+                if device.snapshot()["pages"] == seen["pages"]:  # nothing was mapped ahead between the two
+                    break
+            found.append(Seen(seen["pages"], exist, streamed, seen["heap"]["requested_peak"]))
 
     with ballonet.manage(model):
         ids = torch.randint(2, 60, (setting.batch, setting.prompt), generator=torch.Generator().manual_seed(1))
