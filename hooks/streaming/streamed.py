@@ -134,7 +134,7 @@ class Streaming:
                 self.reveal(layer)
 
     def begin(self, turn: Turn) -> None:
-        """Begins the pass of a forward that is about to run layers. DriverError."""
+        """Begins the pass of a forward that is about to run layers. WeightsFileChanged, DriverError."""
         if torch.is_grad_enabled() or self._turns.sections:
             return
         if not turn.asked:
@@ -147,6 +147,8 @@ class Streaming:
         if self._span is not self._local_layers.span:
             self._span = self._local_layers.span
             self._ring.share(self._local_layers.runs)
+        if self._hidden:
+            self._ring.check()  # nothing is copied from a file that has changed between two passes
         self._ring.begin(self._stream(), self._unchanged)
 
     def end(self, turn: Turn) -> None:

@@ -140,6 +140,7 @@ class Backing:
         file = self.file
         if file is None:
             return
+        self.check()
         with ExitStack() as undo:
             self.map_all(spans, undo)
             copies = [

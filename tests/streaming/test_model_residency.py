@@ -113,7 +113,8 @@ def test_a_look_that_the_host_has_no_page_for_is_out_of_memory(loaded: Any, orig
         assert tensors(loaded) == tensors(original)
 
 
-def test_a_file_is_looked_at_once_in_a_forward(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_looked_at_twice_in_a_forward(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first copy, and after its last."""
     looks: list[str] = []
     check = WeightsFile.check
     monkeypatch.setattr(WeightsFile, "check", lambda self: (looks.append(self.path), check(self))[1])
@@ -122,7 +123,7 @@ def test_a_file_is_looked_at_once_in_a_forward(loaded: Any, monkeypatch: pytest.
             looks.clear()
             with torch.no_grad():
                 loaded(torch.arange(4)[None])
-            assert len(looks) == 1
+            assert len(looks) == 2
 
 
 @pytest.mark.parametrize("backing", ["model", "loaded"], ids=["host pages", "a file"])
@@ -174,9 +175,11 @@ def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Outp
     else:
         path.with_suffix(".new").write_bytes(path.read_bytes())
         path.with_suffix(".new").rename(path)
+    copied = managed._weights.ring.copied
     for _ in range(2):
         with pytest.raises(WeightsFileChanged, match="load the model again"):
             say(loaded)
+    assert managed._weights.ring.copied == copied
     devices.require().check()
     del managed, loaded
 
