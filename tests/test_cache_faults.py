@@ -16,7 +16,6 @@ from transformers.models.llama import modeling_llama
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
-from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
@@ -143,22 +142,3 @@ def test_several_generations_at_once(small_pages: int) -> None:
             assert handle._weights.group.leases == 0
             assert chaos_of(handle) is not None
             assert sum(chaos_of(handle).moved.values()) > 0
-
-
-def test_the_thread_of_an_unmanaged_model_keeps_a_lease_on_its_cache() -> None:
-    """Attention reads what an append has shown, and no hook says when it is done."""
-    model = build("llama")
-    cache = KVCache(model.config)
-    group = cache._ranges.group(devices.require())
-    seen: list[int] = []
-    update = kv_range.KVRange._note
-
-    def note(*args: Any) -> None:
-        seen.append(group.leases)
-        update(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_range.KVRange, "_note", note)
-        with model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: seen.append(group.leases)):
-            step(model, cache, INPUTS["input_ids"])
-    assert seen == [2, 2, 1, 2]
