@@ -331,20 +331,6 @@ def test_a_view_outlives_its_layer(device: Device) -> None:
     assert kv_pages(device) == before
 
 
-def test_a_sequence_that_outgrows_its_reservation_moves_to_a_larger_one() -> None:
-    small = [part[:1, :1] for part in tokens(1)]  # 48 bytes per token
-    layer = ElasticLayer(CacheRanges(longest=8))
-    layer.update(*small)
-    reserved = layer._range.geometry.tokens
-    for _ in range(reserved // 500 + 1):
-        layer.update(*(part.expand(1, 1, 500, -1) for part in small))
-    assert layer.get_seq_length() > reserved
-    assert layer.elastic
-    assert layer._range.geometry.tokens >= layer.get_seq_length()
-    assert torch.equal(layer.keys, small[0].expand_as(layer.keys))
-    assert torch.equal(layer.values, small[1].expand_as(layer.values))
-
-
 @pytest.mark.usefixtures("full_host")
 @pytest.mark.parametrize("helps", [True, False])
 def test_what_torch_caches_of_the_pool_is_asked_for_before_giving_up(
