@@ -37,20 +37,6 @@ def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     take_out()
 
 
-@contextmanager
-def full_host(device: Device) -> Iterator[None]:
-    """The host has no page to give."""
-    gc.collect()
-    device.trim()
-    count = HOST // device.page_size
-    hog = device.reserve(count * device.page_size, "weights", device.group())
-    hog.map_host(0, count)
-    try:
-        yield
-    finally:
-        hog.close()
-
-
 def kv_pages(device: Device) -> int:
     device.reap(wait=True)
     pages: int = device.snapshot()["pages"]["kv"]

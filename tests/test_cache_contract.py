@@ -7,7 +7,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -49,19 +49,15 @@ def managed(model: Any) -> bool:
     return any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
-def test_assisted_decoding(how: str) -> None:
+def with_prompt_lookup(model: Any) -> torch.Tensor:
+    return generate(model, "greedy", ONE, tokens=30, prompt_lookup_num_tokens=4).tokens
+
+
+def with_an_assistant(model: Any) -> torch.Tensor:
     with install.stock():
         helper = build("llama", num_hidden_layers=1)
-
-    def run(model: Any) -> torch.Tensor:
-        more = {"prompt_lookup_num_tokens": 4} if how == "prompt lookup" else {"assistant_model": helper}
-        if not managed(model) or how == "prompt lookup":
-            return generate(model, "greedy", ONE, tokens=30, **more).tokens
-        with testing.manage(helper, chaos=11):
-            return generate(model, "greedy", ONE, tokens=30, **more).tokens
-
-    as_stock(run)
+    with testing.manage(helper, chaos=11) if managed(model) else nullcontext():
+        return generate(model, "greedy", ONE, tokens=30, assistant_model=helper).tokens
 
 
 def drop_last(cache: Any) -> None:
@@ -124,34 +120,27 @@ def test_a_conversation_goes_on_from_its_cache() -> None:
     as_stock(run)
 
 
-def test_embeddings_instead_of_tokens() -> None:
-    def run(model: Any) -> torch.Tensor:
-        embeddings = model.get_input_embeddings()(INPUTS["input_ids"]).detach()
-        found: torch.Tensor = model.generate(
-            inputs_embeds=embeddings, attention_mask=INPUTS["attention_mask"], max_new_tokens=14, do_sample=False
-        )
-        return found
-
-    as_stock(run)
+def from_embeddings(model: Any) -> torch.Tensor:
+    embeddings = model.get_input_embeddings()(INPUTS["input_ids"]).detach()
+    found: torch.Tensor = model.generate(
+        inputs_embeds=embeddings, attention_mask=INPUTS["attention_mask"], max_new_tokens=14, do_sample=False
+    )
+    return found
 
 
-@pytest.mark.parametrize("size", [1, 5, 12])
-def test_prefill_in_chunks(size: int) -> None:
-    def run(model: Any) -> list[torch.Tensor]:
-        found = [generate(model, "greedy", INPUTS, prefill_chunk_size=size).tokens]
-        cache = KVCache(model.config) if managed(model) else DynamicCache(config=model.config)
-        for start in range(0, 12, size):
-            part = slice(start, start + size)
-            with torch.no_grad():
-                out = model(
-                    INPUTS["input_ids"][:, part],
-                    attention_mask=INPUTS["attention_mask"][:, : start + size],
-                    past_key_values=cache,
-                )
-            found.append(out.logits)
-        return [*found, generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(cache)).tokens]
-
-    as_stock(run)
+def in_chunks(size: int, model: Any) -> list[torch.Tensor]:
+    found = [generate(model, "greedy", INPUTS, prefill_chunk_size=size).tokens]
+    cache = KVCache(model.config) if managed(model) else DynamicCache(config=model.config)
+    for start in range(0, 12, size):
+        part = slice(start, start + size)
+        with torch.no_grad():
+            out = model(
+                INPUTS["input_ids"][:, part],
+                attention_mask=INPUTS["attention_mask"][:, : start + size],
+                past_key_values=cache,
+            )
+        found.append(out.logits)
+    return [*found, generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(cache)).tokens]
 
 
 class Letters:
@@ -161,17 +150,14 @@ class Letters:
         return "".join(f"{int(each)} " for each in ids)
 
 
-def test_a_streamer_in_a_thread() -> None:
-    def run(model: Any) -> list[torch.Tensor]:
-        streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=600)  # type: ignore[arg-type]
-        arguments = {**ONE, "streamer": streamer, "max_new_tokens": 20, "do_sample": False}
-        thread = threading.Thread(target=model.generate, kwargs=arguments)
-        thread.start()
-        text = "".join(streamer)
-        thread.join()
-        return [torch.tensor([int(word) for word in text.split()])]
-
-    as_stock(run)
+def streamed_from_a_thread(model: Any) -> torch.Tensor:
+    streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=600)  # type: ignore[arg-type]
+    arguments = {**ONE, "streamer": streamer, "max_new_tokens": 20, "do_sample": False}
+    thread = threading.Thread(target=model.generate, kwargs=arguments)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    return torch.tensor([int(word) for word in text.split()])
 
 
 def greedy_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -184,12 +170,9 @@ def greedy_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Ten
     return input_ids
 
 
-def test_a_decoding_of_ones_own() -> None:
-    def run(model: Any) -> torch.Tensor:
-        found: torch.Tensor = model.generate(INPUTS["input_ids"], custom_generate=greedy_loop, max_new_tokens=15)
-        return found
-
-    as_stock(run)
+def by_a_decoding_of_ones_own(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(INPUTS["input_ids"], custom_generate=greedy_loop, max_new_tokens=15)
+    return found
 
 
 @contextmanager
@@ -201,23 +184,29 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        torch.inference_mode,
-        deterministic,
-        functools.partial(FlopCounterMode, display=False),
-        torch.autograd.detect_anomaly,
-    ],
-    ids=["inference mode", "deterministic", "dispatch mode", "anomaly"],
-)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_surroundings(around: Callable[[], Any]) -> None:
-    def run(model: Any) -> torch.Tensor:
-        with around():
-            return generate(model, "beam", INPUTS).tokens
+def within(around: Callable[[], Any], model: Any) -> torch.Tensor:
+    with around():
+        return generate(model, "beam", INPUTS).tokens
 
-    as_stock(run)
+
+RUNS: dict[str, Run] = {
+    "prompt lookup": with_prompt_lookup,
+    "assistant": with_an_assistant,
+    "embeddings": from_embeddings,
+    **{f"chunks of {size}": functools.partial(in_chunks, size) for size in (1, 5, 12)},
+    "streamer": streamed_from_a_thread,
+    "own decoding": by_a_decoding_of_ones_own,
+    "inference mode": functools.partial(within, torch.inference_mode),
+    "deterministic": functools.partial(within, deterministic),
+    "dispatch mode": functools.partial(within, functools.partial(FlopCounterMode, display=False)),
+    "anomaly": functools.partial(within, torch.autograd.detect_anomaly),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("how", RUNS)
+def test_however_it_is_run_it_answers_as_stock_does(how: str) -> None:
+    as_stock(RUNS[how])
 
 
 def test_autocast() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import BallonetError, DriverError
+from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
@@ -27,7 +26,6 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
 from ballonet.offload.residency.states import PieceState
 
-from ..faulting import arm, pending
 from ..test_kv import tokens
 from ..threads import elsewhere
 from ..tuned import Tuned
@@ -337,26 +335,6 @@ def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     sequence.layers.clear()
 
 
-@pytest.mark.usefixtures("room")
-def test_what_is_held_does_not_begin_to_fly() -> None:
-    layers = Layers(100)
-    held, expected = [layers.pairs[3][0].keys], layers.pairs[3][1].keys
-
-    def append(*args: Any) -> None:
-        layers._append(*args)
-        assert torch.equal(held[0], expected)
-
-    layers.append = append
-    while layers.flying < LAYERS - 1:
-        layers.update()
-    for _ in range(3):
-        layers.update()
-    assert not layers.kv_ranges[3].pages._extent.mover.in_slot
-    held.clear()
-    layers.append = layers._append
-    layers.both(lambda layer: layer.reset())
-
-
 def test_layers_that_have_run_give_first(device: Device) -> None:
     layers = Layers(100)
     layers.update(70, only=2)
@@ -507,34 +485,3 @@ def test_all_of_it_is_restored_when_there_is_room(
     assert streamed.way() == replace(streamed.way(), way=Way.RESIDENT, away=0, slots=0, slot_pages=0)
     streamed.check()
     device.check()
-
-
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuEventRecord"])
-def test_a_fault_at_any_call_leaves_everything_readable(device: Device, room: Any, call: str) -> None:
-    for nth in range(1, 40, 3):
-        layers = Layers(100)
-        layers.update()
-        arm(call, nth)
-        while pending(call):
-            layers.seed = seed = layers.seed + 1
-            new = tokens(1, seed)
-            for index, (elastic, stock) in enumerate(layers.pairs):
-                found = again(functools.partial(elastic.update, *new))
-                assert all(map(torch.equal, found, stock.update(*new))), (nth, index)
-                del found
-            again(functools.partial(press, device, 2))
-            again(layers.pairs[seed % LAYERS][0].crop, 0)
-            again(lambda layer=layers.pairs[seed % LAYERS][0]: layer.keys)
-        layers.check()
-        device.check()
-        layers.both(lambda layer: layer.reset())
-    device.reap(wait=True)
-    assert device.available >= 26
-
-
-def again(act: Callable[..., Any], *args: Any) -> Any:
-    """Once more, where the driver refused."""
-    try:
-        return act(*args)
-    except (DriverError, torch.OutOfMemoryError):
-        return act(*args)

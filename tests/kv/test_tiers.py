@@ -202,16 +202,6 @@ def test_what_is_being_copied_may_be_taken_which_waits_for_the_copies(device: De
 
 
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
-def test_what_is_written_while_it_is_copied_is_dirty(device: Device) -> None:
-    pair = Pair(60)
-    pair.tier.client.write_behind(4)  # takes 60 ms
-    pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))  # waits for the copies
-    assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
-    assert press(device, 4) == 4
-    pair.check()
-
-
-@pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
 def test_a_lower_budget_waits_for_what_is_being_copied(device: Device) -> None:
     pair = Pair(120)
     device.trim()

@@ -3,7 +3,6 @@ told that memory is out."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device import pressure
 
 from ..models import build
-from ..pool import bytes_that_exist, in_pool, tiny_layers
+from ..pool import tiny_layers
 from ..tuned import Tuned
 from .conversations import sides, words
 
@@ -77,22 +76,6 @@ def test_the_model_with_the_lowest_priority_gives_its_prefixes_first(
     assert (first.contents.device_pages, then.contents.device_pages) == (0, 0)
     for each in managed:
         each.release()
-
-
-def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device) -> None:
-    generator = torch.Generator().manual_seed(5)
-    with sides() as both:
-        both.model.generate(words(generator, 200), max_new_tokens=2, do_sample=False)
-        (sequence,) = both.store.contents.index.idle
-        assert all(in_pool(layer.part(0, 200)[0]) for layer in sequence.used)
-        del sequence
-        gc.collect()
-        device.trim()
-        before, kept = bytes_that_exist(), both.store.nbytes
-        assert kept >= 3 * 200 * 128
-        both.store.clear()
-        device.trim()
-        assert bytes_that_exist() <= before - kept
 
 
 def test_new_tokens_get_the_pages_of_prefixes(device: Device) -> None:

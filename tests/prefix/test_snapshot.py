@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -161,26 +159,6 @@ def test_what_is_left_to_stock(
         both.ask(words(generator, 12, rows), attention_mask=mask, **options)
         assert both.store.counts.why_not == {reason: 1}
         assert both.store.states == both.store.pages == 0
-
-
-def test_requests_of_several_threads(generator: torch.Generator) -> None:
-    """Each counts its own forwards, and they branch from one turn."""
-    given = {"max_new_tokens": 6, "do_sample": False}
-    with sides("mamba2") as both:
-        ids = both.ask(words(generator, 30))
-        said = [on(ids, words(generator, 4 + n)) for n in range(3)]
-        ready = threading.Barrier(3)
-
-        def run(number: int) -> list[int]:
-            ready.wait()
-            tokens: list[int] = both.model.generate(said[number], **given)[0].tolist()
-            return tokens
-
-        with ThreadPoolExecutor(3) as threads:
-            found = list(threads.map(run, range(3)))
-        both.check()
-        assert both.store.counts.hits >= ids.shape[1] - 1
-        assert found == [both.stock.generate(prompt, **given)[0].tolist() for prompt in said]
 
 
 def test_states_are_in_the_pool_and_leave_it_when_others_need_room(generator: torch.Generator) -> None:

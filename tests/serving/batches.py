@@ -74,6 +74,13 @@ def looping(model: Any, tokens: int, **settings: Any) -> AbstractContextManager[
     return found
 
 
+def ask(manager: Any, asked: Iterable[list[int]]) -> list[Answer]:
+    """What a loop answers, which is asked all of it at once; in the order of the prompts."""
+    names = [manager.add_request(prompt) for prompt in asked]
+    found = {(each := manager.get_result(timeout=600)).request_id: each for _ in names}
+    return [Answer(found[name].generated_tokens, found[name].error) for name in names]
+
+
 _KNOWN: dict[Any, list[Answer]] = {}  # of stock
 
 

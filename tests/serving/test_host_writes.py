@@ -15,7 +15,6 @@ from ballonet.allocator import devices
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.sectors.host_writes import HostWrites
 
-from ..faulting import arm, disarm
 from ..models import build
 from .batches import BLOCK, PAGE, answers, beside_a_loop, kv_to_the_host, looping, prompts, stock
 
@@ -86,19 +85,6 @@ def test_blocks_are_copied_beside_the_computation(
         assert 0 < seen.left < BLOCK, "a kernel writes a full block over the link"
         assert ballonet.stats().copied.kv_d2h >= seen.blocks * BLOCK * TOKEN
         assert devices.require().snapshot()["pages"]["kv"] == 0
-
-
-@pytest.mark.parametrize("ahead", [1, 5, 40])
-def test_a_copy_that_fails_is_written_by_the_stream(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = build("llama", num_hidden_layers=12, **HEADS), prompts(24, 60)
-    expected = stock(model, asked, 4)
-    host_first(120)
-    seen = Seen(monkeypatch)
-    with ballonet.manage(model, interval=None, batches="full"):
-        arm("cuMemcpyAsync", ahead)
-        assert answers(model, asked, 4) == expected
-        disarm()
-        assert seen.blocks > 0
 
 
 @beside_a_loop
