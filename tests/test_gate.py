@@ -398,24 +398,6 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, hasty: None) -
     assert wrong == []
 
 
-def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, hasty: None) -> None:
-    expected = tokens(model)
-    watching = FirstUse(ManageOptions(interval=1))
-    try:
-        together = threading.Barrier(6)
-
-        def use() -> list[torch.Tensor]:
-            together.wait(LONG)
-            return [tokens(model), tokens(model)]
-
-        threads = [Thread(use) for _ in range(6)]
-        assert all(torch.equal(found, expected) for thread in threads for found in thread.result())
-        assert len(watching.managed) == 1
-    finally:
-        watching.close()
-    watching.managed[0].release()
-
-
 def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(model)
     paused, go_on = threading.Event(), threading.Event()

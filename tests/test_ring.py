@@ -297,6 +297,22 @@ def test_a_layer_that_has_come_back_is_copied_to_its_slot_once() -> None:
         ctypes.memset(it.layers[1].parts[0].range.address, 2, 2 * PAGE)
 
 
+def test_a_layer_of_which_only_a_part_can_be_made_resident_goes_back_to_the_host() -> None:
+    with model([2, 3], range(2), 1) as it:
+        it.arrange([])
+        it.ring.begin(0)
+        it.run(1)
+        view = it.slot(1).tensor(2 * PAGE, (PAGE,), (1,), 1, 8)  # of the second part
+        with pytest.raises(BallonetError, match="cannot be exchanged"):
+            it.ring.make_resident(1)
+        del view
+        assert [part.range.leads_to(0) for part in it.layers[1].parts] == ["alias"] * 2
+        assert it.shows_right(1)
+        it.arrange([1])
+        it.ring.begin(0)
+        it.run(1)
+
+
 def test_slots_that_do_not_fit_leave_nothing() -> None:
     with opened(budget=3, host_budget=20) as core:
         with pytest.raises(PoolExhausted):
