@@ -24,8 +24,8 @@ from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
 from .contract.driver import ALREADY_REGISTERED, NOT_REGISTERED, READ_ONLY
-from .core import PAGE, Core, all_calls, calls, current_context, opened
-from .faulting import arm
+from .core import PAGE, Core, calls, current_context, opened
+from .faulting import arm, at_each_call
 from .programs import run
 
 PIECE = 4 * PAGE
@@ -234,31 +234,18 @@ def test_a_file_that_cannot_be_mapped_is_no_twin(tmp_path: Path, monkeypatch: py
 def test_a_failure_at_any_call_is_survived(tmp_path: Path) -> None:
     path = weights.write(tmp_path / "w", {"a": 10 * PAGE})
 
-    def life() -> None:
-        with twins(path) as (core, made, file):
-            there = slot(core, 10)
-            transfer = _native.Transfer(core.device)
-            failures = 0
-            for _ in range(2):
-                try:
-                    twin = made.twin([(0, file.span("a"))])
-                    if twin.registered:
-                        transfer.copy(twin.parts(there.address), after=0, owner="weights", to="device").before(0)
-                        assert shows(there.address, [(0, file.span("a"))], path)
-                except DriverError:
-                    failures += 1
-            assert failures <= 1
-            try:
-                made.close()
-            except DriverError:
-                made.close()
+    def use(scene: tuple[Core, FileBackings, WeightsFile]) -> bool:
+        core, made, file = scene
+        there = slot(core, 10)
+        twin = made.twin([(0, file.span("a"))])
+        if twin.registered:
+            fill(core, twin.parts(there.address))
+            assert shows(there.address, [(0, file.span("a"))], path)
+        made.close()
+        return twin.registered
 
-    made = all_calls(life)
-    assert (made["cuMemHostRegister"], made["cuMemHostUnregister"]) == (3, 3)
-    for function in ("cuMemHostRegister", "cuMemHostUnregister", "cuMemcpyAsync", "cuStreamSynchronize"):
-        for ahead in range(1, made[function] + 1):
-            arm(function, ahead)
-            life()
+    for scene, _ in at_each_call(lambda: twins(path), use):
+        assert use(scene)
 
 
 def test_what_is_dropped_is_unregistered_even_where_the_driver_refuses_once(tmp_path: Path) -> None:

@@ -169,23 +169,6 @@ def test_manage_waits_for_a_forward_that_is_running_and_others_for_manage(model:
         assert same(logits(model), expected)
 
 
-def test_a_layer_that_is_called_by_itself_is_waited_for_and_waits(model: Any) -> None:
-    layer = model.model.layers[1].mlp
-    with torch.no_grad():
-        expected = layer(ROW)
-        held = Held(layer.act_fn, lambda: layer(ROW)).reached()
-        managing = Thread(lambda: ballonet.manage(model, interval=None))
-        until(closed_or_over(model, managing))
-        assert managing.is_alive()
-        other = Thread(lambda: layer(ROW))
-        until(at_gate_or_over(layer, other))
-        assert other.is_alive()
-        assert torch.equal(held.result(), expected)
-        managed = managing.result()
-        assert torch.equal(other.result(), expected)
-        managed.release()
-
-
 def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(model: Any, tuned: Tuned) -> None:
     tuned(waiting={"gate": 0.05}, waits=Clock(step=0.01))
     expected = logits(model)
@@ -413,24 +396,6 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, hasty: None) -
         over.set()
     assert all(user.result() > 1 for user in users)
     assert wrong == []
-
-
-def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, hasty: None) -> None:
-    expected = tokens(model)
-    watching = FirstUse(ManageOptions(interval=1))
-    try:
-        together = threading.Barrier(6)
-
-        def use() -> list[torch.Tensor]:
-            together.wait(LONG)
-            return [tokens(model), tokens(model)]
-
-        threads = [Thread(use) for _ in range(6)]
-        assert all(torch.equal(found, expected) for thread in threads for found in thread.result())
-        assert len(watching.managed) == 1
-    finally:
-        watching.close()
-    watching.managed[0].release()
 
 
 def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

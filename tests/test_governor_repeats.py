@@ -240,13 +240,6 @@ def test_where_nothing_happens_the_same_is_told_again(calm: World) -> None:
     assert told_again(calm) == 0
 
 
-def test_an_iteration_that_is_told_the_same_is_in_use_as_any(calm: World) -> None:
-    assert told_again(calm) == 8
-    (state,) = calm.governor._known.clients.models
-    assert state.activity.at == state.used == calm.clock.now
-    assert calm.governor._known.clients.running.models == ()
-
-
 @pytest.mark.parametrize(
     ("act", "given_to_it"),
     [
@@ -268,18 +261,3 @@ def test_what_happens_is_looked_at(calm: World, act: Callable[..., object], give
     assert told_again(calm, 2) == 2
     act(calm, *given_to_it)
     assert told_again(calm, 1) == 0
-
-
-def test_a_model_that_streams_is_compared_as_often_as_ever() -> None:
-    """The passes that `faster` weighs are counted also while it is told the same."""
-    repeats, looks = (World(60, 1, each) for each in (True, False))
-    for world in (repeats, looks):
-        world.others(35)
-        world.step(0, "decode", 1, 17, -1)
-        world.others(-35)
-        world.device.budget += 10**6
-        world.step(0, "decode", 1, 17, -1)
-        assert world.models[0].plan.streamed
-        world.steps(0, 200, 1 / 1024, 17)
-    assert repeats.repeated > 100
-    assert repeats.seen() == looks.seen()

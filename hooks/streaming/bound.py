@@ -20,7 +20,8 @@ Note [Written between two passes]
     A layer that was copied to its slot for the next pass may be written on the host before that pass begins. Writing
     takes a reference: those that exist are counted (`unheld`, by device/references.py), those that are got through a
     module are noticed (`asked`). Where there are none of either kind, from before the copy to the beginning of the
-    pass, the slot equals the layer. Where there are, or may be, the layer is copied again when the pass begins.
+    pass, the slot equals the layer. Where there are, or may be, the layer is copied again when the pass begins. A view
+    that outlives its call refers to the layer, too, through memory of its own: as long as there is one, every layer is.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
@@ -175,6 +177,10 @@ class Bound:
         """Ends the call. Returns (has it written to the slot?, is a view of it still held?)."""
         self.call, self.now, self.given = 0, {}, {}
         return sum(map(_version, self._leaves)) != self._before, self._count() != self._references
+
+    def memory(self) -> list[StorageWeakRef]:
+        """Returns the slot's, if the layer's call reads one."""
+        return [] if self._storage is None else [StorageWeakRef(self._storage)]
 
     def _held(self) -> list[Any] | None:
         """The tensors as they are now; None where one is gone."""

@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
@@ -95,6 +96,7 @@ class Streaming:
         ring.loading = self._loading
         self._versions: dict[int, int] = {}  # versions of layers when their copies began
         self._unseen: set[int] = set()  # layers whose weights no other code has got since
+        self._outlived: list[StorageWeakRef] = []  # memory of views that have outlived their calls
 
     def bind(self, layers: Mapping[int, Layer], page: int) -> None:
         """Makes the calls of these layers, and no others, read the ring's slots. No thread runs them meanwhile."""
@@ -221,7 +223,7 @@ class Streaming:
             return
         self._unseen.add(layer)  # before the look: `_asked` removes it from now on
         self._versions[layer], unheld = self.bound[layer].examine()
-        if not unheld:
+        if not unheld or (self._outlived and self._kept()):
             self._unseen.discard(layer)
 
     def _unchanged(self, layer: int) -> bool:
@@ -248,6 +250,11 @@ class Streaming:
         self._ring.leave(layer, lambda following: self.bound[following].unheld())
         return written
 
+    def _kept(self) -> bool:
+        """Does somebody keep a view that has outlived its call, of whatever layer? Then it may be written to."""
+        self._outlived = [each for each in self._outlived if not each.expired()]
+        return bool(self._outlived)
+
     def _give_away(self, layer: int) -> None:
         """Leaves the slot's addresses to views that outlive their call: see bound.py, Note [Views that outlive their
         call]."""
@@ -255,6 +262,7 @@ class Streaming:
         others = [] if shared is None else [each for each in self.bound if self._ring.slot(each) is shared]
         if layer in self._hidden:
             self.reveal(layer)
+        self._outlived += self.bound[layer].memory()
         for each in others:
             self.bound[each].show(None, None)
         try:

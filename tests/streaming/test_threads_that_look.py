@@ -24,9 +24,6 @@ from .conftest import INPUTS
 pytestmark = pytest.mark.chaos
 
 
-LONG = 60.0  # seconds
-
-
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(INPUTS["input_ids"]).logits
@@ -61,30 +58,6 @@ class Told:
 def told(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     with ballonet.manage(model) as it:
         yield Told(model, it, monkeypatch)
-
-
-def test_a_thread_that_reads_by_a_reference_while_layers_come_and_go(
-    told: Told, original: Any, stock: torch.Tensor
-) -> None:
-    wanted = original.model.layers[1].mlp.up_proj.weight
-    held = told.model.model.layers[1].mlp.up_proj.weight
-    begun, stop, seen = threading.Event(), threading.Event(), []
-
-    @torch.no_grad()
-    def read() -> None:
-        while not stop.is_set():
-            with told.it.resident():
-                seen.append(torch.equal(held, wanted))
-                begun.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert begun.wait(LONG)
-    for layers in ((1,), (), (1, 2), (0,), (1,), ()):
-        assert torch.equal(told.stream(*layers), stock)
-    stop.set()
-    reader.join(LONG)
-    assert all(seen)
 
 
 def test_nothing_comes_or_goes_in_a_section(told: Told, stock: torch.Tensor) -> None:

@@ -6,8 +6,9 @@ import copy
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,118 @@ def wanted(original: Any, managed: ballonet.Managed, n: int = 2) -> bytes:
     return bits(projection(original, managed, n).weight)
 
 
+# How a weight is looked at: by a model, the weight's name, and a reference from before
+
+
+def of_its_layer(model: Any, name: str, _: object) -> torch.Tensor:
+    """What its layer makes of some states."""
+    states = torch.ones(1, 1, model.config.hidden_size)
+    layer = model.get_submodule(name.partition(".mlp")[0])
+    found = layer(states, position_embeddings=model.model.rotary_emb(states, torch.arange(1)[None]))
+    return found[0] if isinstance(found, tuple) else found
+
+
+def memory(model: Any, name: str, _: object) -> tuple[Any, ...]:
+    """To which torch counts no reference."""
+    weight = model.get_parameter(name)
+    return weight.untyped_storage(), weight.storage_offset(), weight.shape
+
+
+Look = Callable[[Any, str, Any], Any]
+SHOWN: dict[str, Look] = {
+    "attribute": lambda model, name, _: model.get_parameter(name),
+    "parameters": lambda model, name, _: dict(model.named_parameters())[name],
+    "state": lambda model, name, _: model.state_dict()[name],
+    "view": lambda model, name, _: model.get_parameter(name)[:],
+    "data": lambda model, name, _: model.get_parameter(name).data,
+    "reference": lambda model, name, held: held,
+    "data of a reference": lambda model, name, held: held.data,
+}
+LOOKS: dict[str, Look] = {
+    **SHOWN,
+    "row": lambda model, name, _: model.get_parameter(name)[1],
+    "graph": lambda model, name, _: torch.enable_grad()(lambda: model.get_parameter(name) * 1.0)(),
+    "layer": of_its_layer,
+    **({"memory": memory} if THIS.counts_references else {}),  # docs/limits.md, Layers that stream
+}
+LAYERS = {"in the first": 0, "in the second": 1, "in the third": 2}  # of those that stream; the second has its own slot
+MOMENTS = ("between forwards", "before the layers", *LAYERS, "on a thread", "after the layers", "after Ctrl-C")
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def looked_at(model: Any, managed: ballonet.Managed, moment: str, look: Callable[[], object]) -> None:
+    """Looks once, in that moment."""
+    left = [(lambda: elsewhere(look)) if moment == "on a thread" else look]
+    others = {"before the layers": model.model.embed_tokens, "after the layers": model.model.norm}
+    module = others.get(moment, projection(model, managed, LAYERS.get(moment, 2)))
+    if moment == "after Ctrl-C":
+        with module.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            logits(model)
+    elif moment != "between forwards":
+        with module.register_forward_hook(lambda *_: left.pop()() if left else None):
+            logits(model)
+    if left:
+        left.pop()()
+
+
+def check_looks(
+    model: Any, original: Any, managed: ballonet.Managed, moment: str, looks: dict[str, Look] = LOOKS
+) -> None:
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in managed.report().streamed]
+    doubled = as_stock(original, lambda it: [it.get_parameter(name).data.mul_(2) for name in names], logits)
+    stock, kept, references, later = as_stock(original, ask=logits), list[Any](), dict[str, Any](), list[list[bytes]]()
+
+    @torch.no_grad()
+    def keep(look: Look) -> None:
+        kept.extend(look(model, name, references.get(name)) for name in names)
+
+    def values(found: list[Any]) -> list[bytes]:
+        return [bits(torch.empty(0).set_(*each) if isinstance(each, tuple) else each) for each in found]
+
+    hooks = [
+        module.register_forward_hook(lambda *_: later.append(values(kept)) if kept else None)
+        for module in (projection(model, managed, 0), model.model.norm)
+    ]
+    for how, look in looks.items():
+        print(how)
+        references.update({name: model.get_parameter(name) for name in names if "reference" in how})
+        assert all(streams(managed, lambda: logits(model)) for _ in range(2))
+        with install.stock(), torch.no_grad():
+            expected = values([look(original, name, original.get_parameter(name)) for name in names])
+        looked_at(model, managed, moment, partial(keep, look))
+        assert all(each == expected for each in (values(kept), *later))
+        for factor, right in ((2, doubled), (0.5, stock)) if how in SHOWN else ():
+            for each in kept:
+                each.detach().mul_(factor)
+            for _ in range(2):
+                assert torch.equal(logits(model), right)
+            assert (values(kept) == expected) == (right is stock)
+        later.clear()
+        for _ in range(2):
+            assert torch.equal(logits(model), stock)
+        assert all(each == expected for each in (values(kept), *later))
+        for each in (kept, references, later):
+            each.clear()
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whatever_is_seen_of_a_weight_is_the_weight(
+    model: Any, original: Any, managed: ballonet.Managed, moment: str
+) -> None:
+    """At once, later in the forward and after others, of the layer that runs and of those before and after it; what is
+    written to it is read."""
+    check_looks(model, original, managed, moment)
+    fly(model, managed)
+    devices.require().check()
+
+
 def test_memory_that_a_weight_had_before(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """What averages of weights do: data is exchanged, and put back later. Or the weight itself is replaced."""
     weight = projection(model, managed).weight
@@ -107,19 +220,6 @@ def test_layers_that_are_taken_out_while_all_fly(model: Any, original: Any, mana
     for _ in range(2):
         assert say(model).agrees(as_stock(original, lambda it: (prune(it), exchange(it))))
     devices.require().check()
-
-
-def test_a_write_after_ctrl_c_is_not_lost(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    """Torch runs no hook for it, so nobody says that the layer runs no more."""
-
-    @torch.no_grad()
-    def write(it: Any) -> None:
-        projection(it, managed).weight += 1
-
-    with projection(model, managed).register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        say(model)
-    write(model)
-    assert say(model).agrees(as_stock(original, write))
 
 
 def test_what_ctrl_c_broke_off_is_freed(model: Any, managed: ballonet.Managed) -> None:
@@ -193,19 +293,6 @@ def test_gradients_after_ctrl_c(model: Any, original: Any, managed: ballonet.Man
     assert torch.equal(*gradients)
 
 
-def test_a_hook_that_keeps_weights_for_later_in_the_forward(
-    model: Any, original: Any, managed: ballonet.Managed
-) -> None:
-    kept: list[Any] = []
-    seen: list[bytes] = []
-    with (
-        projection(model, managed).register_forward_hook(lambda module, *_: kept.append(module.weight)),
-        model.model.norm.register_forward_hook(lambda *_: seen.append(bits(kept[-1]))),
-    ):
-        say(model)
-    assert set(seen) == {wanted(original, managed)}
-
-
 def test_a_graph_that_another_thread_goes_back_through(model: Any, original: Any, managed: ballonet.Managed) -> None:
     def backward(it: Any, loss: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, it.model.embed_tokens.weight)[0]
@@ -221,61 +308,6 @@ def test_a_graph_that_another_thread_goes_back_through(model: Any, original: Any
     with model.model.norm.register_forward_hook(act):
         say(model)
     assert torch.equal(found[0], expected)
-
-
-@pytest.mark.parametrize("where", ["parameters", "attribute", "state", "reference"])
-def test_a_thread_that_looks_while_the_layer_runs(
-    model: Any, original: Any, managed: ballonet.Managed, where: str
-) -> None:
-    """The thread keeps what it sees, until the slot holds another layer."""
-    module = projection(model, managed)
-    held = module.weight
-    looks = {
-        "parameters": lambda: next(module.parameters()),
-        "attribute": lambda: module.weight,
-        "state": lambda: model.state_dict()[f"model.layers.{managed.report().streamed[2]}.mlp.up_proj.weight"],
-        "reference": lambda: held,
-    }
-    found: list[torch.Tensor] = []
-    with module.register_forward_pre_hook(lambda *_: found.append(elsewhere(looks[where]))):
-        say(model)
-    assert found
-    for _ in range(2):
-        assert all(bits(each) == wanted(original, managed) for each in found)
-        fly(model, managed)
-
-
-@pytest.mark.parametrize("how", ["weight", "view", "data", "graph"])
-def test_what_is_kept_of_a_layer_that_runs_is_its_weight(
-    model: Any, original: Any, stock: Output, managed: ballonet.Managed, how: str
-) -> None:
-    module = projection(model, managed)
-    kept: list[Any] = []
-    looks: dict[str, Any] = {
-        "weight": lambda: module.weight,
-        "view": lambda: module.weight[1:],
-        "data": lambda: module.weight.data,
-        "graph": lambda: (module.weight, torch.enable_grad()(lambda: module.weight * 1.0)())[1],
-    }
-    with module.register_forward_hook(lambda *_: None if kept else kept.append(looks[how]())):
-        fly(model, managed)
-    (it,) = kept
-    for _ in range(2):
-        assert bits(it) == wanted(original, managed)[-it.nbytes :]
-        assert say(model).agrees(stock)
-    if how != "graph":
-        with torch.no_grad():
-            it.mul_(2)
-        changed = projection(original, managed).weight.detach() * 2
-        assert bits(module.weight)[-it.nbytes :] == bits(changed)[-it.nbytes :]
-        assert not say(model).agrees(stock)
-        with torch.no_grad():
-            it.div_(2)
-    kept.clear()
-    del it
-    gc.collect()
-    assert say(model).agrees(stock)
-    devices.require().check()
 
 
 def test_a_weight_that_is_given_other_memory_is_read_there(
@@ -295,41 +327,6 @@ def test_a_weight_that_is_given_other_memory_is_read_there(
 
     transpose(model)
     assert say(model).agrees(as_stock(original, transpose))
-
-
-@pytest.mark.skipif(not THIS.counts_references, reason="docs/limits.md, Layers that stream")
-def test_the_memory_of_a_view_that_is_kept_leads_to_the_layer(
-    model: Any, original: Any, managed: ballonet.Managed
-) -> None:
-    """torch counts no reference to the object that stands for the memory."""
-    module = projection(model, managed)
-    kept: list[Any] = []
-
-    def keep(*_: object) -> None:
-        if not kept:
-            kept.extend((module.weight.untyped_storage(), module.weight.storage_offset(), module.weight.shape))
-
-    with module.register_forward_hook(keep):
-        fly(model, managed)
-    for _ in range(2):
-        say(model)
-        memory, offset, shape = kept
-        assert bits(torch.empty(0).set_(memory, offset, shape)) == wanted(original, managed)
-
-
-@pytest.mark.parametrize("how", ["counted", "data"])
-def test_what_is_written_between_two_forwards_is_read(
-    model: Any, original: Any, stock: Output, managed: ballonet.Managed, how: str
-) -> None:
-    """By a reference that nobody knows of, also where a slot has the layer to itself."""
-    held = [projection(model, managed, n).weight for n in range(3)]
-    fly(model, managed)
-    with torch.no_grad():
-        for each in held:
-            (each if how == "counted" else each.data).mul_(1.5)
-    expected = as_stock(original, lambda it: [projection(it, managed, n).weight.data.mul_(1.5) for n in range(3)])
-    assert not expected.agrees(stock)
-    assert say(model).agrees(expected)
 
 
 def test_copies_begin_before_the_pass_where_nobody_can_write(model: Any, managed: ballonet.Managed) -> None:
@@ -389,8 +386,8 @@ def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins
                 with torch.no_grad():
                     model(IDS)
                 copied.append(managed.report().link_bytes - first)
-                test_what_is_kept_of_a_layer_that_runs_is_its_weight(model, original, say(original), managed, "view")
-                test_what_is_written_between_two_forwards_is_read(model, original, say(original), managed, "data")
+                for moment in ("between forwards", "in the third"):
+                    check_looks(model, original, managed, moment, SHOWN)
             model.load_state_dict(original.state_dict())
     finally:
         governors.compose_with(before)
@@ -440,29 +437,6 @@ def test_a_functional_call_reads_what_it_is_given(model: Any, original: Any, man
             results.append(torch.func.functional_call(it, given, (IDS,)).logits)
     assert torch.equal(*results)
     assert bits(projection(model, managed).weight) == wanted(original, managed)
-
-
-def test_a_layer_that_reads_another_one(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    seen: list[bytes] = []
-    layers = model.model.layers
-    first, second, third = managed.report().streamed
-
-    def act(*_: object) -> None:
-        for layer in (first, third):
-            seen.append(bits(layers[layer].mlp.up_proj.weight))
-        states = torch.ones(1, 1, model.config.hidden_size)
-        seen.append(bits(layers[third].mlp(states)))
-        position = model.model.rotary_emb(states, torch.arange(1)[None])
-        layers[third](states, position_embeddings=position)
-
-    expected = say(model)
-    with layers[second].mlp.register_forward_pre_hook(act):
-        assert say(model).agrees(expected)
-    with torch.no_grad():
-        value = bits(original.model.layers[third].mlp(torch.ones(1, 1, model.config.hidden_size)))
-    assert set(seen[::3]) == {wanted(original, managed, 0)}
-    assert set(seen[1::3]) == {wanted(original, managed, 2)}
-    assert set(seen[2::3]) == {value}
 
 
 def test_a_section_outlives_a_change_of_the_model(model: Any, stock: Output, managed: ballonet.Managed) -> None:
