@@ -21,7 +21,8 @@ Note [Written between two passes]
     takes a reference: those that exist are counted (`unheld`, by device/references.py), those that are got through a
     module are noticed (`asked`). Where there are none of either kind, from before the copy to the beginning of the
     pass, the slot equals the layer. Where there are, or may be, the layer is copied again when the pass begins. A view
-    that outlives its call refers to the layer, too, through memory of its own: as long as there is one, every layer is.
+    that outlives its call may write to its layer through memory of its own: while there is one, each layer is copied
+    again.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..compat import StorageWeakRef
 from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
 from ..forward.hook_base import CALL, CallKeywords, opaquely
 from ..weights.storages import like_over
@@ -179,7 +180,7 @@ class Bound:
         return sum(map(_version, self._leaves)) != self._before, self._count() != self._references
 
     def memory(self) -> list[StorageWeakRef]:
-        """Returns the slot's, if the layer's call reads one."""
+        """Returns the memory of the slot that the layer's call reads; nothing where it reads none."""
         return [] if self._storage is None else [StorageWeakRef(self._storage)]
 
     def _held(self) -> list[Any] | None:
