@@ -49,6 +49,7 @@ OTHERS = (
     "cuCtxGetCurrent",
     "cuThreadExchangeStreamCaptureMode",
 )
+COUNTED = ("allocations", "frees", "allocated_total", "freed_total")
 # As they are counted: from there to there.
 WAYS = {
     ("device", "host"): "d2h",
@@ -249,8 +250,9 @@ class Machine(RuleBasedStateMachine):
         self.mine, self.theirs, self.unpinned = ([0] * GROUPS for _ in range(3))  # leases; tensors that went
         self.closed: list[Space] = []  # the last one of each address
         self.entries: list[Entry] = []
-        self.keys = itertools.count()
+        self.keys = (n ^ 5 for n in itertools.count())  # not in the order of the list
         self.given: list[tuple[int, int]] = []  # by entries, in the last call: (key, pages)
+        self.reclaimed = self.last_take = 0  # pages that they gave in all; when the last one did
         self.wanted: int | None = 0  # pages that somebody who leases is asked for; None where that is not known
         self.copied: Counter[str] = Counter()
         self.announced = self.follow = False  # ranges are to come; pages may come at any moment
@@ -325,7 +327,10 @@ class Machine(RuleBasedStateMachine):
     def follow_takes(self) -> None:
         """What entries have given meanwhile leads to the twins."""
         shown = self.shown()
-        for _, key, pages in self.device.taken():
+        for time, key, pages in self.device.taken():
+            assert time > self.last_take
+            self.last_take = time
+            self.reclaimed += pages
             (entry,) = (each for each in self.entries if each.key == key)
             pieces = entry.pieces()
             if entry.limit is not None:
@@ -454,7 +459,7 @@ class Machine(RuleBasedStateMachine):
             fitting = [address for address, (size, _) in cached.items() if size >= pieces]
             keys = {each: self.fit(*cached[each], expected) for each in fitting}
             assert (made.address in fitting) == bool(fitting)
-            assert not fitting or keys[made.address] == min(keys.values())
+            assert not fitting or made.address == min(reversed(fitting), key=lambda each: keys[each])
             stretch = cached[made.address][0] if fitting else pieces
         else:
             assert made.address not in cached
@@ -579,7 +584,9 @@ class Machine(RuleBasedStateMachine):
         ]
         if (pair := pick(pairs, which)) is None:
             return
-        piece, slot = pair
+        self.lead(space, pair[0], source, pair[1])
+
+    def lead(self, space: Space, piece: int, source: Space, slot: int) -> None:
         if not self.faulty:
             self.settle()  # what showed the page before may still be retiring
         led = self.attempt(lambda: (space.range.alias(piece, source.range, slot, 1),))
@@ -856,7 +863,7 @@ class Machine(RuleBasedStateMachine):
         drawn=PARTS,
         own=st.booleans(),
         over=st.integers(-1, 4),
-        way=st.sampled_from(["map", "map", "allocate", "budget"]),
+        way=st.sampled_from(["map", "map", "own", "allocate", "budget"]),
         leased=st.booleans(),
         stream=st.integers(0, STREAMS),
     )
@@ -873,12 +880,24 @@ class Machine(RuleBasedStateMachine):
             self.allocate(pages * self.page, stream)
         elif pages > 0 and opened < 5:
             self.reserve(pages, "weights", 1, 0, False, 0, False)
-            self.map(opened, (0, pages - 1), "device")
+            if way == "own":
+                self.lead_to_another(opened)
+                self.own(opened, (0, pages - 1))
+            else:
+                self.map(opened, (0, pages - 1), "device")
             self.everything_holds()
             self.close_range(opened, (0, 0), False)
         if leased:
             self.other_yields()
             self.lease(0, theirs=True, leaves=True)
+
+    def lead_to_another(self, n: int) -> None:
+        """All pieces of the nth range lead to one page, which no entry gives."""
+        named = {(home, i) for entry in self.entries for home, i, *_ in entry.pieces()}
+        others = [(each, j) for each in self.spaces for j in range(len(each.pages)) if each.owns(j)]
+        if (space := self.a_space(n)) and (found := pick([each for each in others if each not in named], n)):
+            for i in range(len(space.pages)):
+                self.lead(space, i, *found)
 
     @precondition(lambda self: self.entries)
     @rule(n=NTH, which=NTH, how=st.sampled_from(["again", "twin", "doom", "lead"]))
@@ -1116,6 +1135,7 @@ class Machine(RuleBasedStateMachine):
         assert physical("host") == snapshot["host_pages"] * self.page
         assert physical("peer") == snapshot["peer_pages"] * self.page
         assert snapshot["created"] <= self.budget
+        assert snapshot["reclaimed"] == self.reclaimed
         assert snapshot["kept"] + snapshot["ahead"] <= snapshot["pages"]["free"]
         if all(space.range.owner != "activations" for space in self.spaces):  # those are thought to be the heap's
             assert sum(nbytes for _, nbytes, *_, owner, _ in segments if owner != "spilled") == exist
@@ -1124,9 +1144,7 @@ class Machine(RuleBasedStateMachine):
         assert {f"{name}_peak": heap[f"{name}_peak"] for name in now} == {
             f"{name}_peak": self.peaks[name] for name in now
         }
-        assert {name: heap[name] for name in ("allocations", "frees")} == {
-            n: self.counts[n] for n in ("allocations", "frees")
-        }
+        assert {name: heap[name] for name in COUNTED} == {name: self.counts[name] for name in COUNTED}
         assert heap["blocks"] == len(self.blocks)
         for group, native in enumerate(self.groups):
             assert native.leases == self.mine[group] + self.theirs[group]
