@@ -589,6 +589,8 @@ class Machine(RuleBasedStateMachine):
     def lead(self, space: Space, piece: int, source: Space, slot: int) -> None:
         if not self.faulty:
             self.settle()  # what showed the page before may still be retiring
+        if space.pages[piece]:
+            self.not_under_a_lease(space.group, lambda: space.range.alias(piece, source.range, slot, 1))
         led = self.attempt(lambda: (space.range.alias(piece, source.range, slot, 1),))
         assert led is not None
         # Where another thread reads, nothing is led elsewhere.
@@ -608,6 +610,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(BallonetError):
                 space.range.own(span.start, len(span))
             return
+        self.not_under_a_lease(space.group, lambda: space.range.own(span.start, len(span)))
         if self.ask(lambda: space.range.own(span.start, len(span)) or None, len(span), True, len(span)):
             for i in span:
                 space.lead(i, Page("device", fresh()))
@@ -639,6 +642,7 @@ class Machine(RuleBasedStateMachine):
         leads = over and home.alias[piece] and home.pages[piece] is old
         free = shown[page] == 1 and not self.theirs[space.group]
         if over:
+            self.not_under_a_lease(space.group, lambda: space.range.take_over(piece, spare.range, slot, 1, home.range))
             done = self.attempt(lambda: (space.range.take_over(piece, spare.range, slot, 1, home.range),))
             may = free and shown[old] == (2 if leads else 1)
         elif page.place != "device" and not self.theirs[space.group]:
@@ -646,6 +650,7 @@ class Machine(RuleBasedStateMachine):
                 space.range.adopt(piece, spare.range, slot, 1)
             return
         else:
+            self.not_under_a_lease(space.group, lambda: space.range.adopt(piece, spare.range, slot, 1))
             done = self.attempt(lambda: (space.range.adopt(piece, spare.range, slot, 1),))
             may = free and not spare.pins[slot]
         assert done == (may,) or (done == (False,) and shown[page] == 1)  # what shows it may still be retiring
@@ -739,6 +744,7 @@ class Machine(RuleBasedStateMachine):
             self.settle()
         free = self.device.available if place == "device" else getattr(self.room(), place)
         may = page is not None and space.owns(piece) and self.shown()[page] == 1 and free > 0
+        self.not_under_a_lease(space.group, lambda: space.range.move(piece, place))  # type: ignore[arg-type]
         moved = self.attempt(lambda: (space.range.move(piece, place),))  # type: ignore[arg-type]
         assert moved is not None
         assert self.faulty or self.spills or moved[0] == (may and not self.theirs[space.group])
@@ -900,7 +906,7 @@ class Machine(RuleBasedStateMachine):
                 self.lead(space, i, *found)
 
     @precondition(lambda self: self.entries)
-    @rule(n=NTH, which=NTH, how=st.sampled_from(["again", "twin", "doom", "lead"]))
+    @rule(n=NTH, which=NTH, how=st.sampled_from(["again", "twin", "doom", "lead", "close"]))
     def disturb(self, n: int, which: int, how: str) -> None:
         """Something that an entry names changes, or is soon what it was."""
         entry = pick(self.entries, n)
@@ -914,6 +920,8 @@ class Machine(RuleBasedStateMachine):
             self.retire(twin, j)
         elif how == "lead":
             self.alias(home, twin, which)
+        elif how == "close":
+            self.close_range(twin, j, True)
         else:
             if how == "doom":
                 self.make_tensor(home, i)
@@ -951,6 +959,13 @@ class Machine(RuleBasedStateMachine):
         work = native.leave if leaves else native.enter
         self.other.does(work) if theirs else work()
         held[group] += -1 if leaves else 1
+
+    def not_under_a_lease(self, group: int, change: Callable[[], bool]) -> None:
+        """No page changes where another thread reads."""
+        if not self.faulty:
+            self.lease(group, theirs=True, leaves=False)
+            assert not change()
+            self.lease(group, theirs=True, leaves=True)
 
     @rule()
     def other_yields(self) -> None:
@@ -1046,6 +1061,8 @@ class Machine(RuleBasedStateMachine):
         assert self.device.block_size(block.address) == 0
         self.counts["frees"] += 1
         self.counts["freed_total"] += block.size
+        if not self.faulty and "host" in block.places.values():
+            self.trim()  # the host's pages have gone with it
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
