@@ -51,38 +51,6 @@ class KV:
         return self.twin.take_over(first, self.spare, first, count, self.range)
 
 
-def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None:
-    with opened(**PEER) as core:
-        kv = KV(core)
-        core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
-        assert core.device.take([0]) == 2
-        assert kv.places() == "ppdddddd"
-        assert core.device.take([2]) == 3
-        assert kv.places() == "ppphhddd"
-        assert [kv.range.place(n) for n in (0, 3, 5)] == ["peer", "host", "device"]
-        assert [kv.twin.leads_to(n) for n in (0, 3, 5)] == ["peer", "host", "none"]
-        assert core.copied() == {"kv_d2p": 3 * PAGE, "kv_d2h": 2 * PAGE}
-        kv.intact()
-        numbers = core.device.snapshot()
-        assert (numbers["peer"], numbers["peer_pages"], numbers["peer_free"]) == ("device 1", 3, 0)
-        assert kv.range.own(0, 1)
-        core.device.synchronize()
-        address = kv.twin.address
-        _native.Transfer(core.device).copy([(kv.range.address, address, PAGE)], after=0, owner="kv", to="device").wait()
-        assert core.copied()["kv_p2d"] == PAGE
-        kv.intact()
-
-
-def test_weights_do_not_go_there() -> None:
-    with opened(**PEER) as core:
-        group = core.device.group()
-        range_, twin = (core.range(2, "weights", group) for _ in range(2))
-        range_.map(0, 2)
-        core.device.publish([(1, group, [(range_, 0, 2, twin, 0, [])])])
-        assert core.device.take([1]) == 2
-        assert (physical("peer"), physical("host")) == (0, 2 * PAGE)
-
-
 @pytest.mark.parametrize("lacking", ["host", "peer"])
 def test_what_fits_in_neither_place_stays(lacking: str) -> None:
     budgets = {"host_budget": 1, "peer": 1, "peer_budget": 1 * PAGE}

@@ -6,12 +6,11 @@ import ctypes
 import gc
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
@@ -123,67 +122,6 @@ def test_a_request_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_m
         assert core.device.page_request == 0
 
 
-def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
-    with opened(budget=6, host_budget=3) as core:
-        one, two, three = layer(core, value=10), layer(core, value=20).clean(), layer(core, value=30)
-        core.device.publish([one.entry(1), three.entry(3), two.entry(2)])
-        kv = core.range(6)
-        refused(lambda: kv.map(0, 4))
-        assert keys(core) == []
-        kv.map(0, 2)
-        assert keys(core) == [2]
-        refused(lambda: kv.map(2, 1))
-        assert core.device.published == [1, 3]
-        assert core.device.page_request == 0
-        assert physical("host") == 2 * PAGE
-        assert two.range.own(0, 0)
-        two.range.close()
-        two.twin.close()
-        core.device.reap(wait=True)
-        kv.map(2, 2)
-        assert keys(core) == [1]
-        assert one.intact()
-        assert three.intact()
-
-
-VOID: dict[str, Callable[[Core, Layer], object]] = {
-    "range closed": lambda core, one: one.range.close(),
-    "twin closed": lambda core, one: one.twin.close(),
-    "retired": lambda core, one: one.range.retire(1, 1),
-    "retired under a tensor": lambda core, one: (
-        from_dlpack(one.range.tensor(0, (PAGE,), (1,), 1, 8)),
-        one.range.retire(0, 1),
-    ),
-    "led elsewhere": lambda core, one: one.range.alias(0, layer(core).range, 0, 1),
-    "led elsewhere and back": lambda core, one: (one.range.alias(0, layer(core).range, 0, 1), one.range.own(0, 1)),
-    "retired and mapped": lambda core, one: (one.range.retire(0, 2), one.range.map(0, 2)),
-    "twin mapped": lambda core, one: one.twin.map_host(1, 1),
-    "twin retired": lambda core, one: one.twin.retire(0, 1),
-}
-
-
-@pytest.mark.parametrize("what", VOID)
-def test_an_entry_is_void_once_its_pages_are_not_what_they_were(what: str) -> None:
-    with opened(budget=10) as core:
-        one, sound = layer(core, value=10), layer(core, value=20)
-        if what == "twin retired":
-            one.clean()
-        core.device.publish([one.entry(1), sound.entry(2)])
-        kept = VOID[what](core, one)
-        core.device.check()
-        rest = core.range(10)
-        core.device.reap(wait=True)
-        rest.map(0, 10 - core.created() + core.pages()["free"])
-        more = core.range(3)
-        refused(lambda: more.map(0, 3))
-        more.map(0, 2)
-        assert keys(core) == [2]
-        assert core.device.published == []
-        core.device.publish([one.entry(1)])  # what is void now does not enter the list
-        core.device.check()
-        del kept
-
-
 def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: tuple[mmap.mmap, bytes]) -> None:
     held, _ = memory
     with opened(budget=2) as core:
@@ -253,20 +191,6 @@ def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: t
         source.close()
         far.close()
     stranger.close()
-
-
-def test_what_is_withdrawn_is_not_taken_and_another_list_replaces_the_first() -> None:
-    with opened(budget=6) as core:
-        layers = [layer(core, value=10 * number) for number in range(3)]
-        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
-        core.device.withdraw([0, 2, 55])
-        assert core.device.published == [1]
-        core.device.publish([layers[2].entry(2), layers[0].entry(0)])
-        core.device.withdraw([])
-        core.range(1).map(0, 1)
-        assert keys(core) == [2]
-        core.device.publish([])
-        refused(lambda: core.range(2).map(0, 2))
 
 
 def test_withdrawing_waits_for_what_is_being_taken() -> None:
@@ -440,21 +364,6 @@ def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_t
     assert core.device.take([7]) == 5
     assert core.device.published == []
     assert all(each.intact() for each in layers)
-    core.device.check()
-
-
-def test_pieces_that_are_not_what_they_were_are_passed_over(core: Core) -> None:
-    """The twins of these have pages since, and not their bytes: others are taken, and these are not."""
-    layers = three(core)
-    divisible(core, *layers)
-    layers[0].twin.map_host(0, 2)
-    layers[1].range.retire(0, 1)
-    assert core.device.take([7], 4) == 4
-    assert where(*layers)[0] == "ddad", "those that were not touched"
-    assert where(*layers)[1][1:] == "add"
-    assert where(*layers)[2] == "aadd"
-    assert layers[0].intact()
-    assert layers[2].intact()
     core.device.check()
 
 
