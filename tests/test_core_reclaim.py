@@ -150,17 +150,6 @@ def test_a_page_that_moved_is_the_same_page_and_is_copied_apart_from_those_besid
         assert one.place == "host"
 
 
-def test_pages_that_others_show_are_passed_over_until_they_do_not() -> None:
-    with opened(budget=2) as core:
-        one, shows = layer(core), core.range(1, "weights")
-        core.device.publish([one.entry(1)])
-        assert shows.alias(0, one.range, 1, 1)
-        refused(lambda: core.range(1).map(0, 1))
-        shows.retire(0, 1)
-        core.range(1).map(0, 1)
-        assert keys(core) == [1]
-
-
 def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: tuple[mmap.mmap, bytes]) -> None:
     held, _ = memory
     stranger = cores.make(PAGE, 2)
