@@ -871,11 +871,15 @@ class Machine(RuleBasedStateMachine):
         over=st.integers(-1, 4),
         way=st.sampled_from(["map", "map", "own", "allocate", "budget"]),
         leased=st.booleans(),
+        held=st.booleans(),
         stream=st.integers(0, STREAMS),
     )
-    def lack(self, drawn: Any, own: bool, over: int, way: str, leased: bool, stream: int) -> None:
-        """Somebody needs so many pages more than anything but entries can give, also while another thread leases."""
+    def lack(self, drawn: Any, own: bool, over: int, way: str, leased: bool, held: bool, stream: int) -> None:
+        """Somebody needs so many pages more than anything but entries can give, also while another thread leases, or
+        this one."""
         self.publish(drawn, own, anything=False)
+        for group in range(GROUPS * held):
+            self.lease(group, theirs=False, leaves=False)
         if leased:
             self.lease(0, theirs=True, leaves=False)
         pages = self.budget - self.must_stay() + over
@@ -893,6 +897,8 @@ class Machine(RuleBasedStateMachine):
                 self.map(opened, (0, pages - 1), "device")
             self.everything_holds()
             self.close_range(opened, (0, 0), False)
+        for group in range(GROUPS * held):
+            self.lease(group, theirs=False, leaves=True)
         if leased:
             self.other_yields()
             self.lease(0, theirs=True, leaves=True)
