@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
 from pathlib import Path
 
 import pytest
@@ -186,28 +184,3 @@ def test_a_peer_that_does_not_work_is_none(call: str) -> None:
     device.check()
     device.close()
     assert not any(map(physical, PLACES))
-
-
-def test_the_bytes_stay_when_everything_moves() -> None:
-    """Random moves of pages of all three places, checked after each."""
-    drawn = random.Random(5)
-    with opened(budget=12, **PEER) as core:
-        kv = KV(core)
-        for _ in range(60):
-            piece = drawn.randrange(8)
-            kind = kv.range.leads_to(piece)
-            if kind == "alias":
-                if kv.twin.leads_to(piece) == "peer" and drawn.random() < 0.5:
-                    assert kv.demote(piece, 1)
-                else:
-                    data = ctypes.string_at(kv.range.address + piece * PAGE, PAGE)
-                    if kv.range.own(piece, 1):
-                        ctypes.memmove(kv.range.address + piece * PAGE, data, PAGE)
-                        kv.twin.retire(piece, 1)
-            elif drawn.random() < 0.5:
-                kv.range.move(piece, drawn.choice(["device", "host", "peer"]))
-            elif kind == "device" and kv.twin.leads_to(piece) == "none":
-                core.device.publish([kv.entry(piece, 1)])
-                core.device.take([piece])
-            core.device.reap(wait=True)
-            kv.intact()

@@ -16,7 +16,7 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import PAGE, Core, Gate, Other, behind, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, behind, holds, opened, physical, refused, write
 from .faulting import arm, faults_at_every_call
 
 
@@ -99,27 +99,6 @@ def test_a_twin_is_made_from_its_sources(memory: tuple[mmap.mmap, bytes]) -> Non
         assert shown[2 * PAGE + 512 :] == data[3 : 3 + PAGE - 512]
         assert core.copied() == {"weights_d2h": 512}
         source.close()
-
-
-def test_a_request_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_more(other: Other) -> None:
-    with opened(budget=4) as core:
-        one, kv, more = layer(core), core.range(2), core.range(2)
-        core.device.publish([one.entry(1)])
-        other.does(one.group.enter)
-        kv.map(0, 2)
-        refused(lambda: core.device.allocate(2 * PAGE))
-        assert core.device.page_request == 2
-        kv.retire(0, 2)
-        core.device.reap(wait=True)
-        assert core.device.page_request == 0
-        kv.map(0, 2)
-        assert core.device.page_request == 0, "it was met"
-        refused(lambda: more.map(0, 2))
-        other.does(one.group.leave)
-        more.map(0, 2)
-        assert keys(core) == [1]
-        assert core.device.yield_pages() == 0
-        assert core.device.page_request == 0
 
 
 def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: tuple[mmap.mmap, bytes]) -> None:
