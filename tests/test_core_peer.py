@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
 from pathlib import Path
 
 import pytest
@@ -49,38 +47,6 @@ class KV:
         parts = [(self.spare.address + at, self.twin.address + at, count * PAGE)]
         _native.Transfer(self.core.device).copy(parts, after=0, owner="kv", to="host").wait()
         return self.twin.take_over(first, self.spare, first, count, self.range)
-
-
-def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None:
-    with opened(**PEER) as core:
-        kv = KV(core)
-        core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
-        assert core.device.take([0]) == 2
-        assert kv.places() == "ppdddddd"
-        assert core.device.take([2]) == 3
-        assert kv.places() == "ppphhddd"
-        assert [kv.range.place(n) for n in (0, 3, 5)] == ["peer", "host", "device"]
-        assert [kv.twin.leads_to(n) for n in (0, 3, 5)] == ["peer", "host", "none"]
-        assert core.copied() == {"kv_d2p": 3 * PAGE, "kv_d2h": 2 * PAGE}
-        kv.intact()
-        numbers = core.device.snapshot()
-        assert (numbers["peer"], numbers["peer_pages"], numbers["peer_free"]) == ("device 1", 3, 0)
-        assert kv.range.own(0, 1)
-        core.device.synchronize()
-        address = kv.twin.address
-        _native.Transfer(core.device).copy([(kv.range.address, address, PAGE)], after=0, owner="kv", to="device").wait()
-        assert core.copied()["kv_p2d"] == PAGE
-        kv.intact()
-
-
-def test_weights_do_not_go_there() -> None:
-    with opened(**PEER) as core:
-        group = core.device.group()
-        range_, twin = (core.range(2, "weights", group) for _ in range(2))
-        range_.map(0, 2)
-        core.device.publish([(1, group, [(range_, 0, 2, twin, 0, [])])])
-        assert core.device.take([1]) == 2
-        assert (physical("peer"), physical("host")) == (0, 2 * PAGE)
 
 
 @pytest.mark.parametrize("lacking", ["host", "peer"])
@@ -218,28 +184,3 @@ def test_a_peer_that_does_not_work_is_none(call: str) -> None:
     device.check()
     device.close()
     assert not any(map(physical, PLACES))
-
-
-def test_the_bytes_stay_when_everything_moves() -> None:
-    """Random moves of pages of all three places, checked after each."""
-    drawn = random.Random(5)
-    with opened(budget=12, **PEER) as core:
-        kv = KV(core)
-        for _ in range(60):
-            piece = drawn.randrange(8)
-            kind = kv.range.leads_to(piece)
-            if kind == "alias":
-                if kv.twin.leads_to(piece) == "peer" and drawn.random() < 0.5:
-                    assert kv.demote(piece, 1)
-                else:
-                    data = ctypes.string_at(kv.range.address + piece * PAGE, PAGE)
-                    if kv.range.own(piece, 1):
-                        ctypes.memmove(kv.range.address + piece * PAGE, data, PAGE)
-                        kv.twin.retire(piece, 1)
-            elif drawn.random() < 0.5:
-                kv.range.move(piece, drawn.choice(["device", "host", "peer"]))
-            elif kind == "device" and kv.twin.leads_to(piece) == "none":
-                core.device.publish([kv.entry(piece, 1)])
-                core.device.take([piece])
-            core.device.reap(wait=True)
-            kv.intact()

@@ -6,18 +6,17 @@ import ctypes
 import gc
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import PAGE, Core, Gate, Other, behind, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, behind, holds, opened, physical, refused, write
 from .faulting import arm, faults_at_every_call
 
 
@@ -66,120 +65,6 @@ def keys(core: Core) -> list[int]:
     return [key for _, key, _ in core.device.taken()]
 
 
-def d2h(core: Core) -> int:
-    copied: int = core.device.snapshot()["copied"]["weights_d2h"]
-    return copied
-
-
-def test_entries_are_taken_in_order_and_only_until_there_are_enough() -> None:
-    with opened(budget=8) as core:
-        layers = [layer(core, value=10 * number) for number in (1, 2, 3, 4)]
-        core.device.publish([layers[number].entry(key) for key, number in ((7, 2), (5, 0), (9, 3), (-1, 1))])
-        assert core.device.published == [7, 5, 9, -1]
-        kv = core.range(8, mapped=1)
-        assert keys(core) == [7]
-        kv.map(1, 1)  # the rest of what the first one gave
-        assert keys(core) == []
-        kv.map(2, 3)
-        (first, second) = core.device.taken()
-        assert (first[1:], second[1:]) == ((5, 2), (9, 2))
-        assert first[0] < second[0]
-        assert core.device.published == [-1]
-        assert [one.place for one in layers] == ["host", "device", "host", "host"]
-        assert all(one.intact() for one in layers)
-        assert core.pages() == {"free": 1, "weights": 2, "activations": 0, "kv": 5, "retiring": 0}
-        assert core.device.snapshot()["reclaimed"] == 6
-        assert physical() == 8 * PAGE
-
-
-WAYS: dict[str, Callable[[Core, Layer], object]] = {
-    "map": lambda core, one: core.range(3).map(0, 3),
-    "own": lambda core, one: one.range.own(0, 3),
-    "allocate": lambda core, one: core.device.deallocate(core.device.allocate(3 * PAGE)),
-    "budget": lambda core, one: core.device.set_budget(3 * PAGE),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_there_is_one_trigger_and_the_asking_threads_own_leases_are_no_obstacle(way: str) -> None:
-    with opened(budget=6) as core:
-        one, coming = layer(core, 3), layer(core, 3).clean()
-        assert coming.range.alias(0, coming.twin, 0, 3)
-        core.range(3, mapped=3)
-        core.device.publish([one.entry(1)])
-        for _ in range(2):
-            one.group.enter()
-        WAYS[way](core, coming)
-        assert keys(core) == [1]
-        assert (one.place, one.group.leases) == ("host", 2)
-        assert one.intact()
-        core.device.check()
-        assert physical() <= core.device.budget
-        for _ in range(2):
-            one.group.leave()
-
-
-def test_what_lies_idle_goes_first() -> None:
-    with opened(budget=6) as core:
-        one = layer(core)
-        core.device.publish([one.entry(1)])
-        block = core.device.allocate(2 * PAGE)
-        core.device.deallocate(block)  # is kept for the next allocation
-        old, new = core.range(2), core.range(4)
-        old.map(0, 2)
-        more = core.range(1)
-        old.retire(0, 2)
-        new.map(0, 4)
-        assert keys(core) == []
-        assert one.place == "device"
-        more.map(0, 1)
-        assert keys(core) == [1]
-
-
-def test_a_request_that_nothing_could_meet_takes_nothing() -> None:
-    with opened(budget=6) as core:
-        one, kept = layer(core), layer(core)
-        core.device.publish([one.entry(1)])
-        for ask in (lambda: core.range(9).map(0, 5), lambda: core.device.allocate(5 * PAGE)):
-            refused(ask)
-        assert (keys(core), core.device.page_request) == ([], 0)
-        assert one.place == kept.place == "device"
-        core.range(4).map(0, 4)
-        assert keys(core) == [1]
-
-
-def test_a_twin_is_made_from_the_pages_themselves_and_only_where_it_lacks_them() -> None:
-    with opened(budget=5) as core:
-        one = layer(core, 5)
-        one.twin.map_host(1, 1)
-        one.twin.map_host(3, 1)
-        write(one.twin.address + PAGE, 2)
-        write(one.twin.address + 3 * PAGE, 77)  # is taken for what it should be
-        core.device.publish([one.entry(1)])
-        core.range(1).map(0, 1)
-        assert d2h(core) == 3 * PAGE
-        assert [one.range.page(piece) for piece in range(5)] == [one.twin.page(piece) for piece in range(5)]
-        assert holds(one.range.address + 3 * PAGE, 77)
-        write(one.range.address + 3 * PAGE, 4)
-        assert one.intact()
-        assert physical("host") == 5 * PAGE
-
-
-def test_a_layer_that_comes_back_and_is_taken_again_costs_one_copy_in_all() -> None:
-    with opened(budget=2) as core:
-        one = layer(core)
-        kv = core.range(2)
-        for times in range(3):
-            core.device.publish([one.entry(times)])
-            kv.map(0, 2)
-            assert keys(core) == [times]
-            assert one.intact()
-            kv.retire(0, 2)
-            assert one.range.own(0, 2)
-            fill(one.range, one.value)
-        assert d2h(core) == 2 * PAGE
-
-
 @pytest.fixture
 def memory() -> Iterator[tuple[mmap.mmap, bytes]]:
     data = bytes(value % 251 for value in range(3 * PAGE))
@@ -216,125 +101,6 @@ def test_a_twin_is_made_from_its_sources(memory: tuple[mmap.mmap, bytes]) -> Non
         source.close()
 
 
-def test_a_trim_gives_the_hosts_free_pages_back_too(core: Core) -> None:
-    one = layer(core, 3).clean()
-    one.twin.retire(0, 2)
-    core.device.reap(wait=True)
-    assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (3, 2)
-    assert physical("host") == 3 * PAGE
-    one.twin.retire(2, 1)
-    assert core.device.trim() == 0
-    assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (0, 0)
-    assert physical("host") == 0
-
-
-def test_another_threads_lease_posts_a_request_to_which_it_yields(other: Other) -> None:
-    with opened(budget=4) as core:
-        one, two = layer(core, value=10), layer(core, value=20)
-        core.device.publish([one.entry(1), two.entry(2)])
-        other.does(one.group.enter)
-        other.does(one.group.enter)
-        kv = core.range(3, mapped=1)
-        assert keys(core) == [2], "who is not in use is taken instead"
-        assert core.device.page_request == 0
-        assert core.device.published == [1]
-        refused(lambda: kv.map(1, 2))
-        assert core.device.page_request == 1
-        assert core.device.yield_pages() == 0, "this thread may not take it either"
-        assert core.device.page_request == 1
-        other.does(one.group.leave)
-        assert core.device.yield_pages() == 0, "one lease is left"
-        assert other.does(core.device.yield_pages) == 2
-        assert keys(core) == [1]
-        assert core.device.page_request == 0
-        assert one.intact()
-        kv.map(1, 2)
-        other.does(one.group.leave)
-        assert other.does(core.device.yield_pages) == 0
-
-
-def test_a_request_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_more(other: Other) -> None:
-    with opened(budget=4) as core:
-        one, kv, more = layer(core), core.range(2), core.range(2)
-        core.device.publish([one.entry(1)])
-        other.does(one.group.enter)
-        kv.map(0, 2)
-        refused(lambda: core.device.allocate(2 * PAGE))
-        assert core.device.page_request == 2
-        kv.retire(0, 2)
-        core.device.reap(wait=True)
-        assert core.device.page_request == 0
-        kv.map(0, 2)
-        assert core.device.page_request == 0, "it was met"
-        refused(lambda: more.map(0, 2))
-        other.does(one.group.leave)
-        more.map(0, 2)
-        assert keys(core) == [1]
-        assert core.device.yield_pages() == 0
-        assert core.device.page_request == 0
-
-
-def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
-    with opened(budget=6, host_budget=3) as core:
-        one, two, three = layer(core, value=10), layer(core, value=20).clean(), layer(core, value=30)
-        core.device.publish([one.entry(1), three.entry(3), two.entry(2)])
-        kv = core.range(6)
-        refused(lambda: kv.map(0, 4))
-        assert keys(core) == []
-        kv.map(0, 2)
-        assert keys(core) == [2]
-        refused(lambda: kv.map(2, 1))
-        assert core.device.published == [1, 3]
-        assert core.device.page_request == 0
-        assert physical("host") == 2 * PAGE
-        assert two.range.own(0, 0)
-        two.range.close()
-        two.twin.close()
-        core.device.reap(wait=True)
-        kv.map(2, 2)
-        assert keys(core) == [1]
-        assert one.intact()
-        assert three.intact()
-
-
-VOID: dict[str, Callable[[Core, Layer], object]] = {
-    "range closed": lambda core, one: one.range.close(),
-    "twin closed": lambda core, one: one.twin.close(),
-    "retired": lambda core, one: one.range.retire(1, 1),
-    "retired under a tensor": lambda core, one: (
-        from_dlpack(one.range.tensor(0, (PAGE,), (1,), 1, 8)),
-        one.range.retire(0, 1),
-    ),
-    "led elsewhere": lambda core, one: one.range.alias(0, layer(core).range, 0, 1),
-    "led elsewhere and back": lambda core, one: (one.range.alias(0, layer(core).range, 0, 1), one.range.own(0, 1)),
-    "retired and mapped": lambda core, one: (one.range.retire(0, 2), one.range.map(0, 2)),
-    "twin mapped": lambda core, one: one.twin.map_host(1, 1),
-    "twin retired": lambda core, one: one.twin.retire(0, 1),
-}
-
-
-@pytest.mark.parametrize("what", VOID)
-def test_an_entry_is_void_once_its_pages_are_not_what_they_were(what: str) -> None:
-    with opened(budget=10) as core:
-        one, sound = layer(core, value=10), layer(core, value=20)
-        if what == "twin retired":
-            one.clean()
-        core.device.publish([one.entry(1), sound.entry(2)])
-        kept = VOID[what](core, one)
-        core.device.check()
-        rest = core.range(10)
-        core.device.reap(wait=True)
-        rest.map(0, 10 - core.created() + core.pages()["free"])
-        more = core.range(3)
-        refused(lambda: more.map(0, 3))
-        more.map(0, 2)
-        assert keys(core) == [2]
-        assert core.device.published == []
-        core.device.publish([one.entry(1)])  # what is void now does not enter the list
-        core.device.check()
-        del kept
-
-
 def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: tuple[mmap.mmap, bytes]) -> None:
     held, _ = memory
     with opened(budget=2) as core:
@@ -361,17 +127,6 @@ def test_a_page_that_moved_is_the_same_page_and_is_copied_apart_from_those_besid
         assert core.device.taken()[0][1:] == (1, 2), "the other was on the host"
         assert one.intact()
         assert one.place == "host"
-
-
-def test_pages_that_others_show_are_passed_over_until_they_do_not() -> None:
-    with opened(budget=2) as core:
-        one, shows = layer(core), core.range(1, "weights")
-        core.device.publish([one.entry(1)])
-        assert shows.alias(0, one.range, 1, 1)
-        refused(lambda: core.range(1).map(0, 1))
-        shows.retire(0, 1)
-        core.range(1).map(0, 1)
-        assert keys(core) == [1]
 
 
 def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: tuple[mmap.mmap, bytes]) -> None:
@@ -404,20 +159,6 @@ def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: t
         source.close()
         far.close()
     stranger.close()
-
-
-def test_what_is_withdrawn_is_not_taken_and_another_list_replaces_the_first() -> None:
-    with opened(budget=6) as core:
-        layers = [layer(core, value=10 * number) for number in range(3)]
-        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
-        core.device.withdraw([0, 2, 55])
-        assert core.device.published == [1]
-        core.device.publish([layers[2].entry(2), layers[0].entry(0)])
-        core.device.withdraw([])
-        core.range(1).map(0, 1)
-        assert keys(core) == [2]
-        core.device.publish([])
-        refused(lambda: core.range(2).map(0, 2))
 
 
 def test_withdrawing_waits_for_what_is_being_taken() -> None:
@@ -594,21 +335,6 @@ def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_t
     core.device.check()
 
 
-def test_pieces_that_are_not_what_they_were_are_passed_over(core: Core) -> None:
-    """The twins of these have pages since, and not their bytes: others are taken, and these are not."""
-    layers = three(core)
-    divisible(core, *layers)
-    layers[0].twin.map_host(0, 2)
-    layers[1].range.retire(0, 1)
-    assert core.device.take([7], 4) == 4
-    assert where(*layers)[0] == "ddad", "those that were not touched"
-    assert where(*layers)[1][1:] == "add"
-    assert where(*layers)[2] == "aadd"
-    assert layers[0].intact()
-    assert layers[2].intact()
-    core.device.check()
-
-
 def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core) -> None:
     layers = three(core)
     layers[2].clean()
@@ -620,18 +346,6 @@ def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core
     assert core.device.take([7]) == 6
     assert where(*layers) == ["addd", "addd", "aaaa"]
     assert all(each.intact() for each in layers)
-
-
-def test_a_divisible_entry_that_another_thread_leases_is_requested(core: Core, other: Other) -> None:
-    layers = three(core)
-    divisible(core, *layers)
-    wanted = core.device.available + 5
-    other.does(layers[0].group.enter)
-    refused(lambda: core.range(wanted).map(0, wanted))
-    assert core.device.page_request == 5
-    assert other.does(core.device.yield_pages) == 5
-    assert where(*layers) == ["aadd", "aadd", "addd"]
-    other.does(layers[0].group.leave)
 
 
 def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:

@@ -6,12 +6,11 @@ import ctypes
 import threading
 
 import pytest
-from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError
 
-from .core import PAGE, Core, Gate, all_calls, backings, behind, calls, holds, opened, physical, refused, write
+from .core import PAGE, Core, Gate, all_calls, backings, behind, calls, holds, opened, physical, write
 from .faulting import arm, faults_at_every_call
 
 LONG = 1.0  # seconds that a copy or a stream takes where a test must see that it goes on
@@ -19,45 +18,6 @@ LONG = 1.0  # seconds that a copy or a stream takes where a test must see that i
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
     return core.range(pieces, "weights", mapped=pieces, value=value)
-
-
-def test_a_layer_gives_its_pages_for_those_of_a_slot_and_takes_others_back() -> None:
-    with opened(budget=6) as core:
-        one, other, slot = layer(core), layer(core), layer(core, value=9)
-        tensor = from_dlpack(one.tensor(0, (2 * PAGE,), (1,), 1, 8))
-        assert one.alias(0, slot, 0, 2)
-        assert other.alias(0, slot, 0, 2)
-        assert [one.leads_to(piece) for piece in (0, 1)] == ["alias", "alias"]
-        assert core.pages() == {"free": 4, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
-        for piece in (0, 1):
-            shown = behind(slot.address + piece * PAGE)
-            assert behind(one.address + piece * PAGE) == behind(other.address + piece * PAGE) == shown
-        assert tensor.unique().tolist() == [9]
-        write(slot.address, 7, PAGE)
-        assert tensor[:PAGE].unique().tolist() == [7]
-        core.device.check()
-
-        assert one.own(0, 2)
-        assert one.leads_to(0) == "device"
-        assert behind(one.address)[2] != behind(slot.address)[2]
-        write(one.address, 3, 2 * PAGE)
-        assert holds(slot.address, 7)
-        assert holds(other.address, 7)
-        assert tensor.unique().tolist() == [3]
-        assert core.pages()["weights"] == 4
-        core.device.check()
-        del tensor
-
-
-def test_pages_come_from_what_the_heap_does_not_need_or_nothing_changes() -> None:
-    with opened(budget=4) as core:
-        one, slot = layer(core), layer(core)
-        assert one.alias(0, slot, 0, 2)
-        block = core.device.allocate(2 * PAGE)
-        refused(lambda: one.own(0, 2))
-        assert one.leads_to(0) == "alias"
-        core.device.deallocate(block)
-        assert one.own(0, 2)
 
 
 def test_what_cannot_be_led_elsewhere_is_refused(core: Core) -> None:
@@ -96,16 +56,6 @@ def test_a_layer_rests_on_its_twin() -> None:
         assert holds(one.address, 9, 2 * PAGE)
         assert one.alias(0, on_host, 0, 2)
         assert holds(one.address, 5)
-
-
-def test_a_slot_that_is_closed_stays_until_its_last_layer_leaves(core: Core) -> None:
-    one, slot = layer(core), layer(core)
-    assert one.alias(0, slot, 0, 2)
-    slot.close()
-    core.device.reap(wait=True)
-    assert core.pages()["retiring"] == 2
-    assert one.own(0, 2)
-    assert core.pages() == {"free": 2, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
 
 
 @pytest.mark.parametrize("back", [False, True])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import random
 import sys
 import warnings
 from collections.abc import Iterator
@@ -35,54 +33,6 @@ def place(address: int, nbytes: int = PAGE) -> set[str | None]:
 def spilled(core: Core) -> int:
     pages: int = core.device.snapshot()["spilled"]
     return pages
-
-
-def test_what_fits_nowhere_lies_on_the_host() -> None:
-    with opened(budget=4, host_budget=8, spill=True) as core:
-        first = core.device.allocate(3 * PAGE)
-        second = core.device.allocate(5 * PAGE)
-        for block, value in ((first, 1), (second, 2)):
-            write(block, value, 3 * PAGE)
-        assert (place(first, 3 * PAGE), place(second, 5 * PAGE)) == ({"device"}, {"host"})
-        assert (spilled(core), physical("host")) == (5, 5 * PAGE)
-        core.device.check()
-        small = [core.device.allocate(PAGE // 4) for _ in range(8)]  # four of them fit on the device
-        assert {kind for block in small for kind in place(block, 1)} == {"device", "host"}
-        assert physical() <= 4 * PAGE
-        assert holds(first, 1, 3 * PAGE)
-        assert holds(second, 2, 3 * PAGE)
-
-
-def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
-    with opened(budget=4, host_budget=8, spill=True) as core:
-        kv = core.range(4, mapped=4)
-        keep, block = core.device.allocate(PAGE // 2), core.device.allocate(4 * PAGE)
-        assert spilled(core) == 5
-        core.device.deallocate(block)
-        core.device.reap(wait=True)
-        assert spilled(core) == 1  # under the block that is live
-        core.device.trim()
-        assert physical("host") == PAGE
-        kv.close()
-        again = core.device.allocate(PAGE // 4)  # there would be room beside the live block, on the host
-        assert (place(again, 1), place(keep, 1)) == ({"device"}, {"host"})
-        core.device.deallocate(keep)
-        core.device.deallocate(again)
-        core.device.reap(wait=True)
-        assert spilled(core) == 0
-
-
-def test_a_block_of_other_streams_goes_once_they_have_passed() -> None:
-    with opened(budget=2, host_budget=8, spill=True) as core:
-        stream = core.stream()
-        block = core.device.allocate(4 * PAGE)
-        core.device.record_stream(block, stream)
-        core.occupy(stream, 0.05)
-        core.device.deallocate(block)
-        assert spilled(core) == 4
-        core.device.synchronize()
-        core.device.trim()
-        assert spilled(core) == 0
 
 
 def test_entries_give_their_pages_before_anything_is_spilled() -> None:
@@ -177,44 +127,6 @@ def test_a_fault_at_every_driver_call_of_it() -> None:
         core.device.reap(wait=True)
         assert spilled(core) == 0
     assert went_on.count(True) > len(went_on) // 2
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_at_random(seed: int) -> None:
-    choose = random.Random(seed)
-    with opened(budget=8, host_budget=12, spill=True) as core:
-        kv, live, refused, most = core.range(8), {}, 0, 0
-        for step in range(300):
-            if live and choose.random() < 0.45:
-                address = choose.choice(list(live))
-                nbytes, value = live.pop(address)
-                assert holds(address, value, nbytes)
-                core.device.deallocate(address)
-            elif choose.random() < 0.2:
-                with contextlib.suppress(PoolExhausted):
-                    kv.map(choose.randrange(8), 1)
-                kv.retire(choose.randrange(8), 1)
-            else:
-                nbytes, value = choose.choice((100, 3000, PAGE, 9000, 4 * PAGE)), step % 250 + 1
-                try:
-                    address = core.device.allocate(nbytes)
-                except PoolExhausted:
-                    refused += 1
-                else:
-                    write(address, value, nbytes)
-                    live[address] = nbytes, value
-            if step % 10 == 0:
-                core.device.check()
-            assert physical() <= 8 * PAGE
-            assert physical("host") <= 12 * PAGE
-            most = max(most, spilled(core))
-        assert refused
-        assert most == 12
-        assert all(holds(address, value, nbytes) for address, (nbytes, value) in live.items())
-        for address in live:
-            core.device.deallocate(address)
-        core.device.reap(wait=True)
-        assert spilled(core) == 0
 
 
 # -- Under torch ------------------------------------------------------------------------------------------------------

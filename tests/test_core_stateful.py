@@ -49,6 +49,7 @@ OTHERS = (
     "cuCtxGetCurrent",
     "cuThreadExchangeStreamCaptureMode",
 )
+COUNTED = ("allocations", "frees", "allocated_total", "freed_total")
 # As they are counted: from there to there.
 WAYS = {
     ("device", "host"): "d2h",
@@ -249,8 +250,9 @@ class Machine(RuleBasedStateMachine):
         self.mine, self.theirs, self.unpinned = ([0] * GROUPS for _ in range(3))  # leases; tensors that went
         self.closed: list[Space] = []  # the last one of each address
         self.entries: list[Entry] = []
-        self.keys = itertools.count()
+        self.keys = (n ^ 5 for n in itertools.count())  # not in the order of the list
         self.given: list[tuple[int, int]] = []  # by entries, in the last call: (key, pages)
+        self.reclaimed = self.last_take = 0  # pages that they gave in all; when the last one did
         self.wanted: int | None = 0  # pages that somebody who leases is asked for; None where that is not known
         self.copied: Counter[str] = Counter()
         self.announced = self.follow = False  # ranges are to come; pages may come at any moment
@@ -325,7 +327,10 @@ class Machine(RuleBasedStateMachine):
     def follow_takes(self) -> None:
         """What entries have given meanwhile leads to the twins."""
         shown = self.shown()
-        for _, key, pages in self.device.taken():
+        for time, key, pages in self.device.taken():
+            assert time > self.last_take
+            self.last_take = time
+            self.reclaimed += pages
             (entry,) = (each for each in self.entries if each.key == key)
             pieces = entry.pieces()
             if entry.limit is not None:
@@ -454,7 +459,7 @@ class Machine(RuleBasedStateMachine):
             fitting = [address for address, (size, _) in cached.items() if size >= pieces]
             keys = {each: self.fit(*cached[each], expected) for each in fitting}
             assert (made.address in fitting) == bool(fitting)
-            assert not fitting or keys[made.address] == min(keys.values())
+            assert not fitting or made.address == min(reversed(fitting), key=lambda each: keys[each])
             stretch = cached[made.address][0] if fitting else pieces
         else:
             assert made.address not in cached
@@ -579,9 +584,13 @@ class Machine(RuleBasedStateMachine):
         ]
         if (pair := pick(pairs, which)) is None:
             return
-        piece, slot = pair
+        self.lead(space, pair[0], source, pair[1])
+
+    def lead(self, space: Space, piece: int, source: Space, slot: int) -> None:
         if not self.faulty:
             self.settle()  # what showed the page before may still be retiring
+        if space.pages[piece]:
+            self.not_under_a_lease(space.group, lambda: space.range.alias(piece, source.range, slot, 1))
         led = self.attempt(lambda: (space.range.alias(piece, source.range, slot, 1),))
         assert led is not None
         # Where another thread reads, nothing is led elsewhere.
@@ -601,6 +610,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(BallonetError):
                 space.range.own(span.start, len(span))
             return
+        self.not_under_a_lease(space.group, lambda: space.range.own(span.start, len(span)))
         if self.ask(lambda: space.range.own(span.start, len(span)) or None, len(span), True, len(span)):
             for i in span:
                 space.lead(i, Page("device", fresh()))
@@ -632,6 +642,7 @@ class Machine(RuleBasedStateMachine):
         leads = over and home.alias[piece] and home.pages[piece] is old
         free = shown[page] == 1 and not self.theirs[space.group]
         if over:
+            self.not_under_a_lease(space.group, lambda: space.range.take_over(piece, spare.range, slot, 1, home.range))
             done = self.attempt(lambda: (space.range.take_over(piece, spare.range, slot, 1, home.range),))
             may = free and shown[old] == (2 if leads else 1)
         elif page.place != "device" and not self.theirs[space.group]:
@@ -639,6 +650,7 @@ class Machine(RuleBasedStateMachine):
                 space.range.adopt(piece, spare.range, slot, 1)
             return
         else:
+            self.not_under_a_lease(space.group, lambda: space.range.adopt(piece, spare.range, slot, 1))
             done = self.attempt(lambda: (space.range.adopt(piece, spare.range, slot, 1),))
             may = free and not spare.pins[slot]
         assert done == (may,) or (done == (False,) and shown[page] == 1)  # what shows it may still be retiring
@@ -732,6 +744,7 @@ class Machine(RuleBasedStateMachine):
             self.settle()
         free = self.device.available if place == "device" else getattr(self.room(), place)
         may = page is not None and space.owns(piece) and self.shown()[page] == 1 and free > 0
+        self.not_under_a_lease(space.group, lambda: space.range.move(piece, place))  # type: ignore[arg-type]
         moved = self.attempt(lambda: (space.range.move(piece, place),))  # type: ignore[arg-type]
         assert moved is not None
         assert self.faulty or self.spills or moved[0] == (may and not self.theirs[space.group])
@@ -856,13 +869,17 @@ class Machine(RuleBasedStateMachine):
         drawn=PARTS,
         own=st.booleans(),
         over=st.integers(-1, 4),
-        way=st.sampled_from(["map", "map", "allocate", "budget"]),
+        way=st.sampled_from(["map", "map", "own", "allocate", "budget"]),
         leased=st.booleans(),
+        held=st.booleans(),
         stream=st.integers(0, STREAMS),
     )
-    def lack(self, drawn: Any, own: bool, over: int, way: str, leased: bool, stream: int) -> None:
-        """Somebody needs so many pages more than anything but entries can give, also while another thread leases."""
+    def lack(self, drawn: Any, own: bool, over: int, way: str, leased: bool, held: bool, stream: int) -> None:
+        """Somebody needs so many pages more than anything but entries can give, also while another thread leases, or
+        this one."""
         self.publish(drawn, own, anything=False)
+        for group in range(GROUPS * held):
+            self.lease(group, theirs=False, leaves=False)
         if leased:
             self.lease(0, theirs=True, leaves=False)
         pages = self.budget - self.must_stay() + over
@@ -873,15 +890,29 @@ class Machine(RuleBasedStateMachine):
             self.allocate(pages * self.page, stream)
         elif pages > 0 and opened < 5:
             self.reserve(pages, "weights", 1, 0, False, 0, False)
-            self.map(opened, (0, pages - 1), "device")
+            if way == "own":
+                self.lead_to_another(opened)
+                self.own(opened, (0, pages - 1))
+            else:
+                self.map(opened, (0, pages - 1), "device")
             self.everything_holds()
             self.close_range(opened, (0, 0), False)
+        for group in range(GROUPS * held):
+            self.lease(group, theirs=False, leaves=True)
         if leased:
             self.other_yields()
             self.lease(0, theirs=True, leaves=True)
 
+    def lead_to_another(self, n: int) -> None:
+        """All pieces of the nth range lead to one page, which no entry gives."""
+        named = {(home, i) for entry in self.entries for home, i, *_ in entry.pieces()}
+        others = [(each, j) for each in self.spaces for j in range(len(each.pages)) if each.owns(j)]
+        if (space := self.a_space(n)) and (found := pick([each for each in others if each not in named], n)):
+            for i in range(len(space.pages)):
+                self.lead(space, i, *found)
+
     @precondition(lambda self: self.entries)
-    @rule(n=NTH, which=NTH, how=st.sampled_from(["again", "twin", "doom", "lead"]))
+    @rule(n=NTH, which=NTH, how=st.sampled_from(["again", "twin", "doom", "lead", "close"]))
     def disturb(self, n: int, which: int, how: str) -> None:
         """Something that an entry names changes, or is soon what it was."""
         entry = pick(self.entries, n)
@@ -895,6 +926,8 @@ class Machine(RuleBasedStateMachine):
             self.retire(twin, j)
         elif how == "lead":
             self.alias(home, twin, which)
+        elif how == "close":
+            self.close_range(twin, j, True)
         else:
             if how == "doom":
                 self.make_tensor(home, i)
@@ -932,6 +965,13 @@ class Machine(RuleBasedStateMachine):
         work = native.leave if leaves else native.enter
         self.other.does(work) if theirs else work()
         held[group] += -1 if leaves else 1
+
+    def not_under_a_lease(self, group: int, change: Callable[[], bool]) -> None:
+        """No page changes where another thread reads."""
+        if not self.faulty:
+            self.lease(group, theirs=True, leaves=False)
+            assert not change()
+            self.lease(group, theirs=True, leaves=True)
 
     @rule()
     def other_yields(self) -> None:
@@ -1027,6 +1067,8 @@ class Machine(RuleBasedStateMachine):
         assert self.device.block_size(block.address) == 0
         self.counts["frees"] += 1
         self.counts["freed_total"] += block.size
+        if not self.faulty and "host" in block.places.values():
+            self.trim()  # the host's pages have gone with it
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
@@ -1116,6 +1158,7 @@ class Machine(RuleBasedStateMachine):
         assert physical("host") == snapshot["host_pages"] * self.page
         assert physical("peer") == snapshot["peer_pages"] * self.page
         assert snapshot["created"] <= self.budget
+        assert snapshot["reclaimed"] == self.reclaimed
         assert snapshot["kept"] + snapshot["ahead"] <= snapshot["pages"]["free"]
         if all(space.range.owner != "activations" for space in self.spaces):  # those are thought to be the heap's
             assert sum(nbytes for _, nbytes, *_, owner, _ in segments if owner != "spilled") == exist
@@ -1124,9 +1167,7 @@ class Machine(RuleBasedStateMachine):
         assert {f"{name}_peak": heap[f"{name}_peak"] for name in now} == {
             f"{name}_peak": self.peaks[name] for name in now
         }
-        assert {name: heap[name] for name in ("allocations", "frees")} == {
-            n: self.counts[n] for n in ("allocations", "frees")
-        }
+        assert {name: heap[name] for name in COUNTED} == {name: self.counts[name] for name in COUNTED}
         assert heap["blocks"] == len(self.blocks)
         for group, native in enumerate(self.groups):
             assert native.leases == self.mine[group] + self.theirs[group]
