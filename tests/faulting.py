@@ -57,6 +57,11 @@ def arm(function: str, ahead: int = 1) -> None:
     _tell(function, nth)
 
 
+def pending(function: str) -> bool:
+    """A fault of the function is armed and has not struck."""
+    return any(name == function and calls()[name] < nth for name, nth in _armed)
+
+
 def disarm() -> None:
     """What was armed and has not struck does no harm any more."""
     for name, nth in _armed:
