@@ -219,6 +219,8 @@ class Operation:
             for number, layer in enumerate(cache.elastic[: self.layers]):
                 step(layer, number)
         self.move(cache)
+        if self.begin not in (crowded, slots):  # where copies are to be under way
+            cache.device.reap(wait=True)  # which the core's thread does otherwise, sooner or later
 
 
 REORDER = [lambda layer, _: layer.reorder_cache(torch.tensor([1, 0]))]
