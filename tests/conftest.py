@@ -40,6 +40,10 @@ else:
     # No deadline: a test is never timed. The machines differ and the first example of a test pays for imports.
     hypothesis.settings.register_profile("ballonet", deadline=None)
     hypothesis.settings.load_profile("ballonet")
+    # As bugs are planted: that a test fails is all that is to be known.
+    hypothesis.settings.register_profile(
+        "planted", deadline=None, database=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    )
 
 
 @functools.cache

@@ -35,6 +35,25 @@ def spilled(core: Core) -> int:
     return pages
 
 
+def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
+    with opened(budget=4, host_budget=8, spill=True) as core:
+        kv = core.range(4, mapped=4)
+        keep, block = core.device.allocate(PAGE // 2), core.device.allocate(4 * PAGE)
+        assert spilled(core) == 5
+        core.device.deallocate(block)
+        core.device.reap(wait=True)
+        assert spilled(core) == 1  # under the block that is live
+        core.device.trim()
+        assert physical("host") == PAGE
+        kv.close()
+        again = core.device.allocate(PAGE // 4)  # there would be room beside the live block, on the host
+        assert (place(again, 1), place(keep, 1)) == ({"device"}, {"host"})
+        core.device.deallocate(keep)
+        core.device.deallocate(again)
+        core.device.reap(wait=True)
+        assert spilled(core) == 0
+
+
 def test_entries_give_their_pages_before_anything_is_spilled() -> None:
     with opened(budget=4, host_budget=8, spill=True) as core:
         one = layer(core)

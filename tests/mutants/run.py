@@ -73,9 +73,10 @@ class Judge:
         """How the test fails, also by not ending within so many seconds; None where it passes."""
         python = self.cuda if patch.simulated else self.python
         command = [str(python), "-m", "pytest", test, "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-m", "gpu"] if patch.simulated else ["--hypothesis-profile", "planted"]
         home = {"SIMGPU_HOME": str(environment.build.BUILD)} if patch.simulated else {}
         with subprocess.Popen(
-            [*command, "-m", "gpu"] if patch.simulated else command,
+            command,
             cwd=COPY,
             env={**home, **os.environ, **self.settings(patch), "PYTHONPATH": str(COPY / "src")},
             stdout=subprocess.PIPE,
