@@ -228,6 +228,29 @@ def test_pages_are_taken_out_of_the_oldest_cached_range_before_new_ones_are_made
     assert (core.kept(), physical()) == (0, 9 * PAGE)
 
 
+def test_a_range_that_keeps_its_pages_claims_them_again_and_others_take_them_before_anything_else() -> None:
+    with opened(budget=8) as core:
+        some, other, group = core.range(6, keeps=True), core.range(6, "weights"), core.device.group()
+        some.map(0, 4)
+
+        def again() -> None:
+            some.retire(1, 3)
+            core.device.reap(wait=True)
+            assert backings(some) == ["device", "kept", "kept", "kept", "none", "none"]
+            assert (core.kept(), core.pages()["free"], core.device.available) == (3, 3, 7)
+            some.map(1, 2)
+
+        assert page_calls(again) == {}
+        twin, cached = core.range(2), core.range(2, group=group)
+        cached.map(0, 1)
+        core.device.publish([(1, group, [(cached, 0, 1, twin, 0, [])])])
+        assert page_calls(lambda: other.map(0, 3))["cuMemCreate"] == 3, "while new ones may be made"
+        assert backings(some)[3] == "kept"
+        assert page_calls(lambda: other.map(3, 1)) == {"cuMemUnmap": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
+        assert (backings(some)[3], cached.leads_to(0)) == ("none", "device")
+        core.device.check()
+
+
 def test_a_page_that_is_kept_leaves_where_that_is_asked(core: Core) -> None:
     some = core.range(3, keeps=True, mapped=2)
     some.retire(1, 1)

@@ -40,9 +40,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..compat import StorageWeakRef
 from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
 from ..forward.hook_base import CALL, CallKeywords, opaquely
 from ..weights.storages import like_over

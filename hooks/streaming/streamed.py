@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
@@ -33,7 +34,6 @@ from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.layer_parts import LayerPart
 from ...offload.residency.ring import Ring
-from ..compat import StorageWeakRef
 from ..device.references import THIS, Interpreter
 from ..forward.hook_base import CALL, CallKeywords
 from ..forward.local_layers import LocalLayers
