@@ -39,6 +39,20 @@ def lowered(core: Core, pages: int) -> bool:
 # -- At once ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_page_that_is_given_back_and_still_shown_is_none_that_leaves() -> None:
+    """An idle page of the heap leaves in its place."""
+    with opened(budget=8) as core:
+        home, other = core.range(1, mapped=1), core.range(1)
+        assert other.alias(0, home, 0, 1)
+        home.retire(0, 1)
+        core.device.reap(wait=True)
+        core.device.deallocate(core.device.allocate(PAGE))
+        assert physical() == 2 * PAGE
+        core.device.set_budget(PAGE)
+        assert physical() == PAGE
+        assert other.leads_to(0) == "alias"
+
+
 def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPoolExecutor) -> None:
     """Who is asked for more has none, but somebody else has raised it, such as who gave up lowering it."""
     with opened(budget=8) as core:

@@ -76,7 +76,14 @@ void Heap::shrink(bool wait) {
     if (wait) live_.wait_freed(lock);
     if (mapper_->space.device.above_budget()) harvest_excess();
   }
-  if (wait) mapper_->reap(true);
+  if (!wait) return;
+  mapper_->reap(true);
+  if (!mapper_->space.device.above_budget()) return;
+  {
+    HeapLock lock(mutex);
+    pages_.harvest_excess(false);  // what is still retiring is shown elsewhere
+  }
+  mapper_->reap(true);
 }
 
 Heap::Numbers Heap::numbers_locked() const {

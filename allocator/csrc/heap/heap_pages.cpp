@@ -82,9 +82,10 @@ std::size_t HeapPages::worth_giving(std::size_t lacking) {
   return given_;
 }
 
-void HeapPages::harvest_excess() {
+void HeapPages::harvest_excess(bool retiring) {
   const auto numbers = mapper_.numbers();
-  const std::size_t leaving = numbers.budget + numbers.pages[static_cast<std::size_t>(Owner::kRetiring)];
+  const Owner owner = retiring ? Owner::kRetiring : Owner::kFree;
+  const std::size_t leaving = numbers.budget + numbers.pages[static_cast<std::size_t>(owner)];
   if (numbers.created > leaving) harvest(numbers.created - leaving);
 }
 

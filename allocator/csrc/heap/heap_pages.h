@@ -46,8 +46,9 @@ class HeapPages {
                       const Blocks::Block* keep_after = nullptr);
   // How many idle pages to give for those that others lack. See Note [Giving].
   std::size_t worth_giving(std::size_t lacking);
-  // Harvests what exists above the budget, as far as it has not been given up.
-  void harvest_excess();
+  // Harvests what exists above the budget, as far as it has not been given up. `retiring`: do pages that retire leave?
+  // Once all streams have been waited for, those that still retire do not: they are shown elsewhere.
+  void harvest_excess(bool retiring = true);
   // How many pages could be harvested.
   std::size_t idle() const;
   // Gives back host pages wholly inside a free block. Does nothing where the arena has pages of the device.
