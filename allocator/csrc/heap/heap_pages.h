@@ -46,8 +46,8 @@ class HeapPages {
                       const Blocks::Block* keep_after = nullptr);
   // How many idle pages to give for those that others lack. See Note [Giving].
   std::size_t worth_giving(std::size_t lacking);
-  // Harvests what exists above the budget, as far as it has not been given up. `retiring`: do pages that retire leave?
-  // Once all streams have been waited for, those that still retire do not: they are shown elsewhere.
+  // Harvests what exists above the budget, as far as it is not leaving: pages that retire, or, once all streams have been
+  // waited for (`retiring` false), those that are free. What still retires then is shown elsewhere, and stays.
   void harvest_excess(bool retiring = true);
   // How many pages could be harvested.
   std::size_t idle() const;
