@@ -46,8 +46,8 @@ class HeapPages {
                       const Blocks::Block* keep_after = nullptr);
   // How many idle pages to give for those that others lack. See Note [Giving].
   std::size_t worth_giving(std::size_t lacking);
-  // Harvests what exists above the budget and is not leaving. Leaving are pages that retire; with `retiring` false, after
-  // a wait for all streams, those that are free: what still retires then is shown elsewhere.
+  // Harvests what exists above the budget and is not leaving. Leaving are pages that retire; with `retiring` false,
+  // after a wait for all streams, those that are free: what still retires then is shown elsewhere.
   void harvest_excess(bool retiring = true);
   // How many pages could be harvested.
   std::size_t idle() const;
