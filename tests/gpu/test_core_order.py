@@ -244,6 +244,7 @@ def test_captures_go_on(place: Place) -> None:
     link, aside, held = Link(place), place.lane(), place.range(2)
     given, x = over(held, torch.int32, place.page // 4), torch.ones(1000, device=place.kind)
     given.fill_(1)
+    copied: list[Done] = []
 
     def work() -> tuple[torch.Tensor, ...]:
         doubled = x * 2
@@ -255,12 +256,14 @@ def test_captures_go_on(place: Place) -> None:
             assert place.device.reap() == 0, "what may belong to a graph was looked at"
             assert not held.move(0, "device")
             with aside():
-                link.fetch(place.current)
+                copied.append(link.fetch(place.current))
         return (doubled + 1,)
 
     captured = Captured(place, work)
     x.fill_(5)
     assert captured.replay()[0].eq(11).all().item()
+    for done in copied:
+        done.before(place.current)
     assert link.near.eq(2 if place.cuda else 1).all().item()
     del captured, given
     place.synchronize()

@@ -5,7 +5,7 @@
 A stage is one run of pytest under one setting of the device. A line says which test has just ended; the table at the
 end and build/test-cuda.json say what every stage came to. PATTERN: only stages whose names contain one of them; with
 --delay one stage, all tests with so many microseconds before each operation. The output of each stage is in
-build/test-cuda/.
+build/test-cuda/; what the tests that failed have said is printed, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ROOT = environment.ROOT
 LOGS = ROOT / "build" / "test-cuda"
 SUMMARY = ROOT / "build" / "test-cuda.json"
 LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|SKIPPED|ERROR|XFAIL) )?(tests/\S+(?: \S+)*?)"
-                  r"(?: (PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b.*)?$")  # fmt: skip
+                  r"(?: (PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b.*| - .*)?$")  # fmt: skip
+FAILURES = re.compile(r"^=+ (?:FAILURES|ERRORS) =+$.*?(?=^=+ (?!FAILURES|ERRORS))", re.MULTILINE | re.DOTALL)
 FAILING = ("FAILED", "ERROR")
 
 # Where the order of host and device matters: run again with the host far ahead.
@@ -133,7 +134,7 @@ def play(stage: Stage, python: Path, jobs: int) -> Outcome:
                 print(f"  {spent:5.0f} s  {len(outcome.results):3}  {result.lower():7} {found[2]}", flush=True)
     outcome.seconds, outcome.status = round(time.monotonic() - start, 1), process.returncode
     if outcome.failed:
-        print(f"  see {log.relative_to(ROOT)}")
+        print(*FAILURES.findall(log.read_text()), f"  see {log.relative_to(ROOT)}", sep="\n")
     return outcome
 
 
