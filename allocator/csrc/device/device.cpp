@@ -117,7 +117,8 @@ double Device::fraction() {
   return fraction_;
 }
 
-// Device pages that cannot be given back.
+// Device pages that cannot be given back, or fewer: a page that its range has given back, and that another range still
+// shows, is not counted, as that range may let it go in time.
 std::size_t Device::immovable() {
   const std::size_t idle = heap.idle_pages(true);
   const Reclaim::Outlook entries = reclaim.outlook();
