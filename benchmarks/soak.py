@@ -201,7 +201,7 @@ class Soak:
     def _children(self, drawn: random.Random) -> None:
         """A child has one thread, and what it allocates is its own."""
         tensor = torch.arange(2**12)
-        while not self._over.wait(drawn.uniform(0.2, 2.0)):
+        while not self._over.wait(drawn.uniform(0.05, 1.0)):
             if (child := os.fork()) == 0:
                 signal.alarm(60)  # of a child that waits for a thread that it does not have
                 made = [torch.full((drawn.randrange(1, 2**20),), 7.0) for _ in range(4)]
