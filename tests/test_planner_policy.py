@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.planner.answer import PlanAnswer, answered
-from ballonet.offload.policy.planner.changes import Question, lifts, nearest
+from ballonet.offload.policy.planner.answer import Forecast, Limit, PlanAnswer, answered
+from ballonet.offload.policy.planner.changes import PlanChange, Question, What, lifts, nearest
 from ballonet.offload.policy.planner.hardware import DEVICES, named
 from ballonet.offload.policy.planner.memory import Placed, PlanBudget, everything, least, placed
 from ballonet.offload.policy.planner.needs import Moment, Needs
@@ -160,12 +161,22 @@ def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> N
     measured = {(b, n): law(b, n) for b in (1, 2, 4) for n in (64, 128, 256, 512)}
     for (batch, length), seconds in measured.items():
         assert interpolated(measured, batch, length) == pytest.approx(seconds)
-    assert interpolated(measured, 8, 8192) == pytest.approx(law(8, 8192), rel=1e-3)
-    assert interpolated(measured, 1, 8) == pytest.approx(law(1, 8), rel=1e-3)
     del measured[4, 512]  # it did not fit in memory
-    assert interpolated(measured, 3, 400) == pytest.approx(law(3, 400), rel=1e-3)
+    for batch, length in [(8, 8192), (1, 8), (8, 128), (3, 400)]:
+        assert interpolated(measured, batch, length) == pytest.approx(law(batch, length), rel=1e-3)
     assert interpolated({}, 1, 1) is None
     assert interpolated({(2, 64): 0.5}, 2, 64) == pytest.approx(0.5)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=9, max_size=9), st.sampled_from((1, 2, 4)), st.sampled_from((64, 256)))
+def test_beyond_what_was_measured_it_goes_on_from_the_nearest(times: list[float], batch: int, length: int) -> None:
+    """One token or sequence more takes no less, and at most as much more as there are more pairs of tokens."""
+    measured = dict(zip(product((1, 2, 4), (64, 128, 256)), times, strict=True))
+    beyond = {64: 63, 256: 257}[length]
+    for size, edge in [((batch, beyond), (batch, length)), ((5, length), (4, length))]:
+        pairs = size[0] * size[1] ** 2 / (edge[0] * edge[1] ** 2)
+        found = (interpolated(measured, *size) or 0) / measured[edge]
+        assert min(1, pairs) - 1e-9 <= found <= max(1, pairs) + 1e-9
 
 
 def test_a_device_takes_the_longest_of_three() -> None:
@@ -177,6 +188,7 @@ def test_a_device_takes_the_longest_of_three() -> None:
     assert compute == pytest.approx(1e15 / (989e12 * 0.6))
     assert memory == pytest.approx(1e12 / (3.35e12 * 0.8))
     assert calls == pytest.approx(8.0)
+    assert [ForwardWork(1, 10, 1, 2).reading(less).read for less in (4, 12)] == [6, 0]
     assert by_device(ForwardWork(1e15, 1, 1, 4), device) > 10 * compute  # float32
     assert by_device(ForwardWork(1e15, 1, 1, 1), device) == compute  # no figure for bytes: the next wider one
 
@@ -241,6 +253,87 @@ def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
 
 
 # -- what would help
+
+TRIED = replace(DEFAULT.planning, saved=0.5, rounded=4)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Callable[[Question], PlanAnswer]:
+    """A planner in which more pages never hurt: of what lacks a part may be away, and is copied."""
+    wide, kept, second, link = (draw(st.integers(*ends)) for ends in ((0, 6), (0, 9), (1, 9), (0, 3)))
+
+    def ask(asked: Question) -> PlanAnswer:
+        assert 1 <= asked.prompt <= asked.context
+        pages = (asked.bits or 16) * wide + asked.context * asked.batch + asked.prompt + kept
+        least, lack = pages // 2, max(0, pages - asked.pages)
+        limit: Limit | None = "link" if lack else "compute"
+        if asked.pages < least or (asked.host is not None and lack > asked.host):
+            limit = "memory" if asked.pages < least else "host"
+        fits = limit in ("link", "compute")
+        tpot = float(second * (pages - kept) + link * lack) if fits and (link or not lack) else None
+        plan = Plan((1, 1), *((0,), (0,)) * (lack > kept)) if fits else None
+        found = Forecast(needs(), plan, 0, 0, 0, tpot=tpot)
+        known = asked.slo is not None and (tpot is not None or not fits)
+        met = tpot is not None and tpot <= asked.slo if asked.slo is not None and known else None
+        return PlanAnswer(fits, [found], least, pages, None if fits and tpot is None else limit, asked.slo, met)
+
+    return ask
+
+
+def lifted(before: PlanAnswer, after: PlanAnswer) -> bool:
+    """The table of what counts as no longer binding."""
+    old, new = before.slowest.tpot, after.slowest.tpot
+    saves = old is not None and new is not None and new <= old / 2
+    better = after.met if before.met is False else after.limit == "compute" if before.limit == "link" else saves
+    return after.fits and (not before.fits or better is True)
+
+
+@settings(max_examples=300)
+@given(
+    worlds(),
+    st.builds(
+        Question,
+        st.integers(0, 120),
+        st.integers(1, 30),
+        st.integers(1, 30),
+        st.integers(1, 5),
+        slo=st.none() | st.integers(1, 300),
+        host=st.none() | st.integers(0, 60),
+    ),
+    st.integers(0, 6),
+)
+def test_the_nearest_changes_are_those_of_all_that_are_tried(
+    ask: Callable[[Question], PlanAnswer], asked: Question, most: int
+) -> None:
+    """By brute force: of each kind the first, from the nearest on, with which the limit no longer binds."""
+    asked = replace(asked, prompt=min(asked.prompt, asked.context))
+    before = ask(asked)
+    unit = min(TRIED.rounded, max(1, asked.context // 2))
+    tried: dict[What, Iterable[int]] = {
+        "budget": range(asked.pages + 1, before.all + 1),
+        "host": range((asked.host or 0) + 1, before.all + 1) if before.limit == "host" else (),
+        "context": [length for length in range(asked.context - 1, 0, -1) if length % unit == 0],
+        "batch": range(asked.batch - 1, 0, -1),
+        "weights": TRIED.bits,
+    }
+    names = {"budget": "pages", "weights": "bits"}
+    was = {"budget": max(1, asked.pages), "host": max(1, asked.host or 0), "context": asked.context}
+    was |= {"batch": asked.batch, "weights": 16}
+    expected = []
+    for what, values in tried.items():
+        for to in values:
+            changes: dict[str, int] = {names.get(what, what): to}
+            if what == "context":
+                changes["prompt"] = min(asked.prompt, to)
+            after = ask(replace(asked, **changes))
+            resident = not (after.slowest.plan and after.slowest.plan.streamed)
+            if lifted(before, after) and (what != "weights" or resident):
+                expected.append(PlanChange(what, to, max(to / was[what], was[what] / to), after))
+                break
+    if asked.slo and before.met is False and (tpot := before.slowest.tpot):
+        expected.append(PlanChange("slo", tpot, tpot / asked.slo, replace(before, slo=tpot, met=True)))
+    expected.sort(key=lambda each: (each.factor, each.what))
+    assert nearest(asked, before, ask, replace(TRIED, changes=most)) == expected[:most]
 
 
 def ask(asked: Question) -> PlanAnswer:
