@@ -233,6 +233,67 @@ def test_the_limit_is_what_binds() -> None:
     assert (unknown.fits, unknown.limit, unknown.slowest.tpot) == (True, None, None)
 
 
+@given(
+    drawn(),
+    st.integers(1, 400),
+    st.none() | st.integers(0, 60),
+    st.sampled_from((None, 1e-4, 1e-2)),
+    st.none() | st.floats(1e-3, 2),
+    st.integers(0, 10**4),
+)
+def test_an_answer_says_what_is_placed(
+    models: list[Needs], pages: int, host: int | None, copy: float | None, slo: float | None, tokens: int
+) -> None:
+    """Each page is counted once, and what a copy adds is waited for; a token takes what the slowest model's does."""
+    models = [replace(each, aside=(0.5, 0.25 * number)) for number, each in enumerate(models)]
+    budget = PlanBudget(pages, PAGE, copy, slo, host, copying=0.5)
+    found, answer = placed(models, budget), answered(models, budget, tokens)
+    assert (answer.fits, answer.slo, answer.all) == (found is not None, slo, everything(models))
+    if found is None:
+        assert answer.limit == ("host" if placed(models, replace(budget, host=None)) else "memory")
+        assert answer.met is (None if slo is None else False)
+        for each, said in zip(models, answer.models, strict=True):
+            assert replace(said, needs=each) == Forecast(
+                each, None, each.weights, sum(each.last.kv), each.last.activations, 0, None, None, 0.0, False
+            )
+        return
+    if tokens * max(said.tpot or 0 for said in answered(models, budget).models) > DEFAULT.pages.dwell:
+        found = placed(models, budget, rested=True)
+    assert found is not None
+    link = (copy or 0) * max(1, sum(at.plan.copied != () for at in found))
+    over = pages - sum(at.weights + each.last.pages - at.away for each, at in zip(models, found, strict=True))
+    for each, at, said in zip(models, found, answer.models, strict=True):
+        total = sum(each.last.kv)
+        assert (said.plan, said.weights, said.settled) == (at.plan, at.weights, at.settled)
+        assert at.away <= said.host
+        assert total - said.host <= said.kv <= total - at.away
+        assert 0 <= said.activations - each.last.activations <= max(0, each.prompt.activations - each.last.activations)
+        if not at.away and len(models) == 1:
+            assert said.activations == each.last.activations + max(
+                0, min(over, each.prompt.activations - each.last.activations)
+            )
+        for seconds, moved, known, aside in (
+            (each.decode, at.away, said.tpot, each.aside[1]),
+            (each.prefill, at.early, said.ttft, each.aside[0]),
+        ):
+            if seconds is None or (copy is None and at.plan.copied):
+                assert known is None
+                continue
+            assert known is not None
+            running = Costs(each.layers, seconds, link).expected(at.plan) if copy else seconds
+            running = max(running, seconds + at.plan.copied_pages * link * 0.5) + aside
+            assert known == pytest.approx(running) if not moved else known >= running - 1e-12
+        if said.tpot is not None and each.decode is not None:
+            assert said.waits == pytest.approx(said.tpot - each.decode - each.aside[1])
+    slowest = max(answer.models, key=lambda said: said.tpot or 0)
+    assert answer.slowest == slowest
+    if slowest.tpot is None:
+        assert (answer.limit, answer.met) == (None, None)
+    else:
+        assert (answer.limit == "link") is (slowest.waits > 0.03 * (slowest.tpot - slowest.waits))
+        assert answer.met is (None if slo is None else slowest.tpot <= slo)
+
+
 def test_models_that_stream_share_the_link() -> None:
     one, other = (replace(needs(decode=0.02, kv=1), name=name) for name in "ab")
     alone = answered([one], PlanBudget(60, PAGE, 10 * SECONDS))
@@ -479,6 +540,8 @@ def test_what_leaves_needs_room_on_the_host() -> None:
     assert (short.fits, short.limit) == (False, "host")
     assert budget.pages < short.least <= everything([model])
     assert answered([model], replace(budget, pages=5, host=0)).limit == "memory"
+    kept = answered([model], replace(budget, pages=1000, host=0, slo=10.0))
+    assert (kept.limit, kept.least) == ("host", least([model], replace(budget, slo=10.0)))
     asked = Question(budget.pages, 64, 63, 1, host=there - 5)
 
     def ask(question: Question) -> PlanAnswer:

@@ -263,13 +263,16 @@ class _Run:
 
 
 def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> int:
-    """Returns the fewest pages that fit all models."""
+    """Returns the fewest pages that fit all models; as if the host had room, where it lacks that whatever the budget, as
+    an SLO has layers stream."""
 
     def fits(pages: int) -> bool:
         within = replace(budget, pages=pages)
         managed = _managed(models, within, tuning.weights)
         return managed is not None and _followed(models, managed, within, tuning, rested=False) is not None
 
+    if not fits(everything(models)):
+        budget = replace(budget, host=None)
     low, high = 0, 1
     while not fits(high):
         low, high = high, 2 * high
