@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan
 from ballonet.offload.policy.planner.answer import Forecast, Limit, PlanAnswer, answered
-from ballonet.offload.policy.planner.changes import PlanChange, Question, What, lifts, nearest
+from ballonet.offload.policy.planner.changes import PlanChange, Question, What, nearest
 from ballonet.offload.policy.planner.hardware import DEVICES, named
 from ballonet.offload.policy.planner.memory import Placed, PlanBudget, everything, least, placed
-from ballonet.offload.policy.planner.needs import Moment, Needs
+from ballonet.offload.policy.planner.needs import Judged, Moment, Needs
 from ballonet.offload.policy.planner.seconds import ForwardWork, by_device, interpolated
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -142,6 +142,14 @@ def test_as_many_layers_stream_as_an_slo_allows() -> None:
     assert costs.of(loose) <= 0.0325
 
 
+@given(drawn(), st.integers(1, 400), st.sampled_from((1e-4, 0.02, 1.0)))
+def test_a_run_decides_by_the_times_it_was_measured_to_take(models: list[Needs], pages: int, decode: float) -> None:
+    budget = PlanBudget(pages, PAGE, SECONDS)
+    known = [replace(each, decode=decode, prefill=10 * decode) for each in models]
+    other = [replace(each, decode=7.0, prefill=8.0, judged=Judged(decode, 10 * decode, decode)) for each in models]
+    assert placed(known, budget) == placed(other, budget)
+
+
 # -- seconds
 
 
@@ -169,9 +177,12 @@ def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> N
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=9, max_size=9), st.sampled_from((1, 2, 4)), st.sampled_from((64, 256)))
-def test_beyond_what_was_measured_it_goes_on_from_the_nearest(times: list[float], batch: int, length: int) -> None:
-    """One token or sequence more takes no less, and at most as much more as there are more pairs of tokens."""
+def test_the_nearest_that_were_measured_count(times: list[float], batch: int, length: int) -> None:
+    """Between them no time is beyond theirs. Beyond them one token or sequence more takes no less, and at most as much
+    more as there are more pairs of tokens."""
     measured = dict(zip(product((1, 2, 4), (64, 128, 256)), times, strict=True))
+    corners = [measured[size] for size in product((2, 4), (64, 128))]
+    assert min(corners) - 1e-9 <= (interpolated(measured, 3, 100) or 0) <= max(corners) + 1e-9
     beyond = {64: 63, 256: 257}[length]
     for size, edge in [((batch, beyond), (batch, length)), ((5, length), (4, length))]:
         pairs = size[0] * size[1] ** 2 / (edge[0] * edge[1] ** 2)
@@ -294,6 +305,25 @@ def test_an_answer_says_what_is_placed(
         assert answer.met is (None if slo is None else slowest.tpot <= slo)
 
 
+@pytest.mark.parametrize(
+    ("decode", "copy", "host", "kv", "waits", "first"),
+    [
+        (0.1, 1e-4, 8 * 4, 80 - 8 * 4 + 2 * 4, 4.1e-4, 4.1e-4),  # the first of eight copies of 4 pages is waited for
+        (1e-4, 1e-4, 20, 60, 24e-4 / 0.9, 8 * 4.1e-4 - 7 / 8 * 1e-3),  # no copy hides
+        (None, None, 8 * 4, 80 - 8 * 4 + 2 * 4, 0, 0),
+    ],
+)
+def test_kv_that_is_away_is_read_in_the_fastest_way(
+    decode: float | None, copy: float | None, host: int, kv: int, waits: float, first: float
+) -> None:
+    """Of 80 pages 20 are away: 3 of each layer's are read in place, or 4 go through two slots."""
+    (said,) = answered([needs(pages=0, kv=10, decode=decode)], PlanBudget(68, PAGE, copy)).models
+    assert (said.host, said.kv) == (host, kv)
+    if decode is not None:
+        assert said.waits == pytest.approx(waits)
+        assert (said.tpot, said.ttft) == pytest.approx((decode + waits, 10 * decode + first))
+
+
 def test_models_that_stream_share_the_link() -> None:
     one, other = (replace(needs(decode=0.02, kv=1), name=name) for name in "ab")
     alone = answered([one], PlanBudget(60, PAGE, 10 * SECONDS))
@@ -395,93 +425,6 @@ def test_the_nearest_changes_are_those_of_all_that_are_tried(
         expected.append(PlanChange("slo", tpot, tpot / asked.slo, replace(before, slo=tpot, met=True)))
     expected.sort(key=lambda each: (each.factor, each.what))
     assert nearest(asked, before, ask, replace(TRIED, changes=most)) == expected[:most]
-
-
-def ask(asked: Question) -> PlanAnswer:
-    """A model whose KV grows with context and batch, and whose weights shrink with bits."""
-    tokens = asked.context * asked.batch
-    kv = max(1, -(-tokens // 1024))
-    pages = 10 if asked.bits is None else max(1, 10 * asked.bits // 16)
-    at = Moment((kv,) * 8, 8 * (kv - 1), 4)
-    model = Needs("it", (pages,) * 8, 5, 4, at, at, asked.prompt, 0.2, 0.01 + 2e-6 * tokens * pages / 10)
-    return answered([model], PlanBudget(asked.pages, PAGE, 0.002, asked.slo))
-
-
-def test_each_change_lifts_the_limit_and_a_nearer_one_of_its_kind_does_not() -> None:
-    asked = Question(150, 4096, 2048, 4)
-    before = ask(asked)
-    assert before.limit == "link"
-    changes = nearest(asked, before, ask)
-    assert [each.what for each in changes] == sorted(
-        {"budget", "context", "batch"}, key=lambda what: next(each.factor for each in changes if each.what == what)
-    )
-    for each in changes:
-        assert lifts(before, each.answer)
-        assert each.answer.limit == "compute"
-    found = {each.what: int(each.to) for each in changes}
-    assert not lifts(before, ask(replace(asked, pages=found["budget"] - 1)))
-    assert not lifts(before, ask(replace(asked, batch=found["batch"] + 1)))
-    assert found["context"] % 256 == 0
-    longer = found["context"] + 256
-    assert not lifts(before, ask(replace(asked, context=longer, prompt=min(2048, longer))))
-
-
-@pytest.mark.parametrize(("pages", "bits"), [(70, 8), (45, 4)])
-def test_weights_of_fewer_bits_help_where_all_lie_on_the_device(pages: int, bits: int) -> None:
-    asked = Question(pages, 512, 256, 1)
-    before = ask(asked)
-    assert before.limit == "link"
-    (quantized,) = (each for each in nearest(asked, before, ask) if each.what == "weights")
-    assert quantized.to == bits
-    assert not any(each.plan is None or each.plan.streamed for each in quantized.answer.models)
-
-
-def test_weights_that_would_stream_when_quantized_are_no_change() -> None:
-    """Quantized weights are loaded on the device, where all of them have to fit."""
-    asked = Question(70, 512, 256, 1)
-
-    def streaming(question: Question) -> PlanAnswer:
-        if question.bits is None:
-            return ask(question)
-        found = ask(replace(question, pages=1000))
-        plan = Plan((10,) * 8, (0, 4), (0, 0))
-        return replace(found, models=[replace(each, plan=plan) for each in found.models])
-
-    before = ask(asked)
-    assert lifts(before, streaming(replace(asked, bits=8)))
-    assert "weights" not in {each.what for each in nearest(asked, before, streaming)}
-
-
-def test_where_nothing_is_wrong_a_change_has_to_save_time() -> None:
-    asked = Question(1000, 4096, 2048, 4)
-    before = ask(asked)
-    assert (before.limit, before.slowest.waits) == ("compute", 0)
-    changes = nearest(asked, before, ask)
-    assert changes
-    assert "budget" not in {each.what for each in changes}
-    for each in changes:
-        assert (each.answer.slowest.tpot or 1) <= 0.9 * (before.slowest.tpot or 0)
-    assert not lifts(before, before)
-
-
-def test_a_missed_slo_has_the_one_that_is_kept() -> None:
-    asked = Question(400, 4096, 2048, 4, None, 0.03)
-    before = ask(asked)
-    assert before.met is False
-    changes = {each.what: each for each in nearest(asked, before, ask)}
-    assert changes["slo"].to == before.slowest.tpot
-    assert "budget" not in changes  # all is resident
-    assert all(each.answer.met for each in changes.values())
-
-
-def test_what_does_not_fit_has_changes_with_which_it_does() -> None:
-    asked = Question(20, 8192, 4096, 2)
-    before = ask(asked)
-    assert not before.fits
-    changes = nearest(asked, before, ask)
-    assert changes
-    assert all(each.answer.fits for each in changes)
-    assert {each.what: each.to for each in changes}["budget"] == before.least
 
 
 # -- a prompt, stage by stage

@@ -263,8 +263,8 @@ class _Run:
 
 
 def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> int:
-    """Returns the fewest pages that fit all models; as if the host had room, where it lacks that whatever the budget, as
-    an SLO has layers stream."""
+    """Returns the fewest pages that fit all models. Where the host lacks room whatever the budget, as an SLO has layers
+    stream: as if it had it."""
 
     def fits(pages: int) -> bool:
         within = replace(budget, pages=pages)
