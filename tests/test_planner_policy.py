@@ -384,10 +384,7 @@ def lifted(before: PlanAnswer, after: PlanAnswer) -> bool:
     worlds(),
     st.builds(
         Question,
-        st.integers(0, 120),
-        st.integers(1, 30),
-        st.integers(1, 30),
-        st.integers(1, 5),
+        *(st.integers(*ends) for ends in ((0, 120), (1, 16), (1, 16), (1, 5))),
         slo=st.none() | st.integers(1, 300),
         host=st.none() | st.integers(0, 60),
     ),
@@ -408,18 +405,15 @@ def test_the_nearest_changes_are_those_of_all_that_are_tried(
         "weights": TRIED.bits,
     }
     names = {"budget": "pages", "weights": "bits"}
-    was = {"budget": max(1, asked.pages), "host": max(1, asked.host or 0), "context": asked.context}
-    was |= {"batch": asked.batch, "weights": 16}
     expected = []
     for what, values in tried.items():
+        was = 16 if what == "weights" else max(1, getattr(asked, names.get(what, what)) or 0)
         for to in values:
-            changes: dict[str, int] = {names.get(what, what): to}
-            if what == "context":
-                changes["prompt"] = min(asked.prompt, to)
-            after = ask(replace(asked, **changes))
+            prompt = min(asked.prompt, to) if what == "context" else asked.prompt
+            after = ask(replace(asked, prompt=prompt, **{names.get(what, what): to}))
             resident = not (after.slowest.plan and after.slowest.plan.streamed)
             if lifted(before, after) and (what != "weights" or resident):
-                expected.append(PlanChange(what, to, max(to / was[what], was[what] / to), after))
+                expected.append(PlanChange(what, to, max(to / was, was / to), after))
                 break
     if asked.slo and before.met is False and (tpot := before.slowest.tpot):
         expected.append(PlanChange("slo", tpot, tpot / asked.slo, replace(before, slo=tpot, met=True)))
@@ -448,6 +442,10 @@ def test_before_any_kv_is_full_only_layers_can_leave() -> None:
     assert (found.away, bool(found.plan.streamed)) == (0, True)
     late = fits(slow, PlanBudget(slow.weights + slow.last.pages - page, PAGE, SECONDS))
     assert (late.away, late.plan.streamed) == (page, ())
+    last = replace(slow.last, activations=40 + page)
+    grown = replace(slow, growth=(replace(last, movable=0), last), last=last)
+    found = fits(grown, PlanBudget(slow.weights + slow.last.pages, PAGE, SECONDS))
+    assert (found.away, bool(found.plan.streamed)) == (0, True)
 
 
 def test_where_kernels_may_have_more_it_is_said_that_it_hangs_on_that() -> None:

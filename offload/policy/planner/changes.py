@@ -90,7 +90,7 @@ def _more_host(
     def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, host=pages))
 
-    if asked.host is not None and answer.limit == "host" and lifts(answer, at(answer.all), tuning):
+    if asked.host is not None and answer.limit == "host":
         pages = _first(asked.host, answer.all, lambda pages: lifts(answer, at(pages), tuning))
         yield PlanChange("host", pages, pages / max(1, asked.host), at(pages))
 
