@@ -366,7 +366,8 @@ def worlds(draw: st.DrawFn) -> Callable[[Question], PlanAnswer]:
         found = Forecast(needs(), plan, 0, 0, 0, tpot=tpot)
         known = asked.slo is not None and (tpot is not None or not fits)
         met = tpot is not None and tpot <= asked.slo if asked.slo is not None and known else None
-        return PlanAnswer(fits, [found], least, pages, None if fits and tpot is None else limit, asked.slo, met)
+        beside = replace(found, plan=Plan((1,)) if fits else None)
+        return PlanAnswer(fits, [found, beside], least, pages, None if fits and tpot is None else limit, asked.slo, met)
 
     return ask
 
@@ -411,7 +412,7 @@ def test_the_nearest_changes_are_those_of_all_that_are_tried(
         for to in values:
             prompt = min(asked.prompt, to) if what == "context" else asked.prompt
             after = ask(replace(asked, prompt=prompt, **{names.get(what, what): to}))
-            resident = not (after.slowest.plan and after.slowest.plan.streamed)
+            resident = not any(each.plan and each.plan.streamed for each in after.models)
             if lifted(before, after) and (what != "weights" or resident):
                 expected.append(PlanChange(what, to, max(to / was, was / to), after))
                 break
