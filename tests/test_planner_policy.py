@@ -272,17 +272,16 @@ def test_an_answer_says_what_is_placed(
         found = placed(models, budget, rested=True)
     assert found is not None
     link = (copy or 0) * max(1, sum(at.plan.copied != () for at in found))
-    over = pages - sum(at.weights + each.last.pages - at.away for each, at in zip(models, found, strict=True))
+    idle = pages - sum(
+        said.weights + said.kv + each.last.activations for each, said in zip(models, answer.models, strict=True)
+    )
     for each, at, said in zip(models, found, answer.models, strict=True):
         total = sum(each.last.kv)
         assert (said.plan, said.weights, said.settled) == (at.plan, at.weights, at.settled)
         assert at.away <= said.host
         assert total - said.host <= said.kv <= total - at.away
-        assert 0 <= said.activations - each.last.activations <= max(0, each.prompt.activations - each.last.activations)
-        if not at.away and len(models) == 1:
-            assert said.activations == each.last.activations + max(
-                0, min(over, each.prompt.activations - each.last.activations)
-            )
+        crowd = max(0, each.prompt.activations - each.last.activations)
+        assert said.activations == each.last.activations + min(crowd, idle // len(models))
         for seconds, moved, known, aside in (
             (each.decode, at.away, said.tpot, each.aside[1]),
             (each.prefill, at.early, said.ttft, each.aside[0]),
@@ -309,6 +308,7 @@ def test_an_answer_says_what_is_placed(
     ("decode", "copy", "host", "kv", "waits", "first"),
     [
         (0.1, 1e-4, 8 * 4, 80 - 8 * 4 + 2 * 4, 4.1e-4, 4.1e-4),  # the first of eight copies of 4 pages is waited for
+        (0.01, 1e-4, 8 * 4, 80 - 8 * 4 + 2 * 4, 4.1e-4, 4.1e-4),
         (1e-4, 1e-4, 20, 60, 24e-4 / 0.9, 8 * 4.1e-4 - 7 / 8 * 1e-3),  # no copy hides
         (None, None, 8 * 4, 80 - 8 * 4 + 2 * 4, 0, 0),
     ],
@@ -316,11 +316,13 @@ def test_an_answer_says_what_is_placed(
 def test_kv_that_is_away_is_read_in_the_fastest_way(
     decode: float | None, copy: float | None, host: int, kv: int, waits: float, first: float
 ) -> None:
-    """Of 80 pages 20 are away: 3 of each layer's are read in place, or 4 go through two slots."""
-    (said,) = answered([needs(pages=0, kv=10, decode=decode)], PlanBudget(68, PAGE, copy)).models
+    """20 of 80 pages are away: 3 of each layer's are read in place, or 4 go through two slots."""
+    answer = answered([needs(pages=0, kv=10, decode=decode)], PlanBudget(68, PAGE, copy))
+    (said,) = answer.models
     assert (said.host, said.kv) == (host, kv)
     if decode is not None:
         assert said.waits == pytest.approx(waits)
+        assert answer.limit == ("link" if decode < 0.1 else "compute")
         assert (said.tpot, said.ttft) == pytest.approx((decode + waits, 10 * decode + first))
 
 
