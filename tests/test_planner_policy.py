@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan
-from ballonet.offload.policy.planner.answer import PlanAnswer, answered
-from ballonet.offload.policy.planner.changes import Question, lifts, nearest
+from ballonet.offload.policy.planner.answer import Forecast, Limit, PlanAnswer, answered
+from ballonet.offload.policy.planner.changes import PlanChange, Question, What, nearest
 from ballonet.offload.policy.planner.hardware import DEVICES, named
 from ballonet.offload.policy.planner.memory import Placed, PlanBudget, everything, least, placed
-from ballonet.offload.policy.planner.needs import Moment, Needs
+from ballonet.offload.policy.planner.needs import Judged, Moment, Needs
 from ballonet.offload.policy.planner.seconds import ForwardWork, by_device, interpolated
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -141,6 +142,14 @@ def test_as_many_layers_stream_as_an_slo_allows() -> None:
     assert costs.of(loose) <= 0.0325
 
 
+@given(drawn(), st.integers(1, 400), st.sampled_from((1e-4, 0.02, 1.0)))
+def test_a_run_decides_by_the_times_it_was_measured_to_take(models: list[Needs], pages: int, decode: float) -> None:
+    budget = PlanBudget(pages, PAGE, SECONDS)
+    known = [replace(each, decode=decode, prefill=10 * decode) for each in models]
+    other = [replace(each, decode=7.0, prefill=8.0, judged=Judged(decode, 10 * decode, decode)) for each in models]
+    assert placed(known, budget) == placed(other, budget)
+
+
 # -- seconds
 
 
@@ -160,12 +169,25 @@ def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> N
     measured = {(b, n): law(b, n) for b in (1, 2, 4) for n in (64, 128, 256, 512)}
     for (batch, length), seconds in measured.items():
         assert interpolated(measured, batch, length) == pytest.approx(seconds)
-    assert interpolated(measured, 8, 8192) == pytest.approx(law(8, 8192), rel=1e-3)
-    assert interpolated(measured, 1, 8) == pytest.approx(law(1, 8), rel=1e-3)
     del measured[4, 512]  # it did not fit in memory
-    assert interpolated(measured, 3, 400) == pytest.approx(law(3, 400), rel=1e-3)
+    for batch, length in [(8, 8192), (1, 8), (8, 128), (3, 400)]:
+        assert interpolated(measured, batch, length) == pytest.approx(law(batch, length), rel=1e-3)
     assert interpolated({}, 1, 1) is None
     assert interpolated({(2, 64): 0.5}, 2, 64) == pytest.approx(0.5)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=9, max_size=9), st.sampled_from((1, 2, 4)), st.sampled_from((64, 256)))
+def test_the_nearest_that_were_measured_count(times: list[float], batch: int, length: int) -> None:
+    """Between them no time is beyond theirs. Beyond them one token or sequence more takes no less, and at most as much
+    more as there are more pairs of tokens."""
+    measured = dict(zip(product((1, 2, 4), (64, 128, 256)), times, strict=True))
+    corners = [measured[size] for size in product((2, 4), (64, 128))]
+    assert min(corners) - 1e-9 <= (interpolated(measured, 3, 100) or 0) <= max(corners) + 1e-9
+    beyond = {64: 63, 256: 257}[length]
+    for size, edge in [((batch, beyond), (batch, length)), ((5, length), (4, length))]:
+        pairs = size[0] * size[1] ** 2 / (edge[0] * edge[1] ** 2)
+        found = (interpolated(measured, *size) or 0) / measured[edge]
+        assert min(1, pairs) - 1e-9 <= found <= max(1, pairs) + 1e-9
 
 
 def test_a_device_takes_the_longest_of_three() -> None:
@@ -177,6 +199,7 @@ def test_a_device_takes_the_longest_of_three() -> None:
     assert compute == pytest.approx(1e15 / (989e12 * 0.6))
     assert memory == pytest.approx(1e12 / (3.35e12 * 0.8))
     assert calls == pytest.approx(8.0)
+    assert [ForwardWork(1, 10, 1, 2).reading(less).read for less in (4, 12)] == [6, 0]
     assert by_device(ForwardWork(1e15, 1, 1, 4), device) > 10 * compute  # float32
     assert by_device(ForwardWork(1e15, 1, 1, 1), device) == compute  # no figure for bytes: the next wider one
 
@@ -221,14 +244,86 @@ def test_the_limit_is_what_binds() -> None:
     assert (unknown.fits, unknown.limit, unknown.slowest.tpot) == (True, None, None)
 
 
-def test_models_that_stream_share_the_link() -> None:
-    one, other = (replace(needs(decode=0.02, kv=1), name=name) for name in "ab")
-    alone = answered([one], PlanBudget(60, PAGE, 10 * SECONDS))
-    both = answered([one, other], PlanBudget(115, PAGE, 10 * SECONDS))
-    assert alone.models[0].plan is not None
-    assert both.models[0].plan is not None
-    assert all(each.plan is not None and each.plan.copied for each in both.models)
-    assert (both.slowest.tpot or 0) > 1.5 * (alone.slowest.tpot or 0)
+@given(
+    drawn(),
+    st.integers(1, 400),
+    st.none() | st.integers(0, 60),
+    st.sampled_from((None, 1e-4, 1e-2)),
+    st.none() | st.floats(1e-3, 2),
+    st.integers(0, 10**4),
+)
+def test_an_answer_says_what_is_placed(
+    models: list[Needs], pages: int, host: int | None, copy: float | None, slo: float | None, tokens: int
+) -> None:
+    """Each page is counted once, and what a copy adds is waited for; a token takes what the slowest model's does."""
+    models = [replace(each, aside=(0.5, 0.25 * number)) for number, each in enumerate(models)]
+    budget = PlanBudget(pages, PAGE, copy, slo, host, copying=0.5)
+    found, answer = placed(models, budget), answered(models, budget, tokens)
+    assert (answer.fits, answer.slo, answer.all) == (found is not None, slo, everything(models))
+    if found is None:
+        assert answer.limit == ("host" if placed(models, replace(budget, host=None)) else "memory")
+        assert answer.met is (None if slo is None else False)
+        for each, said in zip(models, answer.models, strict=True):
+            assert replace(said, needs=each) == Forecast(
+                each, None, each.weights, sum(each.last.kv), each.last.activations, 0, None, None, 0.0, False
+            )
+        return
+    if tokens * max(said.tpot or 0 for said in answered(models, budget).models) > DEFAULT.pages.dwell:
+        found = placed(models, budget, rested=True)
+    assert found is not None
+    link = (copy or 0) * max(1, sum(at.plan.copied != () for at in found))
+    idle = pages - sum(
+        said.weights + said.kv + each.last.activations for each, said in zip(models, answer.models, strict=True)
+    )
+    for each, at, said in zip(models, found, answer.models, strict=True):
+        total = sum(each.last.kv)
+        assert (said.plan, said.weights, said.settled) == (at.plan, at.weights, at.settled)
+        assert at.away <= said.host
+        assert total - said.host <= said.kv <= total - at.away
+        crowd = max(0, each.prompt.activations - each.last.activations)
+        assert said.activations == each.last.activations + min(crowd, idle // len(models))
+        for seconds, moved, known, aside in (
+            (each.decode, at.away, said.tpot, each.aside[1]),
+            (each.prefill, at.early, said.ttft, each.aside[0]),
+        ):
+            if seconds is None or (copy is None and at.plan.copied):
+                assert known is None
+                continue
+            assert known is not None
+            running = Costs(each.layers, seconds, link).expected(at.plan) if copy else seconds
+            running = max(running, seconds + at.plan.copied_pages * link * 0.5) + aside
+            assert known == pytest.approx(running) if not moved else known >= running - 1e-12
+        if said.tpot is not None and each.decode is not None:
+            assert said.waits == pytest.approx(said.tpot - each.decode - each.aside[1])
+    slowest = max(answer.models, key=lambda said: said.tpot or 0)
+    assert answer.slowest == slowest
+    if slowest.tpot is None:
+        assert (answer.limit, answer.met) == (None, None)
+    else:
+        assert (answer.limit == "link") is (slowest.waits > 0.03 * (slowest.tpot - slowest.waits))
+        assert answer.met is (None if slo is None else slowest.tpot <= slo)
+
+
+@pytest.mark.parametrize(
+    ("decode", "copy", "host", "kv", "waits", "first"),
+    [
+        (0.1, 1e-4, 8 * 4, 80 - 8 * 4 + 2 * 4, 4.1e-4, 4.1e-4),  # the first of eight copies of 4 pages is waited for
+        (0.01, 1e-4, 8 * 4, 80 - 8 * 4 + 2 * 4, 4.1e-4, 4.1e-4),
+        (1e-4, 1e-4, 20, 60, 24e-4 / 0.9, 8 * 4.1e-4 - 7 / 8 * 1e-3),  # no copy hides
+        (None, None, 8 * 4, 80 - 8 * 4 + 2 * 4, 0, 0),
+    ],
+)
+def test_kv_that_is_away_is_read_in_the_fastest_way(
+    decode: float | None, copy: float | None, host: int, kv: int, waits: float, first: float
+) -> None:
+    """20 of 80 pages are away: 3 of each layer's are read in place, or 4 go through two slots."""
+    answer = answered([needs(pages=0, kv=10, decode=decode)], PlanBudget(68, PAGE, copy))
+    (said,) = answer.models
+    assert (said.host, said.kv) == (host, kv)
+    if decode is not None:
+        assert said.waits == pytest.approx(waits)
+        assert answer.limit == ("link" if decode < 0.1 else "compute")
+        assert (said.tpot, said.ttft) == pytest.approx((decode + waits, 10 * decode + first))
 
 
 def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
@@ -242,92 +337,81 @@ def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
 
 # -- what would help
 
-
-def ask(asked: Question) -> PlanAnswer:
-    """A model whose KV grows with context and batch, and whose weights shrink with bits."""
-    tokens = asked.context * asked.batch
-    kv = max(1, -(-tokens // 1024))
-    pages = 10 if asked.bits is None else max(1, 10 * asked.bits // 16)
-    at = Moment((kv,) * 8, 8 * (kv - 1), 4)
-    model = Needs("it", (pages,) * 8, 5, 4, at, at, asked.prompt, 0.2, 0.01 + 2e-6 * tokens * pages / 10)
-    return answered([model], PlanBudget(asked.pages, PAGE, 0.002, asked.slo))
+TRIED = replace(DEFAULT.planning, saved=0.5, rounded=4)
 
 
-def test_each_change_lifts_the_limit_and_a_nearer_one_of_its_kind_does_not() -> None:
-    asked = Question(150, 4096, 2048, 4)
+@st.composite
+def worlds(draw: st.DrawFn) -> Callable[[Question], PlanAnswer]:
+    """A planner in which more pages never hurt: of what lacks a part may be away, and is copied."""
+    wide, kept, second, link = (draw(st.integers(*ends)) for ends in ((0, 6), (0, 9), (1, 9), (0, 3)))
+
+    def ask(asked: Question) -> PlanAnswer:
+        assert 1 <= asked.prompt <= asked.context
+        pages = (asked.bits or 16) * wide + asked.context * asked.batch + asked.prompt + kept
+        least, lack = pages // 2, max(0, pages - asked.pages)
+        limit: Limit | None = "link" if lack else "compute"
+        if asked.pages < least or (asked.host is not None and lack > asked.host):
+            limit = "memory" if asked.pages < least else "host"
+        fits = limit in ("link", "compute")
+        tpot = float(second * (pages - kept) + link * lack) if fits and (link or not lack) else None
+        plan = Plan((1, 1), *((0,), (0,)) * (lack > kept)) if fits else None
+        found = Forecast(needs(), plan, 0, 0, 0, tpot=tpot)
+        known = asked.slo is not None and (tpot is not None or not fits)
+        met = tpot is not None and tpot <= asked.slo if asked.slo is not None and known else None
+        beside = replace(found, plan=Plan((1,)) if fits else None)
+        return PlanAnswer(fits, [found, beside], least, pages, None if fits and tpot is None else limit, asked.slo, met)
+
+    return ask
+
+
+def lifted(before: PlanAnswer, after: PlanAnswer) -> bool:
+    """The table of what counts as no longer binding."""
+    old, new = before.slowest.tpot, after.slowest.tpot
+    saves = old is not None and new is not None and new <= old / 2
+    better = after.met if before.met is False else after.limit == "compute" if before.limit == "link" else saves
+    return after.fits and (not before.fits or better is True)
+
+
+@settings(max_examples=300)
+@given(
+    worlds(),
+    st.builds(
+        Question,
+        *(st.integers(*ends) for ends in ((0, 120), (1, 16), (1, 16), (1, 5))),
+        slo=st.none() | st.integers(1, 300),
+        host=st.none() | st.integers(0, 60),
+    ),
+    st.integers(0, 6),
+)
+def test_the_nearest_changes_are_those_of_all_that_are_tried(
+    ask: Callable[[Question], PlanAnswer], asked: Question, most: int
+) -> None:
+    """By brute force: of each kind the first, from the nearest on, with which the limit no longer binds."""
+    asked = replace(asked, prompt=min(asked.prompt, asked.context))
     before = ask(asked)
-    assert before.limit == "link"
-    changes = nearest(asked, before, ask)
-    assert [each.what for each in changes] == sorted(
-        {"budget", "context", "batch"}, key=lambda what: next(each.factor for each in changes if each.what == what)
-    )
-    for each in changes:
-        assert lifts(before, each.answer)
-        assert each.answer.limit == "compute"
-    found = {each.what: int(each.to) for each in changes}
-    assert not lifts(before, ask(replace(asked, pages=found["budget"] - 1)))
-    assert not lifts(before, ask(replace(asked, batch=found["batch"] + 1)))
-    assert found["context"] % 256 == 0
-    longer = found["context"] + 256
-    assert not lifts(before, ask(replace(asked, context=longer, prompt=min(2048, longer))))
-
-
-@pytest.mark.parametrize(("pages", "bits"), [(70, 8), (45, 4)])
-def test_weights_of_fewer_bits_help_where_all_lie_on_the_device(pages: int, bits: int) -> None:
-    asked = Question(pages, 512, 256, 1)
-    before = ask(asked)
-    assert before.limit == "link"
-    (quantized,) = (each for each in nearest(asked, before, ask) if each.what == "weights")
-    assert quantized.to == bits
-    assert not any(each.plan is None or each.plan.streamed for each in quantized.answer.models)
-
-
-def test_weights_that_would_stream_when_quantized_are_no_change() -> None:
-    """Quantized weights are loaded on the device, where all of them have to fit."""
-    asked = Question(70, 512, 256, 1)
-
-    def streaming(question: Question) -> PlanAnswer:
-        if question.bits is None:
-            return ask(question)
-        found = ask(replace(question, pages=1000))
-        plan = Plan((10,) * 8, (0, 4), (0, 0))
-        return replace(found, models=[replace(each, plan=plan) for each in found.models])
-
-    before = ask(asked)
-    assert lifts(before, streaming(replace(asked, bits=8)))
-    assert "weights" not in {each.what for each in nearest(asked, before, streaming)}
-
-
-def test_where_nothing_is_wrong_a_change_has_to_save_time() -> None:
-    asked = Question(1000, 4096, 2048, 4)
-    before = ask(asked)
-    assert (before.limit, before.slowest.waits) == ("compute", 0)
-    changes = nearest(asked, before, ask)
-    assert changes
-    assert "budget" not in {each.what for each in changes}
-    for each in changes:
-        assert (each.answer.slowest.tpot or 1) <= 0.9 * (before.slowest.tpot or 0)
-    assert not lifts(before, before)
-
-
-def test_a_missed_slo_has_the_one_that_is_kept() -> None:
-    asked = Question(400, 4096, 2048, 4, None, 0.03)
-    before = ask(asked)
-    assert before.met is False
-    changes = {each.what: each for each in nearest(asked, before, ask)}
-    assert changes["slo"].to == before.slowest.tpot
-    assert "budget" not in changes  # all is resident
-    assert all(each.answer.met for each in changes.values())
-
-
-def test_what_does_not_fit_has_changes_with_which_it_does() -> None:
-    asked = Question(20, 8192, 4096, 2)
-    before = ask(asked)
-    assert not before.fits
-    changes = nearest(asked, before, ask)
-    assert changes
-    assert all(each.answer.fits for each in changes)
-    assert {each.what: each.to for each in changes}["budget"] == before.least
+    unit = min(TRIED.rounded, max(1, asked.context // 2))
+    tried: dict[What, Iterable[int]] = {
+        "budget": range(asked.pages + 1, before.all + 1),
+        "host": range((asked.host or 0) + 1, before.all + 1) if before.limit == "host" else (),
+        "context": [length for length in range(asked.context - 1, 0, -1) if length % unit == 0],
+        "batch": range(asked.batch - 1, 0, -1),
+        "weights": TRIED.bits,
+    }
+    names = {"budget": "pages", "weights": "bits"}
+    expected = []
+    for what, values in tried.items():
+        was = 16 if what == "weights" else max(1, getattr(asked, names.get(what, what)) or 0)
+        for to in values:
+            prompt = min(asked.prompt, to) if what == "context" else asked.prompt
+            after = ask(replace(asked, prompt=prompt, **{names.get(what, what): to}))
+            resident = not any(each.plan and each.plan.streamed for each in after.models)
+            if lifted(before, after) and (what != "weights" or resident):
+                expected.append(PlanChange(what, to, max(to / was, was / to), after))
+                break
+    if asked.slo and before.met is False and (tpot := before.slowest.tpot):
+        expected.append(PlanChange("slo", tpot, tpot / asked.slo, replace(before, slo=tpot, met=True)))
+    expected.sort(key=lambda each: (each.factor, each.what))
+    assert nearest(asked, before, ask, replace(TRIED, changes=most)) == expected[:most]
 
 
 # -- a prompt, stage by stage
@@ -351,6 +435,10 @@ def test_before_any_kv_is_full_only_layers_can_leave() -> None:
     assert (found.away, bool(found.plan.streamed)) == (0, True)
     late = fits(slow, PlanBudget(slow.weights + slow.last.pages - page, PAGE, SECONDS))
     assert (late.away, late.plan.streamed) == (page, ())
+    last = replace(slow.last, activations=40 + page)
+    grown = replace(slow, growth=(replace(last, movable=0), last), last=last)
+    found = fits(grown, PlanBudget(slow.weights + slow.last.pages, PAGE, SECONDS))
+    assert (found.away, bool(found.plan.streamed)) == (0, True)
 
 
 def test_where_kernels_may_have_more_it_is_said_that_it_hangs_on_that() -> None:
@@ -386,6 +474,8 @@ def test_what_leaves_needs_room_on_the_host() -> None:
     assert (short.fits, short.limit) == (False, "host")
     assert budget.pages < short.least <= everything([model])
     assert answered([model], replace(budget, pages=5, host=0)).limit == "memory"
+    kept = answered([model], replace(budget, pages=1000, host=0, slo=10.0))
+    assert (kept.limit, kept.least) == ("host", least([model], replace(budget, slo=10.0)))
     asked = Question(budget.pages, 64, 63, 1, host=there - 5)
 
     def ask(question: Question) -> PlanAnswer:

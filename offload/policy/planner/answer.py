@@ -9,7 +9,7 @@ Note [What binds]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..interval import Costs
@@ -51,7 +51,7 @@ class PlanAnswer:
     all: int
     limit: Limit | None
     slo: float | None = None
-    met: bool | None = field(default=None)
+    met: bool | None = None
 
     @property
     def slowest(self) -> Forecast:
@@ -65,20 +65,18 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
     fewest, whole = least(models, budget, tuning), everything(models)
     if found is None:
         lacking = [Forecast(each, None, each.weights, sum(each.last.kv), each.last.activations) for each in models]
-        short = budget.host is not None and placed(models, replace(budget, host=None), tuning) is not None
+        short = placed(models, replace(budget, host=None), tuning) is not None
         met = None if budget.slo is None else False
         return PlanAnswer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
     forecasts = _forecasts(models, found, budget, tuning)
-    if tokens * max((each.tpot or 0.0 for each in forecasts), default=0.0) > tuning.pages.dwell:
-        rested = placed(models, budget, tuning, rested=True)
-        forecasts = forecasts if rested is None else _forecasts(models, rested, budget, tuning)
-    slowest = max(forecasts, key=lambda each: each.tpot or 0.0)
-    limit: Limit | None = None
-    if slowest.tpot is not None:
-        waits = slowest.waits > (tuning.records.hidden - 1) * (slowest.tpot - slowest.waits)
-        limit = "link" if waits else "compute"
-    met = None if budget.slo is None or slowest.tpot is None else slowest.tpot <= budget.slo
-    return PlanAnswer(True, forecasts, fewest, whole, limit, budget.slo, met)
+    if tokens * max(each.tpot or 0.0 for each in forecasts) > tuning.pages.dwell:
+        forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or found, budget, tuning)
+    answer = PlanAnswer(True, forecasts, fewest, whole, None, budget.slo)
+    tpot, waits = answer.slowest.tpot, answer.slowest.waits
+    if tpot is None:
+        return answer
+    limit: Limit = "link" if waits > (tuning.records.hidden - 1) * (tpot - waits) else "compute"
+    return replace(answer, limit=limit, met=None if budget.slo is None else tpot <= budget.slo)
 
 
 def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: PlanBudget, tuning: Tuning) -> list[Forecast]:

@@ -49,13 +49,9 @@ def nearest(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = DEFAULT.planning
 ) -> list[PlanChange]:
     """Returns the nearest changes, the nearest first, at most `tuning.changes`."""
-    found = [*_budget(asked, answer, ask, tuning), *_shorter(asked, answer, ask, tuning)]
-    found += [
-        *_more_host(asked, answer, ask, tuning),
-        *_smaller(asked, answer, ask, tuning),
-        *_quantized(asked, answer, ask, tuning),
-    ]
-    found += _looser(asked, answer)
+    found = [*_looser(asked, answer)]
+    for changed in (_budget, _more_host, _shorter, _smaller, _quantized):
+        found += changed(asked, answer, ask, tuning)
     return sorted(found, key=lambda each: (each.factor, each.what))[: tuning.changes]
 
 
@@ -81,9 +77,8 @@ def _budget(
     def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, pages=pages))
 
-    high = max(answer.all, answer.least)
-    if high > asked.pages and lifts(answer, at(high), tuning):
-        pages = _first(asked.pages, high, lambda pages: lifts(answer, at(pages), tuning))
+    if lifts(answer, at(max(asked.pages, answer.all)), tuning):
+        pages = _first(asked.pages, answer.all, lambda pages: lifts(answer, at(pages), tuning))
         yield PlanChange("budget", pages, pages / max(1, asked.pages), at(pages))
 
 
@@ -95,7 +90,7 @@ def _more_host(
     def at(pages: int) -> PlanAnswer:
         return ask(replace(asked, host=pages))
 
-    if asked.host is not None and answer.limit == "host" and lifts(answer, at(answer.all), tuning):
+    if asked.host is not None and answer.limit == "host":
         pages = _first(asked.host, answer.all, lambda pages: lifts(answer, at(pages), tuning))
         yield PlanChange("host", pages, pages / max(1, asked.host), at(pages))
 
@@ -133,12 +128,10 @@ def _quantized(
 ) -> Iterator[PlanChange]:
     """Tries weights of fewer bits: they are loaded on the device, where all of them have to fit."""
     for bits in tuning.bits:
-        if asked.bits is None or bits < asked.bits:
-            after = ask(replace(asked, bits=bits))
-            resident = not any(each.plan is None or each.plan.streamed for each in after.models)
-            if resident and lifts(answer, after, tuning):
-                yield PlanChange("weights", bits, 16 / bits, after)
-                return
+        after = ask(replace(asked, bits=bits))
+        if lifts(answer, after, tuning) and not any(each.plan and each.plan.streamed for each in after.models):
+            yield PlanChange("weights", bits, 16 / bits, after)
+            return
 
 
 def _looser(asked: Question, answer: PlanAnswer) -> Iterator[PlanChange]:

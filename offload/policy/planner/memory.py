@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from ..interval import Costs
 from ..layer_order import by_rung, of_layer
@@ -174,9 +175,8 @@ class _Run:
         mapped = [0] * len(self._models)  # pages that operators had so far, as the heap keeps them
         for each in self._models:
             each.listed = 0 if each.needs.stages else each.needs.prompt.movable  # where all is one moment
-        for stage in range(max(each.needs.steps(Phase.PROMPT) for each in self._models)):
-            now = [each.needs.during(Phase.PROMPT, stage) for each in self._models]
-            before = [each.needs.during(Phase.PROMPT, max(0, stage - 1)) for each in self._models]
+        stages = self._moments(Phase.PROMPT)
+        for before, now in pairwise([stages[0], *stages]):
             kv = [sum(moment.kv) for moment in now]
             held = [min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True)]
             if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
@@ -196,14 +196,18 @@ class _Run:
         last = (each.needs.last for each in self._models)
         if self._held + sum(sum(at.kv) + self._of(at) for at in last) <= self._budget.pages:
             return True  # as caches only grow
-        for step in range(max(each.needs.steps(Phase.ANSWER) for each in self._models)):
-            now = [each.needs.during(Phase.ANSWER, step) for each in self._models]
+        for now in self._moments(Phase.ANSWER):
             for each, at in zip(self._models, now, strict=True):
                 each.listed = at.movable
             if not self._room((sum(at.kv) + self._of(at) for at in now), Phase.ANSWER):
                 return False
             self._arrange()
         return True
+
+    def _moments(self, phase: Phase) -> list[list[Moment]]:
+        """Returns the moments of all models together: one that has fewer stays at its last."""
+        found = [each.needs.moments(phase) for each in self._models]
+        return [[those[min(step, len(those) - 1)] for those in found] for step in range(max(map(len, found)))]
 
     def _of(self, moment: Moment) -> int:
         return moment.least if self._least else moment.activations
@@ -259,13 +263,16 @@ class _Run:
 
 
 def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> int:
-    """Returns the fewest pages that fit all models."""
+    """Returns the fewest pages that fit all models. Where the host lacks room whatever the budget, as an SLO has layers
+    stream: as if it had it."""
 
     def fits(pages: int) -> bool:
         within = replace(budget, pages=pages)
         managed = _managed(models, within, tuning.weights)
         return managed is not None and _followed(models, managed, within, tuning, rested=False) is not None
 
+    if not fits(everything(models)):
+        budget = replace(budget, host=None)
     low, high = 0, 1
     while not fits(high):
         low, high = high, 2 * high
@@ -278,7 +285,7 @@ def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT)
 def everything(models: Sequence[Needs]) -> int:
     """Returns the pages with which nothing streams and nothing leaves."""
     running = sum(max(each.prompt.pages, each.last.pages) for each in models)
-    return sum(each.weights for each in models) + max(running, max((each.working for each in models), default=0))
+    return sum(each.weights for each in models) + max(running, *(each.working for each in models))
 
 
 def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tuning: WeightPlans) -> Costs:

@@ -60,7 +60,7 @@ class Needs:
     working: int
     prompt: Moment
     last: Moment
-    rows: int = 1
+    rows: int
     prefill: float | None = None
     decode: float | None = None
     stages: tuple[Moment, ...] = ()
@@ -78,11 +78,6 @@ class Needs:
         """The times that a run decides by."""
         return self.judged or Judged(self.decode, self.prefill, self.decode)
 
-    def steps(self, phase: Phase) -> int:
-        """The number of moments of that phase."""
-        return max(1, len(self.stages if phase is Phase.PROMPT else self.growth))
-
-    def during(self, phase: Phase, step: int) -> Moment:
-        """Returns the moment of that number, the last one where there are fewer."""
-        found = self.stages or (self.prompt,) if phase is Phase.PROMPT else self.growth or (self.last,)
-        return found[min(step, len(found) - 1)]
+    def moments(self, phase: Phase) -> tuple[Moment, ...]:
+        """The moments of that phase."""
+        return self.stages or (self.prompt,) if phase is Phase.PROMPT else self.growth or (self.last,)

@@ -11,9 +11,9 @@ Note [Between the points]
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -29,22 +29,15 @@ def interpolated(measured: Mapping[Size, float], batch: int, length: int) -> flo
     without any. See Note [Between the points]."""
     if not measured:
         return None
-    batches, lengths = (sorted({size[axis] for size in measured}) for axis in (0, 1))
-    inside = [_around(batches, batch), _around(lengths, length)]
-    corners = [(b, n) for b in inside[0] for n in inside[1]]
-    if all(corners) and all(corner in measured for corner in corners) and _within(batches, batch, lengths, length):
+    inside = [_around({size[axis] for size in measured}, value) for axis, value in enumerate((batch, length))]
+    if all(corner in measured for corner in product(*inside)):
         return math.exp(_bilinear(measured, inside, (batch, length)))
     return _beyond(measured, batch, length)
 
 
-def _within(batches: Sequence[int], batch: int, lengths: Sequence[int], length: int) -> bool:
-    return batches[0] <= batch <= batches[-1] and lengths[0] <= length <= lengths[-1]
-
-
-def _around(points: Sequence[int], value: int) -> tuple[int, int]:
-    """Returns the points on either side of a value, twice the same where it is one or lies outside."""
-    at = min(bisect_left(points, value), len(points) - 1)
-    return (points[at], points[at]) if points[at] <= value or not at else (points[at - 1], points[at])
+def _around(points: Iterable[int], value: int) -> tuple[int, int]:
+    """Returns the points on either side of a value, twice the same where it is one; 0 where there is none."""
+    return max((at for at in points if at <= value), default=0), min((at for at in points if at >= value), default=0)
 
 
 def _bilinear(measured: Mapping[Size, float], inside: Sequence[tuple[int, int]], size: Size) -> float:
@@ -59,10 +52,8 @@ def _bilinear(measured: Mapping[Size, float], inside: Sequence[tuple[int, int]],
 
 def _beyond(measured: Mapping[Size, float], batch: int, length: int) -> float:
     nearest = min(sorted(measured), key=lambda at: abs(math.log(at[0] / batch)) + abs(math.log(at[1] / length)))
-    rows = np.array([_parts(*size) for size in measured], dtype=float)
-    found = nonnegative.fitted(rows, np.array(list(measured.values())))
-    if found is None:
-        return measured[nearest]
+    found = nonnegative.fitted(np.array([_parts(*size) for size in measured]), np.array(list(measured.values())))
+    assert found is not None  # what is fixed explains a part
 
     def fit(size: Size) -> float:
         return math.fsum(part * each for part, each in zip(found, _parts(*size), strict=True))
