@@ -19,7 +19,6 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
 from .core import PAGE, Core, Gate, Other, calls, eventually, holds, opened, physical, refused, write
-from .faulting import faults_at_every_call
 from .pool import bytes_that_exist
 from .test_core_reclaim import Layer, keys, layer
 
@@ -336,43 +335,6 @@ def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoo
             core.device.set_budget(2 * PAGE, LONG)
         sending.result()
         assert (usr1, core.device.budget) == ([None], 6 * PAGE)
-
-
-# -- Faults -----------------------------------------------------------------------------------------------------------
-
-
-class Lowering:
-    """A device with dirty and clean layers, KV, a block, and what is free or idle; its budget is to be lowered."""
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.layers = layer(core, 2, 1), layer(core, 2, 11).clean()
-        core.device.publish([each.entry(key) for key, each in enumerate(self.layers)])
-        self.kv = core.range(4)
-        self.kv.map(0, 4)
-        write(self.kv.address, 77)
-        self.block = core.device.allocate(PAGE // 2)
-        write(self.block, 5, PAGE // 2)
-        core.device.deallocate(core.device.allocate(3 * PAGE))
-        self.kv.retire(1, 3)
-        core.device.reap(wait=True)
-
-    def lower(self) -> None:
-        self.core.device.set_budget(2 * PAGE)
-
-
-def test_a_fault_at_every_driver_call_of_it() -> None:
-    refused: list[bool] = []
-    for scene, done in faults_at_every_call(Lowering, Lowering.lower, budget=16, host_budget=8):
-        refused.append(not done)
-        assert scene.core.device.budget == (2 if done else 16) * PAGE
-        assert not done or physical() <= 2 * PAGE
-        assert all(each.intact() for each in scene.layers)
-        assert holds(scene.kv.address, 77)
-        assert holds(scene.block, 5, PAGE // 2)
-        scene.lower()
-        assert physical() == 2 * PAGE
-    assert refused.count(False) > len(refused) // 2  # a call that fails once is made up for
 
 
 # -- Under torch ------------------------------------------------------------------------------------------------------
