@@ -170,18 +170,6 @@ def test_a_capture_that_ends_meanwhile(gate: Gate, pool: ThreadPoolExecutor) -> 
         assert one.intact()
 
 
-def test_a_larger_one_ends_the_wait_of_a_smaller(other: Other, pool: ThreadPoolExecutor) -> None:
-    """The newest counts; it neither waits for the others nor do they change what it has set."""
-    with opened(budget=8) as core:
-        leased(core, other, 4)
-        smaller = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
-        eventually(lambda: lowered(core, 2))
-        core.device.set_budget(6 * PAGE)
-        with pytest.raises(BudgetInUse):
-            smaller.result()
-        assert core.device.budget == 6 * PAGE
-
-
 def test_the_newest_fails_and_the_budget_before_all_of_them_is_in_force(other: Other, pool: ThreadPoolExecutor) -> None:
     with opened(budget=8) as core:
         leased(core, other, 4)
@@ -322,6 +310,7 @@ def test_from_a_signal_on_the_thread_that_leases(usr1: list[object]) -> None:
 
 
 def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoolExecutor, usr1: list[object]) -> None:
+    """The newest counts: it neither waits for the one before it, nor does that change what it has set."""
     with opened(budget=8) as core:
         leased(core, other, 4)
         usr1.append(lambda: core.device.set_budget(6 * PAGE, LONG))
