@@ -18,8 +18,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
-from .core import PAGE, Core, Gate, Other, all_calls, calls, eventually, holds, opened, physical, refused, write
-from .faulting import faults_at_every_call
+from .core import PAGE, Core, Gate, Other, calls, eventually, holds, opened, physical, refused, write
 from .pool import bytes_that_exist
 from .test_core_reclaim import Layer, keys, layer
 
@@ -78,48 +77,12 @@ def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPool
         listening.result()
 
 
-def test_what_is_free_or_idle_goes_back_to_the_driver() -> None:
-    with opened(budget=32) as core:
-        core.device.allocate(PAGE)
-        core.device.deallocate(core.device.allocate(10 * PAGE))
-        kv = core.range(8, mapped=8)
-        kv.retire(2, 6)
-        core.device.set_budget(4 * PAGE)
-        assert (core.device.budget, core.created(), physical()) == (4 * PAGE, 4, 4 * PAGE)
-        core.device.set_budget(32 * PAGE)
-        kv.map(2, 6)
-
-
-def test_no_more_of_what_lies_idle_goes_than_has_to() -> None:
-    with opened(budget=32) as core:
-        core.device.deallocate(core.device.allocate(10 * PAGE))
-        core.device.set_budget(6 * PAGE)
-        made = all_calls(lambda: core.device.deallocate(core.device.allocate(6 * PAGE)))
-        assert made.get("cuMemMap", 0) == 0
-
-
-def test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number() -> None:
-    with opened(budget=16) as core:
-        one, kept = layer(core, 3), layer(core, 2)
-        core.device.allocate(2 * PAGE)
-        core.device.publish([one.entry(1)])
-        before = core.pages()
-        with pytest.raises(BudgetInUse) as caught:
-            core.device.set_budget(3 * PAGE, LONG)
-        assert isinstance(caught.value, BudgetError)
-        assert (caught.value.immovable, caught.value.budget, caught.value.waited) == (4 * PAGE, 3 * PAGE, 0)
-        assert f"ballonet.set_budget({caught.value.smallest})" in str(caught.value)
-        assert (core.device.budget, core.pages(), keys(core), core.device.page_request) == (16 * PAGE, before, [], 0)
-        core.device.set_budget(caught.value.smallest)
-        assert (keys(core), physical()) == ([1], 4 * PAGE)
-        assert one.intact()
-        assert kept.intact()
-
-
-def test_the_error_survives_a_pickle() -> None:
+def test_the_error_says_what_would_do_and_survives_a_pickle() -> None:
     error = pickle.loads(pickle.dumps(BudgetInUse(5, 3, 1.5)))
+    assert isinstance(error, BudgetError)
     assert (error.immovable, error.budget, error.smallest, error.required, error.waited) == (5, 3, 5, 5, 1.5)
     assert "1500 ms" in str(error)
+    assert "ballonet.set_budget(5)" in str(BudgetInUse(5, 3, 0))
 
 
 def test_a_host_that_has_room_for_some_of_it_only() -> None:
@@ -205,18 +168,6 @@ def test_a_capture_that_ends_meanwhile(gate: Gate, pool: ThreadPoolExecutor) -> 
         lowering.result()
         assert physical() <= PAGE
         assert one.intact()
-
-
-def test_a_larger_one_ends_the_wait_of_a_smaller(other: Other, pool: ThreadPoolExecutor) -> None:
-    """The newest counts; it neither waits for the others nor do they change what it has set."""
-    with opened(budget=8) as core:
-        leased(core, other, 4)
-        smaller = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
-        eventually(lambda: lowered(core, 2))
-        core.device.set_budget(6 * PAGE)
-        with pytest.raises(BudgetInUse):
-            smaller.result()
-        assert core.device.budget == 6 * PAGE
 
 
 def test_the_newest_fails_and_the_budget_before_all_of_them_is_in_force(other: Other, pool: ThreadPoolExecutor) -> None:
@@ -359,6 +310,7 @@ def test_from_a_signal_on_the_thread_that_leases(usr1: list[object]) -> None:
 
 
 def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoolExecutor, usr1: list[object]) -> None:
+    """The newest counts: it neither waits for the one before it, nor does that change what it has set."""
     with opened(budget=8) as core:
         leased(core, other, 4)
         usr1.append(lambda: core.device.set_budget(6 * PAGE, LONG))
@@ -372,43 +324,6 @@ def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoo
             core.device.set_budget(2 * PAGE, LONG)
         sending.result()
         assert (usr1, core.device.budget) == ([None], 6 * PAGE)
-
-
-# -- Faults -----------------------------------------------------------------------------------------------------------
-
-
-class Lowering:
-    """A device with dirty and clean layers, KV, a block, and what is free or idle; its budget is to be lowered."""
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.layers = layer(core, 2, 1), layer(core, 2, 11).clean()
-        core.device.publish([each.entry(key) for key, each in enumerate(self.layers)])
-        self.kv = core.range(4)
-        self.kv.map(0, 4)
-        write(self.kv.address, 77)
-        self.block = core.device.allocate(PAGE // 2)
-        write(self.block, 5, PAGE // 2)
-        core.device.deallocate(core.device.allocate(3 * PAGE))
-        self.kv.retire(1, 3)
-        core.device.reap(wait=True)
-
-    def lower(self) -> None:
-        self.core.device.set_budget(2 * PAGE)
-
-
-def test_a_fault_at_every_driver_call_of_it() -> None:
-    refused: list[bool] = []
-    for scene, done in faults_at_every_call(Lowering, Lowering.lower, budget=16, host_budget=8):
-        refused.append(not done)
-        assert scene.core.device.budget == (2 if done else 16) * PAGE
-        assert not done or physical() <= 2 * PAGE
-        assert all(each.intact() for each in scene.layers)
-        assert holds(scene.kv.address, 77)
-        assert holds(scene.block, 5, PAGE // 2)
-        scene.lower()
-        assert physical() == 2 * PAGE
-    assert refused.count(False) > len(refused) // 2  # a call that fails once is made up for
 
 
 # -- Under torch ------------------------------------------------------------------------------------------------------

@@ -102,15 +102,3 @@ def test_what_activations_need_no_more_is_given_soon(core: Core) -> None:
     cache.map(0, 1)
     cache.map(1, 1)
     assert inflated(core) == [1, 2]
-
-
-def test_idle_pages_are_counted_as_they_are_given() -> None:
-    """A page that a live block touches is none."""
-    with opened(budget=16) as core:
-        core.device.deallocate(core.device.allocate(16 * PAGE))
-        block = core.device.allocate(3 * PAGE + 512)
-        assert (core.device.available, core.device.idle) == (0, 12)
-        core.range(12).map(0, 12)
-        assert (core.device.available, core.device.idle) == (0, 0)
-        core.device.deallocate(block)
-        assert core.device.idle == 4

@@ -273,8 +273,10 @@ class Machine(RuleBasedStateMachine):
         """Pages that no trim and no wait can free."""
         lanes = STREAMS if place == "device" else 0  # a page for each stream to copy to
         mapped = {page for space in self.spaces for page in space.pages if page and page.place == place}
-        under = {number for block in self.blocks for number, where in block.places.items() if where == place}
-        return lanes + len(mapped) + len(under)
+        return lanes + len(mapped) + self.under_blocks(place)
+
+    def under_blocks(self, place: str) -> int:
+        return len({number for block in self.blocks for number, where in block.places.items() if where == place})
 
     def room(self) -> Room:
         return Room(*(self.most[place] - self.must_stay(place) for place in ("host", "peer")))
@@ -1072,16 +1074,20 @@ class Machine(RuleBasedStateMachine):
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
-    @rule(over=st.integers(-8, 12))
-    def set_budget(self, over: int) -> None:
-        """Sets a budget of so many pages more than must stay, or less."""
+    @rule(over=st.integers(-8, 12), idle=st.integers(0, 4))
+    def set_budget(self, over: int, idle: int = 0) -> None:
+        """Sets a budget of so many pages more than must stay, or less, once so many more lie idle in the heap."""
+        if 0 < idle <= self.budget - self.must_stay():
+            self.allocate(idle * self.page, 0)
+            self.deallocate(-1)
         pages = max(0, min(30, self.must_stay() + over))
-        if self.entries and not self.faulty:
+        if (self.entries or idle) and not self.faulty:
             self.settle()
         before, stay = faults_fired(), self.must_stay()
         every, some = self.offered(math.inf, self.theirs), self.offered(stay - pages, self.theirs)
         immovable = stay - every.ready - every.leased - self.left_to_aliases()  # of those it is only known in the end
         meets = stay - some.ready <= pages
+        lay_idle = self.device.idle
         try:
             self.attempt(lambda: (self.device.set_budget(pages * self.page), True))
         except BudgetInUse as refused:
@@ -1094,6 +1100,8 @@ class Machine(RuleBasedStateMachine):
             assert self.faulty or meets
             self.budget = pages
             assert physical() <= pages * self.page
+            if idle and over >= 0 and not self.faulty:  # it goes after what is free, and no more of it than has to
+                assert self.device.idle >= lay_idle or self.device.snapshot()["pages"]["free"] == 0
         if not self.faulty:
             assert self.given == (some.given if stay > pages >= immovable else [])
 
@@ -1147,7 +1155,7 @@ class Machine(RuleBasedStateMachine):
         self.device.check()
         for _ in range(1000):
             before = self.state()
-            snapshot, segments = self.device.snapshot(), self.device.segments()
+            snapshot, segments, available = self.device.snapshot(), self.device.segments(), self.device.available
             exist, table = physical(), AddressTable(self.page)
             if before == self.state():  # the device's thread has done nothing in between
                 break
@@ -1158,10 +1166,13 @@ class Machine(RuleBasedStateMachine):
         assert physical("host") == snapshot["host_pages"] * self.page
         assert physical("peer") == snapshot["peer_pages"] * self.page
         assert snapshot["created"] <= self.budget
+        assert self.device.budget == self.budget * self.page
+        assert available == snapshot["pages"]["free"] + self.budget - snapshot["created"]
         assert snapshot["reclaimed"] == self.reclaimed
         assert snapshot["kept"] + snapshot["ahead"] <= snapshot["pages"]["free"]
         if all(space.range.owner != "activations" for space in self.spaces):  # those are thought to be the heap's
             assert sum(nbytes for _, nbytes, *_, owner, _ in segments if owner != "spilled") == exist
+            assert self.device.idle <= snapshot["pages"]["activations"] - self.under_blocks("device")
         heap, now = snapshot["heap"], self.in_use()
         assert {name: heap[name] for name in now} == now
         assert {f"{name}_peak": heap[f"{name}_peak"] for name in now} == {

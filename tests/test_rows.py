@@ -70,8 +70,7 @@ spill: pages of the host in the place of pages of the device, rather than a refu
   cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
   gpu gpu/test_balloon_core.py::test_what_is_spilled_computes_the_same figure:oom
 live budget: met with the driver, or refused with the number and nothing changed
-  cpu test_core_budget.py::test_what_is_free_or_idle_goes_back_to_the_driver
-  cpu test_core_budget.py::test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number
+  cpu test_core_stateful.py::test_anything_in_any_order
   cpu test_core_budget.py::test_from_a_signal_on_the_thread_that_leases
   gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:shrink
 captures: nothing that one forbids is done while it lasts
