@@ -16,6 +16,7 @@ from .core import (
     eventually,
     holds,
     make,
+    maps,
     opened,
     physical,
     refused,
@@ -116,6 +117,12 @@ def test_what_is_still_in_use_is_not_cached(core: Core) -> None:
     third.map(0, 2)
     core.device.note_use(address, PAGE, 0, write=True)  # the order checker has nothing to say
     write(address, 1, 2 * PAGE)
+
+
+def test_the_last_pages_of_a_cached_range_go_first(core: Core) -> None:
+    [some] = closed(core, (4, 3))
+    core.range(2, "weights", mapped=2)
+    assert [one.place for one in maps(some.address, 3 * PAGE)] == ["device", None]
 
 
 def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:

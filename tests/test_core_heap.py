@@ -26,12 +26,6 @@ def heap(core: Core) -> dict[str, int]:
 # -- Packing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_block_takes_no_more_pages_than_its_bytes() -> None:
-    with opened(page=65536, budget=512) as core:
-        [core.device.allocate(65536 * 17 + 512) for _ in range(20)]
-        assert core.created() == (20 * (65536 * 17 + 512) + 65535) // 65536
-
-
 def packed(ops: list[tuple[int, int, int]]) -> bytes:
     """(1 = alloc or 2 = free, id, bytes), as `_native.replay` reads them."""
     return b"".join(struct.pack("<B7xQQQ", op, block, nbytes, 0) for op, block, nbytes in ops)
