@@ -1110,11 +1110,11 @@ class Machine(RuleBasedStateMachine):
         if not self.faulty:
             assert self.given == (some.given if stay > pages >= immovable else [])
 
-    @rule(pages=st.integers(0, 3))
-    def trim(self, pages: int = 0) -> None:
-        """Once so many pages were freed, beside others."""
-        if pages:
-            self.allocate(pages * self.page, 0)
+    @rule(pages=st.integers(1, 3), streams=st.lists(st.integers(0, STREAMS), max_size=3))
+    def trim(self, pages: int = 0, streams: Sequence[int] = ()) -> None:
+        """Once so many pages were freed on one stream after the other."""
+        for stream in streams:
+            self.allocate(pages * self.page, stream)
             self.deallocate(-1)
         if self.follow:
             self.settle()  # or more is mapped ahead behind its back
