@@ -125,6 +125,19 @@ def test_the_last_pages_of_a_cached_range_go_first(core: Core) -> None:
     assert [one.place for one in maps(some.address, 3 * PAGE)] == ["device", None]
 
 
+def test_pages_that_a_range_keeps_go_once_no_new_ones_may_be_made_and_before_those_of_entries() -> None:
+    with opened(budget=8) as core:
+        some, other, group = core.range(6, keeps=True, mapped=4), core.range(6, "weights"), core.device.group()
+        some.retire(1, 3)
+        core.device.reap(wait=True)
+        twin, published = core.range(2), core.range(2, group=group, mapped=1)
+        core.device.publish([(1, group, [(published, 0, 1, twin, 0, [])])])
+        other.map(0, 3)
+        assert backings(some)[3] == "kept"
+        other.map(3, 1)
+        assert (backings(some)[3], published.leads_to(0)) == ("none", "device")
+
+
 def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
     with opened(budget=8) as core:
         closed(core, (9, 4))
