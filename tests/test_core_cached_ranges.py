@@ -98,6 +98,12 @@ def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:
         assert taken > 60
 
 
+def test_a_cached_range_is_for_kv_that_wants_one(core: Core) -> None:
+    [some] = closed(core, (4, 2))
+    others = core.range(4, "weights"), core.range(4, reuse=False)
+    assert some.address not in {other.address for other in others}
+
+
 def test_what_is_still_in_use_is_not_cached(core: Core) -> None:
     """Work that was submitted may touch the old pages: another stream's writes would not be ordered after it."""
     stream = core.stream()
