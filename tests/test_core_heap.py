@@ -11,7 +11,8 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, Core, all_calls, calls, library, opened, program, write
+from .core import PAGE, Core, all_calls, calls, library, opened, physical, program, write
+from .faulting import arm
 
 MIB = 2**20
 POOL = (1, 2)
@@ -124,6 +125,19 @@ def test_growth_beside_weights_does_not_move_pages() -> None:
 
         turn()
         assert all_calls(turn) == {}
+
+
+# -- Budget -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["cuMemRelease", "cuMemUnmap"])
+def test_a_release_that_fails_once_does_not_leave_more_than_the_budget(function: str) -> None:
+    with opened(budget=16) as core:
+        core.device.deallocate(core.device.allocate(16 * PAGE))
+        arm(function)
+        core.device.set_budget(5 * PAGE)
+        core.device.reap(wait=True)
+        assert physical() <= 5 * PAGE
 
 
 # -- Exhaustion -------------------------------------------------------------------------------------------------------
