@@ -511,7 +511,8 @@ class Machine(RuleBasedStateMachine):
         named = {
             each for entry in self.entries for home, i, twin, j in entry.pieces() for each in ((home, i), (twin, j))
         }
-        if named & {(space, i) for i in span} and place == "device" and self.must_stay() + len(new) > self.budget:
+        lacks = self.faulty or self.must_stay() + len(new) > self.budget  # a page that cannot be made lacks, too
+        if named & {(space, i) for i in span} and place == "device" and lacks:
             return  # what is taken for it would be in its way
         before = [space.range.leads_to(i) for i in new]
         unsure = "retiring" in before or (self.spills and place == "host")
