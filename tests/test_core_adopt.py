@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError
 
 from .core import PAGE, Core, backings, holds, opened, write
@@ -20,7 +21,7 @@ LIBC = ctypes.CDLL(None)
 
 
 class Layer:
-    """Leads to the host, with the same bytes in device pages of another range."""
+    """Leads to the host, with the same bytes in device pages of another range; each page has a byte of its own."""
 
     def __init__(self, core: Core, count: int = COUNT) -> None:
         self.count = count
@@ -28,14 +29,22 @@ class Layer:
         self.range = core.range(self.count, "weights", self.group)
         self.twin = core.range(self.count, "weights", self.group)
         self.twin.map_host(0, self.count)
-        write(self.twin.address, 5, self.count * PAGE)
+        self.write(self.twin)
         self.range.alias(0, self.twin, 0, self.count)
         self.spare = core.range(self.count, "weights", self.group)
         self.fill()
 
     def fill(self) -> None:
         self.spare.map(0, self.count)
-        write(self.spare.address, 5, self.count * PAGE)
+        self.write(self.spare)
+        self.pages = self.pages_of(self.spare)
+
+    def write(self, some: _native.Range) -> None:
+        for n in range(self.count):
+            write(some.address + n * PAGE, n % 256)
+
+    def pages_of(self, some: _native.Range) -> list[int]:
+        return [some.page(n) for n in range(self.count)]
 
     def adopt(self) -> bool:
         return self.range.adopt(0, self.spare, 0, self.count)
@@ -49,20 +58,6 @@ def core() -> Iterator[Core]:
     with opened(budget=2 * MANY, host_budget=2 * MANY) as made:
         yield made
         made.device.check()
-
-
-def test_pages_come_with_their_bytes(core: Core) -> None:
-    layer = Layer(core)
-    pages = [layer.spare.page(piece) for piece in range(COUNT)]
-    ctypes.memset(layer.spare.address, 7, PAGE)
-    assert layer.adopt()
-    assert [layer.range.page(piece) for piece in range(COUNT)] == pages
-    assert set(backings(layer.range)) == {"device"}
-    assert set(backings(layer.spare)) == {"none"}
-    assert holds(layer.range.address, 7)
-    assert holds(layer.range.address + PAGE, 5, 2 * PAGE)
-    assert core.pages()["weights"] == COUNT
-    core.device.check()
 
 
 def test_what_is_refused(core: Core) -> None:
@@ -79,11 +74,13 @@ def test_what_is_refused(core: Core) -> None:
     assert layer.adopt()
 
 
-def test_a_failure_leaves_the_bytes_where_they_were() -> None:
+def test_pages_come_with_their_bytes_and_a_failure_leaves_them_where_they_were() -> None:
     for layer, done in faults_at_every_call(Layer, Layer.adopt):
-        assert holds(layer.range.address, 5, COUNT * PAGE)
-        assert set(backings(layer.range)) == ({"device"} if done else {"alias"})
-        assert done or layer.adopt()
+        assert all(holds(layer.range.address + n * PAGE, n) for n in range(COUNT))
+        assert done or ({*backings(layer.range)} == {"alias"} and layer.adopt())
+        assert layer.pages_of(layer.range) == layer.pages
+        assert ({*backings(layer.range)}, {*backings(layer.spare)}) == ({"device"}, {"none"})
+        assert all(holds(layer.range.address + n * PAGE, n) for n in range(COUNT))
 
 
 @contextmanager
@@ -107,7 +104,7 @@ def reading(address: int, right: bytes) -> Iterator[list[int]]:
 def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
     """By a thread that holds no lease, at any moment: where pages leave, come back, move, and where a driver fails."""
     layer = Layer(core, MANY)
-    with reading(layer.range.address, bytes([5]) * MANY * PAGE) as found:
+    with reading(layer.range.address, b"".join(bytes([n]) * PAGE for n in range(MANY))) as found:
         for n in range(20):
             assert layer.adopt()
             assert layer.range.move(n, "host")

@@ -156,6 +156,20 @@ def test_the_heap_moves_its_own_idle_pages_before_it_counts_on_them(core: Core) 
     assert (core.created(), core.ahead()) == (before, 9)
 
 
+def test_they_go_after_all_others() -> None:
+    with opened(budget=11) as core:
+        core.cached_ranges((2, 2))
+        Layers(core, 2)  # whose addresses are longer: it takes the pages
+        settled(core)
+        assert (core.ahead(), core.kept(), core.created()) == (3, 0, 6)
+        core.cached_ranges((2, 2))
+        other = core.range(8, "weights")
+        other.map(0, 5)  # those of the cached range, and new ones
+        assert (core.ahead(), core.created()) == (3, 11)
+        other.map(5, 1)
+        assert core.ahead() == 2
+
+
 def test_cached_ranges_of_those_that_were_there_before_belong_to_everybody(core: Core) -> None:
     """Nobody has to make new pages for them."""
     core.cached_ranges(*[(PIECES, 3)] * 4)

@@ -32,7 +32,7 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, PoolExhausted
 
 from . import core as outside
-from .core import Core, Other, backings, clean, current_context, driver, holds, make, physical, write
+from .core import Core, Other, backings, calls, clean, current_context, driver, holds, make, physical, write
 from .faulting import arm, disarm, faults_fired, pending
 
 STREAMS = 3  # and stream 0
@@ -235,14 +235,18 @@ class Machine(RuleBasedStateMachine):
         options=st.sampled_from([{}, {"spill": True}, {"peer": 1}]),
         keeps=st.booleans(),
         pieces=st.integers(2, 6),
+        cached=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), max_size=2),
     )
-    def open(self, budget: int, options: dict[str, Any], keeps: bool, pieces: int) -> None:
+    def open(
+        self, budget: int, options: dict[str, Any], keeps: bool, pieces: int, cached: list[tuple[int, int]]
+    ) -> None:
         self.budget = budget
         self.spills = "spill" in options
         self.most = {"host": HOST_BUDGET, "peer": PEER_BUDGET if "peer" in options else 0}
         peer = {"peer_budget": PEER_BUDGET * self.page} if "peer" in options else {}
         self.core = Core(make(self.page, self.budget, HOST_BUDGET, **options, **peer), self.page)
         self.device = self.core.device
+        self.reserved = self.addresses()
         self.streams = [0, *(self.core.stream() for _ in range(STREAMS))]
         self.spaces: list[Space] = []
         self.blocks: list[Block] = []
@@ -262,6 +266,11 @@ class Machine(RuleBasedStateMachine):
             self.reserve(8, owner, 0, 0, False, 0, keeps and owner == "kv")
             if number < 2:
                 self.map(number, (0, pieces - 1), "device")
+        for number, (stretch, mapped) in enumerate(cached, 3):
+            self.reserve(stretch, "kv", 0, 0, False, 0, False)
+            self.map(number, (0, min(stretch, mapped) - 1), "device")
+        for _ in cached:
+            self.close_range(3, (1, 0), False)
 
     # -- what the model knows -----------------------------------------------------------------------------------------
 
@@ -504,7 +513,8 @@ class Machine(RuleBasedStateMachine):
         named = {
             each for entry in self.entries for home, i, twin, j in entry.pieces() for each in ((home, i), (twin, j))
         }
-        if named & {(space, i) for i in span} and place == "device" and self.must_stay() + len(new) > self.budget:
+        lacks = self.faulty or self.must_stay() + len(new) > self.budget  # a page that cannot be made lacks, too
+        if named & {(space, i) for i in span} and place == "device" and lacks:
             return  # what is taken for it would be in its way
         before = [space.range.leads_to(i) for i in new]
         unsure = "retiring" in before or (self.spills and place == "host")
@@ -535,6 +545,8 @@ class Machine(RuleBasedStateMachine):
         if self.faulty or self.follow or before["ahead"] or done is None or self.given:
             return done
         after, now, still = self.device.snapshot(), self.cached(), self.kept()
+        mapped = [each["driver_calls"]["cuMemMap"] for each in (before, after)]
+        assert mapped[1] - mapped[0] == leads.count("none")  # what is kept is there
         kept[space] -= leads.count("kept")
         spare = sum(pages for each, pages in kept.items() if each.keeps)
         lacking = leads.count("none") - (before["pages"]["free"] - spare - leads.count("kept"))
@@ -623,11 +635,10 @@ class Machine(RuleBasedStateMachine):
     def exchange(self, n: int, m: int, which: int, over: bool) -> None:
         """A page comes to other addresses, with its bytes: to those that lead elsewhere, or to a twin and what leads
         there."""
-        space, spare = self.a_space(n), self.a_space(m)
-        if space is None or spare is None or self.kind(space) != self.kind(spare):
+        if (space := self.a_space(n)) is None:
             return
-        shown = self.shown()
         homes = [each for each in self.spaces if self.kind(each) == self.kind(space) and not each.closed]
+        spare = homes[m % len(homes)]
         pairs = [
             (i, j, home)
             for i, j in itertools.product(range(len(space.pages)), range(len(spare.pages)))
@@ -638,7 +649,7 @@ class Machine(RuleBasedStateMachine):
         if (pair := pick(pairs, which)) is None:
             return
         piece, slot, home = pair
-        page, old = spare.pages[slot], space.pages[piece]
+        page, old, shown = spare.pages[slot], space.pages[piece], self.shown()
         assert page is not None
         assert old is not None
         leads = over and home.alias[piece] and home.pages[piece] is old
@@ -678,13 +689,13 @@ class Machine(RuleBasedStateMachine):
             self.follow = self.announced
 
     @everywhere
-    @rule(n=NTH, which=NTH)
-    def drop_kept(self, n: int, which: int) -> None:
-        if (space := self.a_space(n)) is None:
-            return
+    @rule(n=NTH, kept=st.booleans())
+    def drop_kept(self, n: int, kept: bool) -> None:
         self.settle()
-        piece, before = which % len(space.pages), faults_fired()
-        kept = space.range.leads_to(piece) == "kept"
+        pieces = [(space, i) for space in self.spaces if not space.closed for i in range(len(space.pages))]
+        if (found := pick([each for each in pieces if (each[0].range.leads_to(each[1]) == "kept") == kept], n)) is None:
+            return
+        (space, piece), before = found, faults_fired()
         dropped = space.range.drop_kept(piece)
         assert dropped == kept or faults_fired() > before
         assert not dropped or space.range.leads_to(piece) == "none"
@@ -790,9 +801,12 @@ class Machine(RuleBasedStateMachine):
     @everywhere
     @rule(n=NTH, ends=ENDS, again=st.booleans())
     def close_range(self, n: int, ends: tuple[int, int], again: bool) -> None:
-        """Closes a range, and another one comes, as one request after the other does."""
+        """Closes a range, of which others may show a page, and another one comes, as one request after the other
+        does."""
         if (space := self.a_space(n)) is None:
             return
+        if ends[0] % 4 == 0:
+            self.alias(ends[1], n, ends[1])
         every = range(len(space.pages))
         stay = self.stay(space, every)
         self.attempt(lambda: (space.range.close(), True))
@@ -806,7 +820,7 @@ class Machine(RuleBasedStateMachine):
             assert all(table.place(space.range.address + i * self.page) == "device" for i in stay)
         if again:
             pieces = len(space.pages)
-            owner = "weights" if ends[1] % 3 == 0 else space.range.owner
+            owner = "weights" if ends[1] % 2 == 0 else space.range.owner
             self.reserve(pieces, owner, space.group, ends[0] % pieces, True, 0, False)
             self.map(len([each for each in self.spaces if not each.closed]) - 1, ends, "device")
 
@@ -1015,8 +1029,8 @@ class Machine(RuleBasedStateMachine):
             assert not fits
             return
         size = self.device.block_size(address)
-        assert size >= nbytes
-        assert size % 512 == address % 512 == 0
+        assert size == -(-nbytes // 512) * 512
+        assert address % 512 == 0
         block = Block(address, nbytes, self.streams[stream], fresh(), size)
         # Whoever used these bytes before must be done, as far as this stream can know.
         self.device.note_use(address, nbytes, block.stream, True)
@@ -1105,15 +1119,20 @@ class Machine(RuleBasedStateMachine):
         if not self.faulty:
             assert self.given == (some.given if stay > pages >= immovable else [])
 
-    @rule()
-    def trim(self) -> None:
+    @rule(pages=st.integers(1, 3), streams=st.lists(st.integers(0, STREAMS), max_size=3))
+    def trim(self, pages: int = 0, streams: Sequence[int] = ()) -> None:
+        """Once so many pages were freed on one stream after the other."""
+        for stream in streams:
+            self.allocate(pages * self.page, stream)
+            self.deallocate(-1)
         if self.follow:
             self.settle()  # or more is mapped ahead behind its back
-        before = faults_fired()
-        self.attempt(self.device.trim)
+        before, activations = faults_fired(), self.core.pages()["activations"]
+        freed = self.attempt(self.device.trim)
         if faults_fired() == before:
             assert self.device.snapshot()["created"] == self.must_stay()
             assert self.device.snapshot()["host_pages"] == self.must_stay("host")
+            assert freed == (activations - self.core.pages()["activations"]) * self.page
 
     @everywhere
     @rule(wait=st.booleans())
@@ -1264,6 +1283,12 @@ class Machine(RuleBasedStateMachine):
         self.other.close()
         self.device.close()
         assert physical() == physical("host") == physical("peer") == 0
+        assert self.faulty or self.addresses() <= self.reserved
+
+    def addresses(self) -> int:
+        """Ranges of addresses that the driver has not taken back."""
+        made = calls()
+        return made["cuMemAddressReserve"] - made["cuMemAddressFree"]
 
 
 class AddressTable:
