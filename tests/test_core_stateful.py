@@ -57,6 +57,7 @@ WAYS = {
     ("device", "peer"): "d2p",
     ("peer", "device"): "p2d",
     ("peer", "host"): "p2h",
+    ("host", "peer"): "d2p",  # a page of the host in an entry that is taken
 }
 
 # Rules that a machine has which is not only about what entries give.
