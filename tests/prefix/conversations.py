@@ -129,6 +129,7 @@ def _check(index: PrefixIndex) -> None:
         assert index.blocks.owns(sequence, sequence.keys[-1])
         assert sequence.missing <= sequence.first
         for held in sequence.kv_ranges:
+            assert held.shown.lost >= held.geometry.full(sequence.first), "pages of another's tokens"
             assert held.held == sum(held.range.leads_to(piece) in HELD for piece in range(held._most + 2))
         start = (len(sequence.keys) - 1) * BLOCK
         assert (

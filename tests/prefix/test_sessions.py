@@ -374,20 +374,3 @@ def test_whoever_holds_the_cache_keeps_it(name: str) -> None:
             assert all(map(torch.equal, before, now))
         assert state(held[-1].layers) == kept[1]
         held.clear()
-
-
-@pytest.mark.counts
-def test_a_prefix_is_stored_once() -> None:
-    generator = torch.Generator().manual_seed(1)
-    with sides() as both:
-        system = both.ask(words(generator, 330))[:, :330]
-        alone = both.store.pages
-        for branch in range(1, 6):
-            both.ask(torch.cat([system, words(generator, 20)], 1))
-            assert both.reused >= 329
-            both.check()
-            assert both.store.pages <= alone + branch * 2 * len(both.model.model.layers)
-        gc.collect()
-        device = devices.require()
-        device.reap(wait=True)
-        assert device.snapshot()["pages"]["kv"] == both.store.pages
