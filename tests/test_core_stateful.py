@@ -816,7 +816,7 @@ class Machine(RuleBasedStateMachine):
         self.closed = [each for each in self.closed if each.range.address != space.range.address] + [space]
         if again or not self.faulty:
             self.settle()
-        if stay:  # others may be mapped ahead
+        if stay and not self.follow:  # or they serve what is mapped ahead
             table = AddressTable(self.page)
             assert all(table.place(space.range.address + i * self.page) == "device" for i in stay)
         if again:

@@ -326,6 +326,16 @@ def test_kv_that_is_away_is_read_in_the_fastest_way(
         assert (said.tpot, said.ttft) == pytest.approx((decode + waits, 10 * decode + first))
 
 
+def test_models_that_stream_share_the_link() -> None:
+    one, other = (replace(needs(decode=0.02, kv=1), name=name) for name in "ab")
+    alone = answered([one], PlanBudget(60, PAGE, 10 * SECONDS))
+    both = answered([one, other], PlanBudget(115, PAGE, 10 * SECONDS))
+    assert alone.models[0].plan is not None
+    assert both.models[0].plan is not None
+    assert all(each.plan is not None and each.plan.copied for each in both.models)
+    assert (both.slowest.tpot or 0) > 1.5 * (alone.slowest.tpot or 0)
+
+
 def test_what_left_for_the_prompt_is_back_when_answers_are_long() -> None:
     model = needs(kv=10, decode=1e-3)
     crowded = replace(model, prompt=replace(model.prompt, activations=60))
