@@ -61,12 +61,12 @@ def run(way: str) -> None:
         gc.collect()
         gc.freeze()
         told, begun, left = Counter[str](), Counter[bool](), set[int]()
-        # Another thread reads files. Pages that nobody has written to would hold the right bytes of the turn before.
-        share = 0.8 if way == "nothing is kept" else 0.6
+        # Pages that nobody has written to would hold the right bytes of the turn before.
         order = cycle((1, -1) if way == "to the host" else (1,))
         for times in (1, 2):  # what fails once is tried again, by the core
             act = lambda _: begun.update([turn(model, asked, expected, told, next(order))])  # noqa: E731
-            for _ in at_each_call(lambda: forgotten(managed), act, most=1, times=times, least=10, share=share):
+            # The loop has a thread of its own, and another one reads files: at load they make other calls.
+            for _ in at_each_call(lambda: forgotten(managed), act, most=1, times=times, least=10, share=0.6):
                 forgotten(managed)
                 gc.collect()
                 device.reap(wait=True)
