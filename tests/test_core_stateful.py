@@ -519,7 +519,7 @@ class Machine(RuleBasedStateMachine):
             return  # what is taken for it would be in its way
         before = [space.range.leads_to(i) for i in new]
         unsure = "retiring" in before or (self.spills and place == "host")
-        aliased = self.pages_behind_aliases() if place == "device" else {}
+        aliased = self.pages_behind_aliases(place)
         if place == "device":
             done = self.map_pages(space, span, new)
         else:
@@ -563,14 +563,14 @@ class Machine(RuleBasedStateMachine):
         """Pages that are kept behind the addresses of ranges, but for cached ones."""
         return {each: backings(each.range).count("kept") for each in self.spaces}
 
-    def pages_behind_aliases(self) -> dict[int, Page]:
-        """By offset in the device's memfd."""
+    def pages_behind_aliases(self, place: str) -> dict[int, Page]:
+        """By offset in the memfd of that place: what retires there, and an alias still shows, may be taken back."""
         table = AddressTable(self.page)
         return {
             table.behind(space.range.address + i * self.page)[2]: page
             for space in self.spaces
             for i, page in enumerate(space.pages)
-            if page is not None and space.alias[i] and page.place == "device"
+            if page is not None and space.alias[i] and page.place == place
         }
 
     def mapping(self, space: Space, span: range, place: str) -> Callable[[], bool]:
@@ -739,12 +739,18 @@ class Machine(RuleBasedStateMachine):
                 space.drop(i)
 
     @everywhere
-    @rule(n=NTH, out=ENDS, back=ENDS, stream=st.integers(1, STREAMS))
-    def shrink_and_grow(self, n: int, out: tuple[int, int], back: tuple[int, int], stream: int) -> None:
+    @rule(
+        n=NTH,
+        out=ENDS,
+        back=ENDS,
+        stream=st.integers(1, STREAMS),
+        place=st.sampled_from(["device", "device", "host", "peer"]),
+    )
+    def shrink_and_grow(self, n: int, out: tuple[int, int], back: tuple[int, int], stream: int, place: str) -> None:
         """What retires while a stream is busy is taken back, among pieces that need pages of their own."""
         self.occupy(stream)
         self.retire(n, out)
-        self.map(n, back, "device")
+        self.map(n, back, place)
 
     @rule(n=NTH, which=NTH, place=st.sampled_from(["device", "host", "peer"]))
     def move(self, n: int, which: int, place: str) -> None:
