@@ -10,12 +10,13 @@ Note [Preempted]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from ..device.shared import may_grow
+from ..device.shared import may_grow, reach
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
@@ -26,6 +27,7 @@ class PagePreemption(OffloadingManager):
     cache: ElasticPagedCache
     scheduler: ElasticScheduler
     _waits = 0  # attempts since the last batch, with one request alone
+    _tries: Mapping[str, int] = {}  # by request: its steps that found no memory while no other one ran
 
     def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
         return 0
@@ -87,6 +89,18 @@ class PagePreemption(OffloadingManager):
             return True
         self._waits += 1
         return self._waits <= self.scheduler.tuning.lonely
+
+    def may_try_again(self, request: str) -> bool:
+        """May a request be computed again although it was alone in a step that found no memory? A few times, and only
+        where other processes that share the budget, or other models, could free some meanwhile."""
+        scheduler, on = self.scheduler, self.cache.on
+        if reach(on) <= on.budget and not scheduler.others_run():
+            return False
+        live = scheduler.active_requests.keys() | scheduler.waiting_requests.keys()
+        self._tries = {name: tries for name, tries in self._tries.items() if name in live}
+        self._tries[request] = self._tries.get(request, 0) + 1
+        scheduler.memory.without_reserve, self._waits = False, 0
+        return self._tries[request] <= scheduler.tuning.tries
 
     def hopeless(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that have found too little memory for a while although no request runs.

@@ -43,7 +43,7 @@ class ElasticScheduler(Scheduler):
     ) -> None:
         """The admission's reserve replaces `safety_margin`. `others`: do requests of other models run?"""
         self.memory = memory
-        self._others_run = others
+        self.others_run = others
         self.tuning = tuning
         self.slos = RequestSLOs(cache, lambda: cache.pages.client.governor.clock())
         self.selection = Selection(cache, memory, self.slos, others, tuning)
@@ -90,7 +90,7 @@ class ElasticScheduler(Scheduler):
     @property
     def alone(self) -> bool:
         """Do requests wait while none runs, of this model or of others, whose end could free memory?"""
-        return bool(self.waiting_requests) and not self.runs and not self._others_run()
+        return bool(self.waiting_requests) and not self.runs and not self.others_run()
 
     def hopeless(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
@@ -135,7 +135,7 @@ class ElasticScheduler(Scheduler):
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
             self._recorder.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
-        if self.waiting_requests or self._others_run():
+        if self.waiting_requests or self.others_run():
             self._waited = self.clock()
         others = self.clock() - self._waited <= self.tuning.behind
         self.slos.require([each.state for each in scheduled], others)

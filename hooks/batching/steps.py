@@ -32,8 +32,8 @@ from .scheduler import no_room
 
 
 def computing(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `_generation_step`: an OutOfMemoryError fails only a request that ran alone, and the step waits for its
-    inputs, see Note [Inputs of a step]."""
+    """Wraps `_generation_step`: an OutOfMemoryError fails only a request that ran alone and for which nobody could free
+    memory, and the step waits for its inputs, see Note [Inputs of a step]."""
 
     @functools.wraps(stock)
     def step(self: Any, model: Any) -> None:
@@ -56,7 +56,7 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
             forks[:] = [state for state in forks if all(state is not each for each in failed)]  # computed again first
             _take_in(self)
             still = [state for state in failed if active.get(state.request_id) is state]
-            if not alone:
+            if not alone or (still and preemption.may_try_again(still[0].request_id)):
                 preemption.begin_again(still)
             elif still:
                 _fail(self, still[0], error)

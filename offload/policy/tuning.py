@@ -334,6 +334,9 @@ class Serving:
     # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
+    # A request that is alone in a step that finds no memory is computed again so often where others could free some.
+    # Each time it waits for a larger reserve, or `lonely` looks. Chosen: half a minute.
+    tries: int = 3
     look: float = 0.1  # s, that this loop waits (hooks/whatif)
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.

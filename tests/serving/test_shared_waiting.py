@@ -15,7 +15,8 @@ from ballonet.hooks.device import shared_total
 from ..models import build
 from ..sharing import Process
 from ..tuned import Tuned
-from .batches import PAGE, looping
+from .batches import PAGE, looping, prompts, stock
+from .test_trouble import Lacking
 
 MIB = 2**20
 
@@ -41,6 +42,30 @@ def test_those_that_wait_get_the_pages_of_an_idle_process(
             found = manager.get_result(timeout=600)
             assert (found.generated_tokens, found.error) == (expected, None)
             assert part() > 2 * before
+            del manager
+    control.stop()
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_lone_step_that_finds_no_memory_is_tried_again_while_others_have_some(
+    tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, then it finds some; or never, and the request fails after its tries; the next one has its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tuned(serving={"lonely": 1, "tries": 2})
+    model, asked = build("llama", num_hidden_layers=4), prompts(1, 20)[0]
+    expected = stock(model, [asked], 6)[0]
+    with Process(16 * MIB, "tensors", tmp_path) as process:
+        assert process.answer() == "ready"
+        assert process.do(f"get {8 * MIB}") == "get"
+        ballonet.install(64 * PAGE, page_size=PAGE, host_budget=0, device="cpu")
+        with ballonet.manage(model, shared_budget=True), looping(model, 6) as manager:
+            for failing, failed in ({1, 4}, 2), (range(10**6), 3), ({3, 4}, 2):
+                with Lacking(model, lambda step, _, failing=failing: step in failing) as lacking:  # type: ignore[misc]
+                    manager.add_request(asked)
+                    found = manager.get_result(timeout=600)
+                assert lacking.failed == failed
+                assert (found.generated_tokens, found.error) == expected if failed == 2 else "no memory" in found.error
             del manager
     control.stop()
 
