@@ -99,7 +99,7 @@ def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, tune
 
 def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, stock: Output) -> None:
     measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
-    with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=30):
+    with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=40):
         assert say(model).agrees(stock)
         assert managed.report().streamed
         governors.of(devices.require()).link.bandwidth = LAYER / 100
