@@ -117,7 +117,8 @@ def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    "error", [BudgetError(5 * 2**20, 2**20, 6 * 2**20), ConfigError("the budget is too small"), ValueError("x")]
+    "error",
+    [BudgetError(5 * 2**20, 2**20, 6 * 2**20), ConfigError("the budget is too small"), ValueError("ballonet: x")],
 )
 def test_what_it_raises_is_a_refusal_with_the_number(listening: Listening, folder: Path, error: Exception) -> None:
     def refuse(nbytes: int, timeout: float, number: int | None) -> None:
@@ -127,7 +128,7 @@ def test_what_it_raises_is_a_refusal_with_the_number(listening: Listening, folde
     with pytest.raises(ControlRefused) as caught:
         ask(ME, 2**20, 1, [folder])
     assert (caught.value.pid, caught.value.kind) == (ME, type(error).__name__)
-    assert str(caught.value) == f"process {ME} refused: {error}"
+    assert str(caught.value) == f"process {ME} refused: {str(error).removeprefix('ballonet: ')}"
     assert ask(ME, None, 1, [folder])["pid"] == ME, "it goes on listening"
 
 
