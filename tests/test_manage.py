@@ -317,6 +317,7 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     again = ballonet.manage(model)
     managed.release()  # the first one has nothing to do with the second
     assert all_in_pool(model)
+    assert ballonet.manage(model) is again
     again.release()
     kept.remove()
 

@@ -21,7 +21,8 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
-from ballonet.hooks.weights.moving import MoveIn
+from ballonet.hooks.weights.moving import MoveIn, flat_over, tenants_of
+from ballonet.hooks.weights.storages import TensorMember
 
 from . import models
 from .models import logits
@@ -92,6 +93,18 @@ def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device
             assert managed.report().pages == 1
         model[3].double()
         assert managed.report().pages == 0
+
+
+def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) -> None:
+    ranges = [device.reserve(PAGE, "weights", device.group()) for _ in range(2)]
+    for each in ranges:
+        each.map(0, 1)
+    found = [TensorMember(f"{n}", flat_over(each, 0, PAGE), set()) for n, each in enumerate(ranges)]
+    for member, opened in zip(found, ranges, strict=True):
+        assert tenants_of([opened], found) == [(member, opened)]
+    del found, member
+    for each in ranges:
+        each.close()
 
 
 # What cannot be taken in
