@@ -174,7 +174,17 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
     assert contents(model) == contents(stock)
 
 
-def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (lambda: DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN"), "cuMemMap failed"),
+        (lambda: torch.OutOfMemoryError("others took the pages meanwhile"), "others took"),
+    ],
+    ids=["driver", "memory"],
+)
+def test_a_move_that_fails_leaves_the_model_as_it_is(
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], why: str
+) -> None:
     model, stock = build(), build()
     with ballonet.manage(model) as managed:
         with install.stock():
@@ -188,7 +198,7 @@ def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypat
         def fail(move: MoveIn, step: Any) -> None:
             looks[-1] += 1
             if looks[-1] == 4:
-                raise DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN")
+                raise error()
             do(move, step)
 
         monkeypatch.setattr(MoveIn, "do", fail)
@@ -196,7 +206,7 @@ def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypat
         assert torch.equal(tokens(model), tokens(stock))
         assert looks == [4], "it is tried at the first forward, and not again"
         assert managed.report().unmanaged_tensors.keys() == tensors(model).keys()
-        assert managed.report().unmanaged_tensors["lm_head.weight"].startswith("cuMemMap failed")
+        assert managed.report().unmanaged_tensors["lm_head.weight"].startswith(why)
         assert none_in_pool(model)
         assert conserved(device, managed)
     assert contents(model) == contents(stock)
