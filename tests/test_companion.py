@@ -145,12 +145,12 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = quick.name
-    changed = tmp_path / "companion.cpp"
-    source, header = companion.COMPANION.sources
-    changed.write_text(source.read_text() + "// one more line\n")
-    shutil.copy(header, tmp_path)
-    other = dataclasses.replace(companion.COMPANION, sources=(changed, header))
-    assert companion.build(tmp_path / "other source", other).name != here
+    for changed in companion.COMPANION.sources:
+        sources = [Path(shutil.copy(each, tmp_path)) for each in companion.COMPANION.sources]
+        with open(tmp_path / changed.name, "a") as file:
+            file.write("// one more line\n")
+        other = dataclasses.replace(companion.COMPANION, sources=tuple(sources))
+        assert companion.build(tmp_path / f"other {changed.name}", other).name != here
     with monkeypatch.context() as patch:
         patch.setattr(companion, "_version", lambda compiler: "another compiler 1.0")
         assert companion.build(tmp_path / "other compiler").name != here
@@ -159,7 +159,7 @@ def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("quick")
 def test_two_who_compile_it_at_once_have_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both, compiles = threading.Barrier(2, timeout=600), companion._compile
-    monkeypatch.setattr(companion, "_compile", lambda *given: (both.wait(), compiles(*given)))
+    monkeypatch.setattr(companion, "_compile", lambda *given: (compiles(*given), both.wait()))
     with ThreadPoolExecutor(2) as threads:
         paths = {*threads.map(companion.build, [tmp_path] * 2)}
     assert paths == {*tmp_path.iterdir()}
@@ -244,9 +244,12 @@ def test_cuda_headers_of_another_version_are_not_taken(nowhere: Path, monkeypatc
     monkeypatch.setattr(sys, "path", [str(nowhere / "packages")])
     other = headers_in(nowhere / "packages/nvidia/cuda_runtime/include", 12080)
     right = headers_in(nowhere / "usr/local/cuda/include", 13020)
+    last = headers_in(nowhere / "packages/triton/backends/nvidia/include", 13000)
     assert cuda_headers.find("13.0") == (right, "")
     assert cuda_headers.find("12.8") == (other, "")
     shutil.rmtree(right)
+    assert cuda_headers.find("13.0") == (last, "")
+    shutil.rmtree(last)
     assert cuda_headers.find("13.0") == (
         None,
         f"the headers of CUDA 13 (cuda_runtime_api.h) are missing ({other} has those of CUDA 12): pip install "

@@ -117,7 +117,8 @@ def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    "error", [BudgetError(5 * 2**20, 2**20, 6 * 2**20), ConfigError("the budget is too small"), ValueError("x")]
+    "error",
+    [BudgetError(5 * 2**20, 2**20, 6 * 2**20), ConfigError("the budget is too small"), ValueError("ballonet: x")],
 )
 def test_what_it_raises_is_a_refusal_with_the_number(listening: Listening, folder: Path, error: Exception) -> None:
     def refuse(nbytes: int, timeout: float, number: int | None) -> None:
@@ -127,7 +128,7 @@ def test_what_it_raises_is_a_refusal_with_the_number(listening: Listening, folde
     with pytest.raises(ControlRefused) as caught:
         ask(ME, 2**20, 1, [folder])
     assert (caught.value.pid, caught.value.kind) == (ME, type(error).__name__)
-    assert str(caught.value) == f"process {ME} refused: {error}"
+    assert str(caught.value) == f"process {ME} refused: {str(error).removeprefix('ballonet: ')}"
     assert ask(ME, None, 1, [folder])["pid"] == ME, "it goes on listening"
 
 
@@ -211,10 +212,11 @@ def test_a_folder_with_too_long_a_name_is_passed_over(folder: Path) -> None:
 def test_sockets_of_the_dead_go_and_those_of_the_living_stay(listening: Listening, folder: Path) -> None:
     folder.mkdir(mode=0o700)
     dead = gone()
-    for name in (f"{dead}.sock", f"{ME}.sock", "1.sock", "note.txt"):
+    stay = [f"{ME}.sock", "1.sock", "note.txt", "x.sock"]
+    for name in (f"{dead}.sock", *stay):
         (folder / name).touch()
     listening()
-    assert sorted(path.name for path in folder.iterdir()) == sorted([f"{ME}.sock", "1.sock", "note.txt"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(stay)
     assert stat.S_ISSOCK((folder / f"{ME}.sock").stat().st_mode), "what had our pid before us is no socket of ours"
 
 
@@ -223,12 +225,14 @@ def test_when_it_ends_nothing_is_left(listening: Listening, folder: Path) -> Non
     opened = listening()
     (thread,) = {*threading.enumerate()} - before
     opened.close()
-    opened.close()
     assert list(folder.iterdir()) == []
     thread.join(600)
     assert not thread.is_alive()
     with pytest.raises(NotReachable, match=f"process {ME} does not listen: "):
         ask(ME, None, 1, [folder])
+    later = listening()
+    opened.close()
+    assert later.path.exists(), "it has ended already"
 
 
 @pytest.mark.usefixtures("installed")

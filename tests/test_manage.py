@@ -17,6 +17,8 @@ from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError
+from ballonet.hooks.weights import moving
+from ballonet.hooks.weights.moving import Step
 from ballonet.testing import chaos_of
 
 from . import models
@@ -69,7 +71,10 @@ def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
 
 
 @pytest.mark.parametrize("loaded", ["before", "after"])
-def test_moving_takes_the_weights_and_one_layer(install: Callable[[], Device], loaded: str) -> None:
+def test_moving_takes_the_weights_and_one_layer(
+    install: Callable[[], Device], loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Back as well: at most one layer at once, and the pages of what has moved are free before the next one."""
     layers = 8
     if loaded == "after":
         install()
@@ -86,7 +91,18 @@ def test_moving_takes_the_weights_and_one_layer(install: Callable[[], Device], l
     assert abs(managed.report().pages * PAGE - weights) <= slack
     assert conserved(device, managed)
     device.reset_peaks()
+    exist, out = bytes_that_exist(), moving.out
+    moved: list[int] = []  # bytes of each step
+
+    def noted(device: Device, step: Step, *more: Any) -> None:
+        assert bytes_that_exist() <= exist - sum(moved) + slack
+        moved.append(sum(span.nbytes for _, _, span in step))
+        out(device, step, *more)
+
+    monkeypatch.setattr(moving, "out", noted)
     managed.release()
+    assert max(moved) <= layer
+    assert weights <= sum(moved) <= weights + slack
     assert device.snapshot()["physical_peak"] <= others + weights + slack
     assert bytes_that_exist() <= others + slack
 
@@ -301,6 +317,7 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     again = ballonet.manage(model)
     managed.release()  # the first one has nothing to do with the second
     assert all_in_pool(model)
+    assert ballonet.manage(model) is again
     again.release()
     kept.remove()
 

@@ -139,11 +139,11 @@ def test_what_is_kept_keeps_its_own_pages_only(device: Device, name: str) -> Non
 
 
 def test_a_decoder_layer_that_outlives_its_model_works_and_has_no_hooks(device: Device) -> None:
-    scene = Scene(lambda model: model.model.layers[0].mlp)
+    scene = Scene(lambda model: model.model.layers[0])
     assert weight_pages(device) > 0
     assert scene.alive() is None
     assert not scene.kept._forward_pre_hooks
-    assert scene.kept(torch.ones(1, 1, 32)).shape == (1, 1, 32)
+    assert scene.kept.mlp(torch.ones(1, 1, 32)).shape == (1, 1, 32)
 
 
 def _numbers(device: Device) -> Counter[str]:

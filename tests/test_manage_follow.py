@@ -21,7 +21,8 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
-from ballonet.hooks.weights.moving import MoveIn
+from ballonet.hooks.weights.moving import MoveIn, flat_over, tenants_of
+from ballonet.hooks.weights.storages import TensorMember
 
 from . import models
 from .models import logits
@@ -94,6 +95,18 @@ def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device
         assert managed.report().pages == 0
 
 
+def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) -> None:
+    ranges = [device.reserve(PAGE, "weights", device.group()) for _ in range(2)]
+    for each in ranges:
+        each.map(0, 1)
+    found = [TensorMember(f"{n}", flat_over(each, 0, PAGE), set()) for n, each in enumerate(ranges)]
+    for member, opened in zip(found, ranges, strict=True):
+        assert tenants_of([opened], found) == [(member, opened)]
+    del found, member
+    for each in ranges:
+        each.close()
+
+
 # What cannot be taken in
 
 
@@ -161,7 +174,17 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
     assert contents(model) == contents(stock)
 
 
-def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (lambda: DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN"), "cuMemMap failed"),
+        (lambda: torch.OutOfMemoryError("others took the pages meanwhile"), "others took"),
+    ],
+    ids=["driver", "memory"],
+)
+def test_a_move_that_fails_leaves_the_model_as_it_is(
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], why: str
+) -> None:
     model, stock = build(), build()
     with ballonet.manage(model) as managed:
         with install.stock():
@@ -175,7 +198,7 @@ def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypat
         def fail(move: MoveIn, step: Any) -> None:
             looks[-1] += 1
             if looks[-1] == 4:
-                raise DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN")
+                raise error()
             do(move, step)
 
         monkeypatch.setattr(MoveIn, "do", fail)
@@ -183,7 +206,7 @@ def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypat
         assert torch.equal(tokens(model), tokens(stock))
         assert looks == [4], "it is tried at the first forward, and not again"
         assert managed.report().unmanaged_tensors.keys() == tensors(model).keys()
-        assert managed.report().unmanaged_tensors["lm_head.weight"].startswith("cuMemMap failed")
+        assert managed.report().unmanaged_tensors["lm_head.weight"].startswith(why)
         assert none_in_pool(model)
         assert conserved(device, managed)
     assert contents(model) == contents(stock)

@@ -22,6 +22,7 @@ from . import models
 from .models import logits
 from .pool import in_pool, installing
 from .portrait import Portrait, all_in_pool, none_in_pool, tensors
+from .tuned import Tuned
 
 OFFLOADED = r"offloaded by accelerate.*load the model without offloading.*remove_hook_from_submodules"
 
@@ -94,6 +95,16 @@ def test_scripted_modules_inside_a_model(device: Device, how: str) -> None:
     assert none_in_pool(model)
     assert before.bits == Portrait(model).bits
     assert torch.equal(model(inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_decoder_layer_that_can_have_no_hooks_does_not_stream(device: Device, tuned: Tuned) -> None:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    model = build()
+    with install.stock():
+        model.model.layers[1] = torch.jit.trace(nn.Linear(64, 64), torch.ones(1, 64))
+    with ballonet.manage(model, interval=1) as managed:
+        assert managed.report().streamed == (0, 2)
 
 
 # What is not loaded yet

@@ -114,6 +114,9 @@ def settled() -> tuple[dict[str, Any], dict[str, int]]:
 def test_all_pages_are_in_it_and_named_in_the_schema_that_torch_declares() -> None:
     with install.stock():
         model = build("llama", num_hidden_layers=3)
+        model.register_buffer("expanded", torch.ones(1, 9).expand(7, 9))
+        for number, part in enumerate(torch.ones(40).split(20)):  # of one memory
+            model.register_buffer(f"part_{number}", part)
     managed = ballonet.manage(model, interval=None)
     kept = torch.ones(3 * PAGE // 4)
     answer = model.generate(**prompts(batch=2, longest=9), max_new_tokens=4, return_dict_in_generate=True)
@@ -131,6 +134,7 @@ def test_all_pages_are_in_it_and_named_in_the_schema_that_torch_declares() -> No
         if segment["ballonet_owner"] == "weights"
     }
     assert all(held[name] == each.nbytes for name, each in model.named_parameters())
+    assert (held["expanded"], held["part_0"], held["part_1"]) == (36, 80, 80)
     assert names(found, "kv") == {f"keys and values of layer {number}" for number in range(3)}
     assert f"ballonet:0:weights;{type(model).__name__}:0:model.layers.2.mlp.up_proj.weight " in flames(found)
     assert f";ballonet:0:kv;KV cache of {type(model).__name__}:0:keys and values of layer 1 " in flames(found)

@@ -229,6 +229,9 @@ def test_all_processes_are_listed_and_one_is_chosen(
     top.wait(lambda screen: re.search(rf"> +{first} ", screen) and f"process {first} · " in screen)
     assert control.ask(first, None, 1)["budget"] == 2**23
     assert control.ask(second, None, 1)["budget"] == 2**20
+    if first == ME:
+        top.press("j")
+    top.shows(f"process {watched.pid} · ")  # the one that ends is chosen
     watched.communicate()
     top.wait(lambda screen: f"process {ME} · " in screen and f"{watched.pid} " not in screen)
     top.press("q")

@@ -17,6 +17,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.control import Control
 from ballonet.allocator.errors import ControlRefused, NoSuchProcess, NotInstalled, NotPermitted, NotReachable
 from ballonet.hooks.measure.histogram import Histogram, Latencies, RequestTimes
+from ballonet.hooks.watch import processes
 from ballonet.hooks.watch.dialog import Budget, Dialog, keys_of, pressed
 from ballonet.hooks.watch.facts import with_names
 from ballonet.hooks.watch.lines import lines_of
@@ -174,7 +175,7 @@ def test_lines_have_the_same_and_each_decision_once() -> None:
     assert len(decisions) == 1
     assert "weights 3.75MiB, 60 pages; kv 1.25MiB" in line
     assert "KV: device 1.25MiB; peer 320KiB; host 448KiB" in line
-    (busy,) = lines_of(SeenProcess(7, "", said(), said(), (event(1),), "did not answer"))
+    (busy,) = lines_of(SeenProcess(7, "", said(events=[event(1)]), said(), (event(1),), "did not answer"))
     assert "did not answer" in busy
 
 
@@ -390,20 +391,26 @@ def test_all_devices_of_a_process_are_looked_at(installed: devices.Runtime, fold
     assert not here.seen[0].one_of_several
 
 
-def test_a_device_that_ends_between_two_answers_is_left_out(answers: dict[int, Any], monkeypatch: Any) -> None:
-    asked, answered = [], control.look
+@pytest.mark.parametrize("pid", [7, ME], ids=["another", "this"])
+def test_a_device_that_ends_between_two_answers_is_left_out(
+    installed: devices.Runtime, monkeypatch: Any, pid: int
+) -> None:
+    asked = []
 
-    def look(pid: int, since: int | None, folders: Any, patience: float, device: int | None = None) -> Any:
+    def answer(device: int | None, error: Exception) -> dict[str, Any]:
         asked.append(device)
         if device == 2:
-            raise ControlRefused(pid, "no runtime", "NotInstalled")
-        return answered(pid, since) | {"device": {"kind": "cuda", "ordinal": device or 0, "number": device or 0}}
+            raise error
+        return said(devices=[0, 1, 2], device={"kind": "cuda", "ordinal": device or 0, "number": device or 0})
 
-    monkeypatch.setattr(control, "look", look)
-    answers[7] = said(devices=[0, 1, 2])
-    one = WatchedProcesses(7)
+    def ask(pid: int, since: int | None, folders: Any, patience: float, device: int | None) -> dict[str, Any]:
+        return answer(device, ControlRefused(pid, "no runtime", "NotInstalled"))
+
+    monkeypatch.setattr(control, "look", ask)
+    monkeypatch.setattr(processes, "look", lambda since, device: answer(device, NotInstalled("no runtime")))
+    one = WatchedProcesses(pid)
     one.look()
-    assert (asked, [each.key for each in one.seen]) == ([None, 1, 2], [(7, 0), (7, 1)])
+    assert (asked, [each.key for each in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
 
 
 def test_this_process_needs_no_socket(installed: devices.Runtime, folder: Path) -> None:
