@@ -141,7 +141,7 @@ def test_another_process_goes_on_from_files_bit_for_bit(tmp_path: Path, from_fil
 def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
     tuned(prefixes={"blocks": 2})
     model = built()
-    said = FIRST
+    said = FIRST + FIRST
     with talking(model, tmp_path) as store:
         for turn in range(3):
             said = say(model, said) + FIRST[: BLOCK + turn]
@@ -159,7 +159,7 @@ def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
 def test_another_model_has_another_fingerprint(tmp_path: Path) -> None:
     changed = [built() for _ in range(4)]
     with torch.no_grad():
-        changed[1].model.layers[1].self_attn.k_proj.weight[3] += 1e-3
+        changed[1].model.layers[1].self_attn.k_proj.weight[-1] += 1e-3
         changed[2].model.layers[1].self_attn.v_proj.weight.mul_(1.001)
     changed[3].config.rope_parameters["rope_theta"] = 123.0
     changed.append(built().bfloat16())

@@ -110,6 +110,29 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
         both.check()
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_what_a_request_goes_on_with_is_not_moved(away: bool) -> None:
+    """Another one, which would go on with it as well, copies; or computes all where a page of it is `away`."""
+    generator, others, answered = torch.Generator().manual_seed(3), list[torch.Tensor](), list[torch.Size]()
+
+    def meanwhile(*_: Any) -> None:
+        if others:
+            ids = others.pop()
+            if away:
+                (in_use,) = both.store.contents.index._in_use
+                assert in_use.kv_ranges[0].range.move(0, "host")
+            elsewhere(lambda: answered.append(both.model.generate(ids, max_new_tokens=2).shape))
+
+    with sides() as both:
+        with both.model.register_forward_pre_hook(meanwhile):
+            ids = both.ask(words(generator, 100))
+            others.append(torch.cat([ids, words(generator, 40)], 1))
+            both.ask(torch.cat([ids, words(generator, 5)], 1))
+        assert answered
+        assert (both.store.counts.copies, both.store.counts.moves) == (0 if away else 1, 1)
+        both.check()
+
+
 def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     with sides() as both:
         ids = both.ask(words(torch.Generator().manual_seed(3), 60))[0].tolist()
