@@ -314,11 +314,15 @@ def test_it_is_read_if_that_takes_no_longer(changes: dict[str, Any], worth: bool
 
 
 PROGRAM = """
-import sys
+import sys, threading
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
+from ballonet.hooks.prefix import saving
 from ballonet.offload.residency import prefix_file
 prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
+flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
+prefix_file.write = lambda *given: (flushed.wait(), write(*given))[1]
+saving.Saver.flush = lambda *given: (flushed.set(), flush(*given))[1]
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
@@ -347,6 +351,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
 
 
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
+    """Writing begins only once it is waited for."""
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
     done = programs.python("-c", PROGRAM, str(tmp_path), variables=environment)
     assert done.returncode == 0, done.stderr

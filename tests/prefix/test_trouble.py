@@ -203,14 +203,20 @@ def test_ctrl_c_anywhere() -> None:
 
 
 def test_ctrl_c_while_blocks_are_evicted() -> None:
-    """Before lines of the index, from the first to the last."""
+    """Before lines of the index, from the first to the last. What is pinned stays so."""
     generator = torch.Generator().manual_seed(3)
+    pinned = words(generator, 20)
     with sides() as both:
+        both.store.pin(pinned[0])
 
-        def ask() -> AbstractContextManager[object]:
-            return nullcontext(both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1))
+        def ask(ids: torch.Tensor | None = None) -> AbstractContextManager[object]:
+            ids = words(generator, 20) if ids is None else ids
+            return nullcontext(both.ask(ids, max_new_tokens=1, min_new_tokens=1))
 
         for _ in at_each_line(ask, lambda _: both.store.pressure.give_up(1), *INDEX, most=24, least=100):
+            ask(pinned)
             ask()
             both.check()
+            evict_all(both.store)
+            assert both.store.tokens == pinned.shape[1]
             both.store.clear()
