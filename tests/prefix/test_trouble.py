@@ -179,6 +179,26 @@ def test_a_request_that_is_broken_off(name: str, step: int) -> None:
         assert both.reused == ids.shape[1] - 1
 
 
+def test_a_request_that_is_only_collected_loses_what_it_went_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Ctrl-C comes again before it gives that back."""
+    generator = torch.Generator().manual_seed(3)
+    with sides() as both:
+        ids = both.ask(words(generator, 60))
+        more = torch.cat([ids, words(generator, 9)], 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(sessions._Request, "broken_off", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                both.model.generate(more, max_new_tokens=5, stopping_criteria=[_interrupted])
+        gc.collect()
+        both.ask(torch.cat([ids, words(generator, 3)], 1))
+        assert both.reused == 0
+        both.check()
+
+
+def _interrupted(*_: object, **__: object) -> bool:
+    raise KeyboardInterrupt
+
+
 def test_ctrl_c_anywhere() -> None:
     """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
     generator, draw = torch.Generator().manual_seed(3), random.Random(4)
