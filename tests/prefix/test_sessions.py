@@ -98,6 +98,7 @@ def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
                 session.generate(words(torch.Generator().manual_seed(turn), 40), **FEW)
                 assert session.reused == max(0, before - 1)
             assert both.store.nbytes > PAGE
+            assert both.store.counts.moves == 2, "pages that are pinned are gone on with"
         assert both.store.nbytes <= PAGE
 
 
