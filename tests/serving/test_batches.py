@@ -72,12 +72,13 @@ def test_tokens_are_stocks(name: str, attention: str) -> None:
     assert answers(model, asked, num_blocks=96) == expected
 
 
-@pytest.mark.parametrize("pages", [24, 16])
+@pytest.mark.parametrize("pages", [64, 40])
 def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that are admitted find their pages: no step lacks any in the middle."""
     lacked = list[object]()
     monkeypatch.setattr(ElasticScheduler, "raise_reserve", lacked.append)
-    model = build("llama", num_hidden_layers=4)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # 16 tokens take two pages
+    model = build("llama", num_hidden_layers=4, **heads)
     asked = prompts(24, 60)
     expected = stock(model, asked, 40)
     install(pages)
