@@ -115,6 +115,9 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
         assert session.tokens == ()
         session.generate([5, 6], **FEW)
         said = session.tokens
+        with pytest.raises(ValueError, match="nonsense"):
+            session.generate([7], nonsense=True)
+        assert session.tokens == said
         session.generate([], **FEW)
         assert session.tokens[: len(said)] == said
         assert session.reused == len(said) - 1

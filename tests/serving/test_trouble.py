@@ -158,7 +158,7 @@ def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
 
 
 def test_a_request_that_is_preempted_goes_on_where_it_was(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KV goes to the host, and comes back once another request has ended."""
+    """The KV goes to the host, and comes back once another request has ended."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # a block has pages of its own
     model, asked = build("llama", num_hidden_layers=4, **heads), prompts(4, 20)
     expected, calls = stock(model, asked, 20), count(1)
