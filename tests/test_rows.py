@@ -159,7 +159,8 @@ lend, take back: up is rounded up, down is rounded down, by what was in use at o
   cpu test_lending.py::test_what_counts_is_what_is_in_use_at_once
   cpu test_lending.py::test_who_lends_whom_over_random_traces
   cpu prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks
-  cpu prefix/test_lend.py::test_what_is_read_is_not_taken prefix/test_lend.py::test_random_lending_while_all_generate
+  cpu prefix/test_lend.py::test_what_the_host_has_not_is_forgotten_first
+  cpu prefix/test_lend.py::test_random_lending_while_all_generate
   gpu gpu/test_prefix_lending.py::test_models_take_their_pages_back figure:lending
 tiers: a peer's pages first, then the host's, and all is restored
   cpu kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored

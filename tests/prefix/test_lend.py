@@ -32,7 +32,7 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ..models import build
 from ..pool import bytes_that_exist, tiny_layers
 from ..tuned import Clock, Tuned
-from .conversations import BLOCK, check_index, outside, words
+from .conversations import BLOCK, check_index, words
 
 PAGE: Final = 4096
 # In float64, where no rounding decides a token. A page holds 4 tokens of one of 6 layers, and 8 of one of 4: most of
@@ -208,7 +208,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         before, found = copied(), [store.get_num_new_matched_tokens(ids) for ids in prompts]
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
-            read = next(n for n, tokens in enumerate(found) if tokens > 96)
+            read = next(n for n, tokens in enumerate(found) if tokens >= 96)  # the one that would go first
             with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
                 tier.iteration(0, 1, wanted // tier.client.grows_by)
@@ -247,27 +247,6 @@ def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPa
         assert master.lent.borrowed > 100
         check_index(master.store)
         worker.ask(back)
-
-
-def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """What is read is there when its reader is done, whoever wants pages meanwhile."""
-    (back,) = turns("llama", 4, 200)
-    others = turns("qwen2", 2, *[200] * 9)
-    with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
-        for turn in others:
-            master.ask(turn)
-        store, ids = master.store, others[-1].tokens[0].tolist()
-        with store.read(ids, store.identity(), 0, 160) as parts:
-            assert parts is not None
-            before = [[outside(each) for each in parts(layer)] for layer in parts.layers]
-            with ThreadPoolExecutor(1) as other:
-                other.submit(worker.ask, back).result()
-            assert pulled() > 40
-            for layer, pair in zip(parts.layers, before, strict=True):
-                assert all(torch.equal(*each) for each in zip(parts(layer), pair, strict=True))
-            assert store.get_num_new_matched_tokens([*ids, 1]) >= 160
-            del parts
-        check_index(master.store)
 
 
 def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:

@@ -141,7 +141,7 @@ def test_another_process_goes_on_from_files_bit_for_bit(tmp_path: Path, from_fil
 def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
     tuned(prefixes={"blocks": 2})
     model = built()
-    said = FIRST
+    said = FIRST + FIRST
     with talking(model, tmp_path) as store:
         for turn in range(3):
             said = say(model, said) + FIRST[: BLOCK + turn]
@@ -159,7 +159,7 @@ def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
 def test_another_model_has_another_fingerprint(tmp_path: Path) -> None:
     changed = [built() for _ in range(4)]
     with torch.no_grad():
-        changed[1].model.layers[1].self_attn.k_proj.weight[3] += 1e-3
+        changed[1].model.layers[1].self_attn.k_proj.weight[-1] += 1e-3
         changed[2].model.layers[1].self_attn.v_proj.weight.mul_(1.001)
     changed[3].config.rope_parameters["rope_theta"] = 123.0
     changed.append(built().bfloat16())
@@ -314,11 +314,15 @@ def test_it_is_read_if_that_takes_no_longer(changes: dict[str, Any], worth: bool
 
 
 PROGRAM = """
-import sys
+import sys, threading
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
+from ballonet.hooks.prefix import saving
 from ballonet.offload.residency import prefix_file
 prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
+flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
+prefix_file.write = lambda *given: (flushed.wait(), write(*given))[1]
+saving.Saver.flush = lambda *given: (flushed.set(), flush(*given))[1]
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
@@ -347,6 +351,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
 
 
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
+    """Writing begins only once it is waited for."""
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
     done = programs.python("-c", PROGRAM, str(tmp_path), variables=environment)
     assert done.returncode == 0, done.stderr

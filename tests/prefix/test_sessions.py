@@ -98,6 +98,7 @@ def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
                 session.generate(words(torch.Generator().manual_seed(turn), 40), **FEW)
                 assert session.reused == max(0, before - 1)
             assert both.store.nbytes > PAGE
+            assert both.store.counts.moves == 2, "pages that are pinned are gone on with"
         assert both.store.nbytes <= PAGE
 
 
@@ -114,6 +115,9 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
         assert session.tokens == ()
         session.generate([5, 6], **FEW)
         said = session.tokens
+        with pytest.raises(ValueError, match="nonsense"):
+            session.generate([7], nonsense=True)
+        assert session.tokens == said
         session.generate([], **FEW)
         assert session.tokens[: len(said)] == said
         assert session.reused == len(said) - 1

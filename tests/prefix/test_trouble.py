@@ -110,6 +110,29 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
         both.check()
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_what_a_request_goes_on_with_is_not_moved(away: bool) -> None:
+    """Another one, which would go on with it as well, copies; or computes all where a page of it is `away`."""
+    generator, others, answered = torch.Generator().manual_seed(3), list[torch.Tensor](), list[torch.Size]()
+
+    def meanwhile(*_: Any) -> None:
+        if others:
+            ids = others.pop()
+            if away:
+                (in_use,) = both.store.contents.index._in_use
+                assert in_use.kv_ranges[0].range.move(0, "host")
+            elsewhere(lambda: answered.append(both.model.generate(ids, max_new_tokens=2).shape))
+
+    with sides() as both:
+        with both.model.register_forward_pre_hook(meanwhile):
+            ids = both.ask(words(generator, 100))
+            others.append(torch.cat([ids, words(generator, 40)], 1))
+            both.ask(torch.cat([ids, words(generator, 5)], 1))
+        assert answered
+        assert (both.store.counts.copies, both.store.counts.moves) == (0 if away else 1, 1)
+        both.check()
+
+
 def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     with sides() as both:
         ids = both.ask(words(torch.Generator().manual_seed(3), 60))[0].tolist()
@@ -156,6 +179,26 @@ def test_a_request_that_is_broken_off(name: str, step: int) -> None:
         assert both.reused == ids.shape[1] - 1
 
 
+def test_a_request_that_is_only_collected_loses_what_it_went_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Ctrl-C comes again before it gives that back."""
+    generator = torch.Generator().manual_seed(3)
+    with sides() as both:
+        ids = both.ask(words(generator, 60))
+        more = torch.cat([ids, words(generator, 9)], 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(sessions._Request, "broken_off", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                both.model.generate(more, max_new_tokens=5, stopping_criteria=[_interrupted])
+        gc.collect()
+        both.ask(torch.cat([ids, words(generator, 3)], 1))
+        assert both.reused == 0
+        both.check()
+
+
+def _interrupted(*_: object, **__: object) -> bool:
+    raise KeyboardInterrupt
+
+
 def test_ctrl_c_anywhere() -> None:
     """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
     generator, draw = torch.Generator().manual_seed(3), random.Random(4)
@@ -180,14 +223,20 @@ def test_ctrl_c_anywhere() -> None:
 
 
 def test_ctrl_c_while_blocks_are_evicted() -> None:
-    """Before lines of the index, from the first to the last."""
+    """Before lines of the index, from the first to the last. What is pinned stays so."""
     generator = torch.Generator().manual_seed(3)
+    pinned = words(generator, 20)
     with sides() as both:
+        both.store.pin(pinned[0])
 
-        def ask() -> AbstractContextManager[object]:
-            return nullcontext(both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1))
+        def ask(ids: torch.Tensor | None = None) -> AbstractContextManager[object]:
+            ids = words(generator, 20) if ids is None else ids
+            return nullcontext(both.ask(ids, max_new_tokens=1, min_new_tokens=1))
 
         for _ in at_each_line(ask, lambda _: both.store.pressure.give_up(1), *INDEX, most=24, least=100):
+            ask(pinned)
             ask()
             both.check()
+            evict_all(both.store)
+            assert both.store.tokens == pinned.shape[1]
             both.store.clear()

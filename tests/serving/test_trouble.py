@@ -17,6 +17,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.hooks.batching.preemption import PagePreemption
+from ballonet.hooks.batching.request_pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
 
 from ..models import build
@@ -154,6 +155,41 @@ def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
     with ballonet.manage(model):
         assert answers(model, asked, 20, use_async_batching=two) == expected
     assert len(again) > 1
+
+
+def test_a_request_that_is_preempted_goes_on_where_it_was(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV goes to the host, and comes back once another request has ended."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # a block has pages of its own
+    model, asked = build("llama", num_hidden_layers=4, **heads), prompts(4, 20)
+    expected, calls = stock(model, asked, 20), count(1)
+    process, preempt, came_back = ElasticScheduler._process_candidates, PagePreemption._keep_for_later, list[int]()
+    preempted, to_device = list[str](), RequestPages.to_device
+
+    def lacking(self: Any, candidates: list[Any], *args: Any) -> Any:
+        if len(self.active_requests) < 2 or next(calls) % 5:
+            return process(self, candidates, *args)
+        self.starved_requests = [(state, 1) for state in candidates if state.request_id in self.active_requests]
+        return [], True, False, 0, 0
+
+    def kept(self: Any, state: Any) -> None:
+        preempted.append(state.request_id)
+        preempt(self, state)
+
+    def back(self: RequestPages, request: str) -> None:
+        away = self.on_host_bytes(request)
+        to_device(self, request)
+        came_back.append(away - self.on_host_bytes(request))
+
+    monkeypatch.setattr(ElasticScheduler, "_process_candidates", lacking)
+    monkeypatch.setattr(PagePreemption, "_fits", lambda _, starved: len(starved) < 2)
+    monkeypatch.setattr(PagePreemption, "_moves", lambda *_: True)
+    monkeypatch.setattr(PagePreemption, "_keep_for_later", kept)
+    monkeypatch.setattr(RequestPages, "to_device", back)
+    install(256)
+    with ballonet.manage(model):
+        assert answers(model, asked, 20, use_async_batching=two) == expected
+    assert len(preempted) > 1
+    assert min(came_back) > 0
 
 
 def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
