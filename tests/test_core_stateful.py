@@ -1227,6 +1227,9 @@ class Machine(RuleBasedStateMachine):
             if (any(self.divided(entry, entry.limit, room, shown)) if entry.limit is not None else not entry.void())
         ]
         published = self.device.published
+        if published != listed and not self.faulty:
+            self.settle()  # what showed a page before may still be retiring
+            published = self.device.published
         # What a fault has undone has changed, too.
         assert {*published} <= {*listed} if self.faulty else published == listed
         if self.faulty:
