@@ -212,6 +212,16 @@ def test_a_copy_that_fails_leaves_nothing_running(core: Core, function: str) -> 
     assert holds(slot.address, 6)
 
 
+def test_where_a_stream_cannot_be_made_to_wait_the_host_does() -> None:
+    with opened(link_latency_ns=100_000_000) as core:
+        slot, on_host = layer(core), twin(core, 6)
+        done = copied(core, slot, on_host)
+        arm("cuStreamWaitEvent")
+        done.before(core.stream())
+        assert done.passed()
+        assert holds(slot.address, 6)
+
+
 def test_memory_of_the_process_can_be_copied_from(core: Core) -> None:
     slot = layer(core)
     source = ctypes.create_string_buffer(b"\x05" * PAGE, PAGE)

@@ -49,7 +49,7 @@ def run() -> None:
     ):
         for name, begin, turn in ways(device, both, patch):
             print(name)
-            for _, done in at_each_call(begin, lambda _: turn(), most=1, least=2, share=0.5):  # noqa: B023
+            for _, done in at_each_call(begin, lambda _: turn(), most=1, least=2):  # noqa: B023
                 gc.collect()
                 both.store.get_num_new_matched_tokens(
                     [1]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import threading
 import time
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import cycle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import ballonet
 from ballonet.allocator import devices
@@ -66,7 +69,7 @@ def run(way: str) -> None:
         for times in (1, 2):  # what fails once is tried again, by the core
             act = lambda _: begun.update([turn(model, asked, expected, told, next(order))])  # noqa: E731
             # The loop has a thread of its own, and another one reads files: at load they make other calls.
-            for _ in at_each_call(lambda: forgotten(managed), act, most=1, times=times, least=10, share=0.6):
+            for _ in at_each_call(lambda: forgotten(managed), act, most=1, times=times, least=10):
                 forgotten(managed)
                 gc.collect()
                 device.reap(wait=True)
@@ -102,15 +105,21 @@ def turn(
     """Asks all in one loop, -1: the last first, and compares. `told`: counts what requests that were not answered were
     told; where there is none all are. Did the loop begin? Once it has it must live."""
     found: dict[str, Any] = {}
+    added, prepare = threading.Event(), ContinuousBatchProcessor.prepare_next_batch
     with ExitStack() as ends:
+        # The loop gets all requests at once: how many steps it makes does not depend on how slowly they come.
+        after = patch.object(ContinuousBatchProcessor, "prepare_next_batch", lambda it: (added.wait(), prepare(it))[1])
+        ends.enter_context(after)
         try:
             manager = ends.enter_context(looping(model, TOKENS))
         except ERRORS as error:
             assert told is not None
             told[f"no loop: {str(error)[:40]}"] += 1
             return False
+        ends.callback(added.set)
         for number, prompt in [*enumerate(asked)][::order]:
             manager.add_request(prompt, request_id=str(number))
+        added.set()
         end = time.monotonic() + PATIENCE
         while len(found) < len(asked):
             assert time.monotonic() < end, f"{len(found)} answers of {len(asked)}: {manager.batch_processor}"
