@@ -215,9 +215,11 @@ def test_a_copy_that_fails_leaves_nothing_running(core: Core, function: str) -> 
 def test_where_a_stream_cannot_be_made_to_wait_the_host_does() -> None:
     with opened(link_latency_ns=100_000_000) as core:
         slot, on_host = layer(core), twin(core, 6)
+        stream = core.stream()
+        arm("cuStreamWaitEvent", 2)  # the first one is of the copy, which waits for what runs
         done = copied(core, slot, on_host)
-        arm("cuStreamWaitEvent")
-        done.before(core.stream())
+        made = all_calls(lambda: done.before(stream))
+        assert made["cuEventSynchronize"] == 1
         assert done.passed()
         assert holds(slot.address, 6)
 
