@@ -7,9 +7,9 @@ Each run has a scene of its own, `with begin() as scene`, in which `act(scene)` 
 runs without any, in which is counted what can be met: what is called the first time only is no part of the pattern, nor
 what only one of the other two calls, as other threads were late.
 `done`: nothing came of it. An act that fails must raise an error about a driver call, or about memory. What was not
-met is disarmed before anything else runs. Of many places `most` are taken, evenly, the first and the last among them;
-with BALLONET_SOAK all. There have to be `least` places, and so large a `share` of those taken
-has to be met. What is printed says which one it was.
+met is disarmed before anything else runs, and one half as far on is tried. Of many places `most` are taken, evenly, the
+first and the last among them; with BALLONET_SOAK all. There have to be `least` places, and most of those taken have to
+be met. What is printed says which one it was.
 """
 
 from __future__ import annotations
