@@ -244,8 +244,9 @@ class Device:
     def lacks(self, pages: int) -> None:
         """Tells the caller of `shortage` that so many device pages more could be used. Waits for no answer."""
     def shortage(self, timeout_ns: int) -> tuple[int, bool]:
-        """Waits until device pages are lacking, so long at most; returns how many, 0 for none, and whether nothing else
-        helps. For one thread."""
+        """Waits until device pages are lacking, or more is wanted than the budget may become, so long at most; returns
+        how many lack, 0 for none, and whether nothing else helps. For one thread, which calls `answer_shortage` then,
+        after `hear_shortages` if the budget may become another."""
     def answer_shortage(self, raised: bool) -> None:
         """Answers all that `shortage` has returned. `raised`: is the budget larger?"""
     def take(self, keys: list[int], pages: int | None = None) -> int:

@@ -77,6 +77,30 @@ def test_an_allocation_goes_on_where_the_budget_rises_meanwhile(pool: ThreadPool
         listening.result()
 
 
+def test_what_the_budget_may_become_is_looked_at_before_an_allocation_is_too_large(pool: ThreadPoolExecutor) -> None:
+    """The total has become more since, and becomes more again while a thread waits for an answer."""
+    with opened(budget=8) as core:
+        device = core.device
+        device.hear_shortages(8, LONG)
+
+        def listen() -> list[tuple[int, bool]]:
+            heard = [device.shortage(LONG)]
+            device.hear_shortages(16, LONG)
+            device.answer_shortage(False)
+            heard.append(device.shortage(LONG))
+            device.hear_shortages(17, LONG)  # is no answer
+            heard.append(device.shortage(10**8))
+            device.set_budget(12 * PAGE)
+            device.answer_shortage(True)
+            return heard
+
+        listening = pool.submit(listen)
+        device.deallocate(device.allocate(12 * PAGE))
+        assert listening.result() == [(0, False), (4, False), (0, False)]
+        device.hear_shortages(0, 0)
+        refused(lambda: device.allocate(17 * PAGE))
+
+
 def test_the_error_says_what_would_do_and_survives_a_pickle() -> None:
     error = pickle.loads(pickle.dumps(BudgetInUse(5, 3, 1.5)))
     assert isinstance(error, BudgetError)

@@ -246,8 +246,7 @@ class Share:
                 self._warned = True
                 warnings.warn(f"ballonet keeps its part of the shared budget: {error}", RuntimeWarning, stacklevel=2)
         finally:
-            if missing:
-                device.answer_shortage(kept or self.part > before)
+            device.answer_shortage(kept or self.part > before)
 
     def _keep_ahead(self) -> None:
         """Takes more while the process works: free bytes where few pages are left, all that it is due where it lacks

@@ -13,7 +13,12 @@ Blocks::Block* BlockSupply::find(HeapLock& lock, const ArenaKey& key, std::uint6
   live_.free_passed();
   std::string reason = "It exceeds the whole budget";
   std::size_t missing = 0;
-  if (size <= std::max(mapper_.numbers().budget, reclaim_.shortage.most()) * page_) {
+  const auto may_fit = [&] { return size <= std::max(mapper_.numbers().budget, reclaim_.shortage.most()) * page_; };
+  if (!may_fit()) {  // what is shared may be more by now
+    Unlocked unlocked(lock);
+    reclaim_.shortage.ask(0, false, !mapper_.fences.capturing());
+  }
+  if (may_fit()) {
     try {
       return fit(lock, key, size, arena);
     } catch (const DriverError& error) {

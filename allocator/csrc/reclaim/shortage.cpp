@@ -12,6 +12,7 @@ void Shortage::listen(std::size_t most, std::int64_t patience_ns) {
   most_ = most;
   patience_ns_ = patience_ns;
   forks_ = forks();
+  if (most > 0) return;
   done_ = posted_;
   raised_ = false;
   answered_.notify_all();
@@ -26,7 +27,7 @@ bool Shortage::ask(std::size_t missing, bool last, bool wait) {
   std::uint64_t mine;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (missing == 0 || most_ == 0 || forks_ != forks() || listener_ == std::this_thread::get_id()) return false;
+    if (most_ == 0 || forks_ != forks() || listener_ == std::this_thread::get_id()) return false;
     missing_ += missing;
     last_ |= last;
     mine = ++posted_;
@@ -46,7 +47,7 @@ bool Shortage::ask(std::size_t missing, bool last, bool wait) {
 std::pair<std::size_t, bool> Shortage::heard(std::int64_t timeout_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
   listener_ = std::this_thread::get_id();
-  asked_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return missing_ > 0; });
+  asked_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return posted_ > taken_; });
   taken_ = posted_;
   return {std::exchange(missing_, 0), std::exchange(last_, false)};
 }

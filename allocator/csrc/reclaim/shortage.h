@@ -26,15 +26,16 @@ namespace ballonet {
 
 class Shortage {
  public:
-  // Begins to listen, with the patience of asking threads; the budget may become `most` pages. 0: ends listening.
+  // Begins to listen, or goes on: `most` pages may the budget become; with the patience of asking threads. 0: ends
+  // listening, and who waits goes on without an answer.
   void listen(std::size_t most, std::int64_t patience_ns);
   // Pages that the budget may become; 0 without a listener.
   std::size_t most();
-  // Asks for so many pages. Returns whether the budget was raised since. `last`: nothing else helps; `wait`: is there
-  // time for that?
+  // Asks for so many pages, or with 0 that the listener looks what the budget may become. Returns whether it was raised
+  // since. `last`: nothing else helps; `wait`: is there time for that?
   bool ask(std::size_t missing, bool last, bool wait);
-  // Waits until pages are asked for, or the time is up. Returns how many were, and whether nothing else helps. Only the
-  // listener calls it.
+  // Waits until something is asked, or the time is up. Returns how many pages were asked for, and whether nothing else
+  // helps. Only the listener calls it, and `answer` after it.
   std::pair<std::size_t, bool> heard(std::int64_t timeout_ns);
   // Answers all that was heard. `raised`: is the budget larger? Only the listener calls it.
   void answer(bool raised);
