@@ -1,9 +1,9 @@
 """Steps of continuous batching that find no memory: the requests go on later, or one of them fails, and the loop lives.
 
 In stock an error in a step fails every request and ends the loop. With ballonet a step that found no memory for
-activations is undone by computing its requests again (preemption.py). Where no request can be scheduled the newest one
-gives up its blocks and is computed again later; one that has waited alone for long enough fails, and so do those that
-need more memory than there is.
+activations is undone by computing its requests again (preemption.py); where a driver call failed, they fail. Where no
+request can be scheduled the newest one gives up its blocks and is computed again later; one that has waited alone for
+long enough fails, and so do those that need more memory than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ...allocator.errors import DriverError
 from .cache import ElasticPagedCache
 from .preemption import PagePreemption
 from .scheduler import no_room
@@ -33,7 +34,7 @@ from .scheduler import no_room
 
 def computing(stock: Callable[..., None]) -> Callable[..., None]:
     """Wraps `_generation_step`: an OutOfMemoryError fails only a request that ran alone and for which nobody could free
-    memory, and the step waits for its inputs, see Note [Inputs of a step]."""
+    memory, a DriverError those of the step, and the step waits for its inputs, see Note [Inputs of a step]."""
 
     @functools.wraps(stock)
     def step(self: Any, model: Any) -> None:
@@ -44,7 +45,7 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
         try:
             with _launched_one_by_one(self):
                 stock(self, model)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, DriverError) as error:
             preemption, active = self.offloading_manager, self.scheduler.active_requests
             if not isinstance(preemption, PagePreemption):
                 raise
@@ -56,7 +57,10 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
             forks[:] = [state for state in forks if all(state is not each for each in failed)]  # computed again first
             _take_in(self)
             still = [state for state in failed if active.get(state.request_id) is state]
-            if not alone or (still and preemption.may_try_again(still[0].request_id)):
+            if isinstance(error, DriverError):
+                for state in still:
+                    _fail(self, state, error)
+            elif not alone or (still and preemption.may_try_again(still[0].request_id)):
                 preemption.begin_again(still)
             elif still:
                 _fail(self, still[0], error)

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching import continuous_api
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
+from ballonet.allocator.errors import DriverError
 from ballonet.hooks.batching.preemption import PagePreemption
 from ballonet.hooks.batching.request_pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
@@ -24,7 +25,7 @@ from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
 from . import asynchronous
-from .batches import PAGE, answers, install, looping, prompts, stock
+from .batches import PAGE, answers, ask, install, looping, prompts, stock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -38,10 +39,12 @@ def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 
 
 class Lacking:
-    """Forwards of a model that find no memory, in their last layer: those for which `when` (number, tokens) is true."""
+    """Forwards of a model that find no memory, in their last layer: those for which `when` (number, tokens) is true.
+    `error`: raised in place of that."""
 
-    def __init__(self, model: Any, when: Callable[[int, int], bool]) -> None:
+    def __init__(self, model: Any, when: Callable[[int, int], bool], error: Exception | None = None) -> None:
         self.steps = self.failed = 0
+        self._error = error or torch.OutOfMemoryError("no memory, says the test")
         self._when = when
         self._hook = model.model.layers[-1].register_forward_pre_hook(self._before)
 
@@ -55,7 +58,7 @@ class Lacking:
         self.steps += 1
         if self._when(self.steps, inputs[0].shape[1]):
             self.failed += 1
-            raise torch.OutOfMemoryError("no memory, says the test")
+            raise self._error
 
 
 # each two of these that go together
@@ -91,6 +94,19 @@ def test_a_request_that_is_alone_fails_and_those_after_it_are_answered(two: bool
             manager.add_request(prompt)
             found = manager.get_result(timeout=600)
             assert (found.generated_tokens, found.error) == right
+        del manager
+
+
+def test_requests_of_a_step_whose_driver_call_fails_are_told_and_the_loop_lives(two: bool) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(4, 20)
+    expected = stock(model, asked, 6)
+    install(256)
+    failed = DriverError("cuStreamWaitEvent", 304, "CUDA_ERROR_OPERATING_SYSTEM")
+    with ballonet.manage(model), looping(model, 6, use_async_batching=two) as manager:
+        with Lacking(model, lambda step, _: step == 1, failed):
+            manager.add_request(asked[0], request_id="told")
+            assert "cuStreamWaitEvent failed" in manager.get_result(timeout=600).error
+        assert ask(manager, asked) == expected
         del manager
 
 
