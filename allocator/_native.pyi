@@ -317,7 +317,7 @@ class Range:
         forgotten, as it is at 50 MB (at least a page) of unclaimed pages in all. They are free for whoever needs pages
         and can have no others, and `retire` gives them up first. BallonetError for pieces outside the range."""
     def map_host(self, first: int, count: int) -> None:
-        """Backs pieces as `map`, with host pages."""
+        """Backs pieces as `map`, with host pages. PoolExhausted also where the device has none at all."""
     def map_peer(self, first: int, count: int) -> None:
         """Backs pieces as `map`, with pages of the peer. BallonetError where there is no peer."""
     def take_over(self, first: int, spare: Range, spare_first: int, count: int, range: Range) -> bool:

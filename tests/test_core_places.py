@@ -10,7 +10,7 @@ import pytest
 
 from ballonet.allocator import device_choice
 from ballonet.allocator.config import Config
-from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
+from ballonet.allocator.errors import ManageError, PoolExhausted
 from ballonet.hooks.weights import capacity
 
 from .core import PAGE, make, opened, physical, shim
@@ -80,7 +80,7 @@ def test_host_pages_that_do_not_work_are_none(machine: str, why: str, tmp_path: 
     with opened(path=shim(tmp_path, HEAD + machine)) as core:
         assert not core.device.host_pages
         some = core.range(1)
-        with pytest.raises(BallonetError, match=f"no host pages.*{why}"):
+        with pytest.raises(PoolExhausted, match=f"no host pages.*{why}"):
             some.map_host(0, 1)
         some.map(0, 1)
         assert not some.move(0, "host")

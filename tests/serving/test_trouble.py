@@ -173,13 +173,17 @@ def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
     assert len(again) > 1
 
 
-def test_a_request_that_is_preempted_goes_on_where_it_was(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KV goes to the host, and comes back once another request has ended."""
+@pytest.mark.parametrize("host", [256, 0])
+def test_a_request_that_is_preempted_goes_on_where_it_was(
+    two: bool, host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The KV goes to the host, and comes back once another request has ended; with no host it is computed again."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # a block has pages of its own
     model, asked = build("llama", num_hidden_layers=4, **heads), prompts(4, 20)
     expected, calls = stock(model, asked, 20), count(1)
     process, preempt, came_back = ElasticScheduler._process_candidates, PagePreemption._keep_for_later, list[int]()
-    preempted, to_device = list[str](), RequestPages.to_device
+    preempted, again, to_device = list[str](), list[str](), RequestPages.to_device
+    compute_again = PagePreemption.compute_again
 
     def lacking(self: Any, candidates: list[Any], *args: Any) -> Any:
         if len(self.active_requests) < 2 or next(calls) % 5:
@@ -191,6 +195,10 @@ def test_a_request_that_is_preempted_goes_on_where_it_was(two: bool, monkeypatch
         preempted.append(state.request_id)
         preempt(self, state)
 
+    def counted(self: Any, state: Any) -> None:
+        again.append(state.request_id)
+        compute_again(self, state)
+
     def back(self: RequestPages, request: str) -> None:
         away = self.on_host_bytes(request)
         to_device(self, request)
@@ -200,12 +208,13 @@ def test_a_request_that_is_preempted_goes_on_where_it_was(two: bool, monkeypatch
     monkeypatch.setattr(PagePreemption, "_fits", lambda _, starved: len(starved) < 2)
     monkeypatch.setattr(PagePreemption, "_moves", lambda *_: True)
     monkeypatch.setattr(PagePreemption, "_keep_for_later", kept)
+    monkeypatch.setattr(PagePreemption, "compute_again", counted)
     monkeypatch.setattr(RequestPages, "to_device", back)
-    install(256)
+    ballonet.install(256 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
     with ballonet.manage(model):
         assert answers(model, asked, 20, use_async_batching=two) == expected
-    assert len(preempted) > 1
-    assert min(came_back) > 0
+    assert len(preempted if host else again) > 1
+    assert min(came_back) > 0 if host else not preempted
 
 
 def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:

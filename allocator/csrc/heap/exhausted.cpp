@@ -45,11 +45,14 @@ std::string exhausted(Mapper& mapper, const HeapUsage& usage, std::size_t asked,
 std::string host_exhausted(Mapper& mapper, std::size_t pages, const std::string& reason) {
   const auto numbers = mapper.numbers();
   const std::size_t page = mapper.space.page_size;
+  const std::string asked = in_units(pages * page);
+  if (!mapper.space.context.host_pages)
+    return format("ballonet: tried to map %s of host memory: %s", asked.c_str(), reason.c_str());
   return format(
       "ballonet: tried to map %s of host memory. Host budget %s in pages of %s, of which %s exist. %s. To go on: give "
       "a larger host budget (ballonet.install(host_budget=...), or BALLONET_HOST_BUDGET), or drop models and caches "
       "that have pages there",
-      in_units(pages * page).c_str(), in_units(numbers.host_budget * page).c_str(), in_units(page).c_str(),
+      asked.c_str(), in_units(numbers.host_budget * page).c_str(), in_units(page).c_str(),
       in_units(numbers.host_created * page).c_str(), reason.c_str());
 }
 

@@ -13,7 +13,7 @@ void Mapping::prepare_host(std::size_t pages) {
 void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t count, Place place, bool wait) {
   range.check_span(first, count);
   if (place == Place::kHost && !space_.context.host_pages) {
-    throw UsageError("there are no host pages: " + space_.context.host_refused);
+    throw PoolExhausted("there are no host pages: " + space_.context.host_refused, count);
   }
   if (place == Place::kPeer && !space_.context.peer_pages) throw UsageError("there is no peer");
   const Pool& pool = space_.pool(place);

@@ -17,7 +17,8 @@ class Mapping {
       : space_(space), fences_(fences), cached_(cached), retirement_(retirement) {}
 
   // Backs pieces that are unbacked, kept or retiring; those already backed so are skipped. All or none.
-  // `wait`: for pages that are retiring, where there are too few others. Throws PoolExhausted, DriverError, UsageError.
+  // `wait`: for pages that are retiring, where there are too few others. Throws PoolExhausted, also where the device
+  // has no pages of the host at all, DriverError, UsageError.
   void map(Section& in, Range& range, std::size_t first, std::size_t count, Place place, bool wait);
   // Has so many pages of the host idle, or as many as can be had: `map` needs not wait for their memory to be pinned.
   // Takes the lock itself.
