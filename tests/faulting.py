@@ -56,6 +56,7 @@ def arm(function: str, ahead: int = 1) -> None:
     name = function.partition("=")[0]
     nth = calls()[name] + ahead
     _armed.append((name, nth))
+    _disarmed.discard((name, nth))  # it strikes again
     _tell(function, nth)
 
 
@@ -69,7 +70,7 @@ def disarm() -> None:
     for name, nth in _armed:
         if calls()[name] < nth:
             _tell(f"{name}=0", nth)  # the call succeeds, and is counted as a fault
-            _disarmed.append((name, nth))
+            _disarmed.add((name, nth))
     _armed.clear()
 
 
@@ -80,7 +81,7 @@ def faults_fired() -> int:
 
 
 _armed: list[tuple[str, int]] = []
-_disarmed: list[tuple[str, int]] = []
+_disarmed: set[tuple[str, int]] = set()
 
 
 def _tell(function: str, nth: int) -> None:

@@ -166,6 +166,20 @@ def test_faults_have_names_and_strike_once() -> None:
     device.close()
 
 
+def test_a_fault_that_was_disarmed_counts_once_when_it_strikes_after_all() -> None:
+    with opened(budget=4) as core:
+        some, before = core.range(1), faults_fired()
+        for _ in range(2):
+            arm("cuMemMap")
+            disarm()
+        assert faults_fired() == before
+        arm("cuMemMap")
+        with pytest.raises(BallonetError, match="cuMemMap failed"):
+            some.map(0, 1)
+        assert faults_fired() == before + 1
+        disarm()
+
+
 @pytest.mark.parametrize("second", ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"])
 @pytest.mark.parametrize("first", ["cuMemMap", "cuMemSetAccess"])
 def test_two_faults_in_a_move_lose_neither_bytes_nor_pages(first: str, second: str) -> None:
