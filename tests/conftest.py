@@ -133,11 +133,13 @@ def nothing_is_left() -> Iterator[None]:
     """Takes the pool out at the end of a test, when no page of KV may be left and the device is whole."""
     yield
     gc.collect()
-    if (found := devices.current()) is not None:
-        found.device.reap(wait=True)
-        found.device.check()
-        assert found.device.snapshot()["pages"]["kv"] == 0
-    take_out()
+    try:
+        if (found := devices.current()) is not None:
+            found.device.reap(wait=True)
+            found.device.check()
+            assert found.device.snapshot()["pages"]["kv"] == 0
+    finally:
+        take_out()  # or the next test would find it
 
 
 @pytest.fixture
