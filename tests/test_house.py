@@ -312,6 +312,18 @@ def test_every_module_is_in_the_architecture() -> None:
     assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/policy", "simulate")}
 
 
+def test_the_documentation_is_soon_read() -> None:
+    """Words of prose, tables and code not counted: the README takes two screens, all of it an hour."""
+
+    def words(page: Path) -> int:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        return sum(len(line.split()) for line in prose.splitlines() if not line.startswith("|"))
+
+    readme, pages = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
+    assert words(readme) <= 700
+    assert words(readme) + sum(map(words, pages)) <= 10_000
+
+
 def test_decisions_are_pure(trees: dict[Path, ast.Module]) -> None:
     """What decides imports no torch, no driver and nothing that moves."""
     allowed = ("ballonet.offload.policy", "ballonet.allocator.errors", "ballonet.allocator.units")
