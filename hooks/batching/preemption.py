@@ -64,7 +64,7 @@ class PagePreemption(OffloadingManager):
         """Frees the request's blocks; it waits, and is computed again with all of its tokens."""
         again, slo = state.create_equivalent_initial_request(), self.scheduler.slos.asked(state.request_id)
         state._status = RequestStatus.FINISHED
-        self.scheduler.finish_request(state.request_id)
+        self.scheduler.leave(state.request_id)
         self.scheduler.slos.note(state.request_id, slo)
         self.scheduler.wait_again(again)
 

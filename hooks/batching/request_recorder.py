@@ -47,11 +47,12 @@ class RequestRecorder:
         self._recorders.served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
 
     def ended(self, state: Any, end: End = "finished") -> None:
-        """Records the end of a request, which has failed if it has an error."""
-        tokens, how = generated(state), "failed" if end == "finished" and state.error is not None else end
-        now = time.monotonic_ns()
-        self._times.ended(state.request_id, now / 1e9, tokens, how == "finished")
-        self._recorders.served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, how))
+        """Records the end of a request: the first that is said of it."""
+        if not self._times.live(state.request_id):
+            return
+        tokens, now = generated(state), time.monotonic_ns()
+        self._times.ended(state.request_id, now / 1e9, tokens, end == "finished")
+        self._recorders.served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, end))
 
 
 def generated(state: Any) -> int:

@@ -197,10 +197,19 @@ class ElasticScheduler(Scheduler):
     def finish_request(self, request_id: str) -> None:
         """Ends a request, and records that."""
         if (state := self.active_requests.get(request_id)) is not None:
-            self.cache.ended(state)
             self._recorder.ended(state)
+        self.leave(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """Frees the blocks of a request that ends, or begins again."""
+        if (state := self.active_requests.get(request_id)) is not None:
+            self.cache.ended(state)
         super().finish_request(request_id)
         self.slos.note(request_id, NOTHING)
+
+    def failed(self, state: Any) -> None:
+        """Records that a request fails, whether it runs or waits."""
+        self._recorder.ended(state, "failed")
 
     def clear_cancelled_requests(self) -> list[Any]:
         """Removes cancelled requests, and records that."""

@@ -106,12 +106,15 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def telling(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `_handle_request_error`, which keeps only the text of an error: the server gets the error itself."""
+    """Wraps `_handle_request_error`, which keeps only the text of an error: the server gets the error itself, and the
+    failure is recorded."""
 
     @functools.wraps(stock)
     def handle(self: Any, error: Exception, state: Any) -> None:
-        if isinstance(self.offloading_manager, PagePreemption) and state.request_id in self.scheduler.reasons:
-            self.scheduler.reasons[state.request_id] = error
+        if isinstance(self.offloading_manager, PagePreemption):
+            self.scheduler.failed(state)
+            if state.request_id in self.scheduler.reasons:
+                self.scheduler.reasons[state.request_id] = error
         stock(self, error, state)
 
     return handle

@@ -57,6 +57,10 @@ class RequestTimes:
         self._waiting[name] = when
         self._decoding.pop(name, None)
 
+    def live(self, name: str) -> bool:
+        """Has the request come, and not ended?"""
+        return name in self._waiting or name in self._decoding
+
     def got(self, name: str, when: float, tokens: int) -> None:
         """Notes that the request has so many tokens now; does nothing for an unknown request."""
         if tokens and (came := self._waiting.pop(name, None)) is not None:

@@ -513,9 +513,12 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
         assert all(each.startswith("stream Generation loop finished") for each in found[::2]), found
         assert all(each.startswith("503") and "the server shuts down" in each for each in found[1::2]), found
     assert "Traceback" not in server.said(), server.said()
-    told = json.loads((tmp_path / "drawn.json").read_text())
-    assert [each["end"] for each in told["requests"]] == ["finished"] + 12 * ["finished" if tokens == 50 else "failed"]
-    assert {each["loop"] for each in told["requests"]} == {"2 layers"}
+    drawn_requests = json.loads((tmp_path / "drawn.json").read_text())["requests"]
+    ends = [each["end"] for each in drawn_requests]
+    assert ends[0] == "finished"
+    assert set(ends[1:]) == {"finished" if tokens == 50 else "failed"}
+    assert len(ends) == 13 if tokens == 50 else len(ends) <= 13, "the loop ends before it sees all of them"
+    assert {each["loop"] for each in drawn_requests} == {"2 layers"}
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 import ballonet
 from ballonet import testing
@@ -20,6 +22,8 @@ from ballonet.allocator.errors import DriverError
 from ballonet.hooks.batching.preemption import PagePreemption
 from ballonet.hooks.batching.request_pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
+from ballonet.hooks.measure.histogram import Latencies
+from ballonet.offload.timeline.recorder import Recorder, recorders_of
 
 from ..models import build
 from ..pool import take_out
@@ -147,7 +151,7 @@ def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool) -> None:
 def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
     two: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can be scheduled for a moment, while its next token is on its way."""
+    """Nothing can be scheduled for a moment, while its next token is on its way. Its latency counts at its end."""
     model, asked = build("llama", num_hidden_layers=4), prompts(1, 20)
     expected, calls = stock(model, asked, 20), count()
     process = ElasticScheduler._process_candidates
@@ -159,18 +163,50 @@ def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
         return [], True, False, 0, 0
 
     monkeypatch.setattr(ElasticScheduler, "_process_candidates", lacking)
-    again: list[str] = []
+    again, latencies = list[int](), list[Latencies]()
     compute_again = PagePreemption.compute_again
 
     def counted(self: Any, state: Any) -> None:
-        again.append(state.request_id)
         compute_again(self, state)
+        latencies.append(self.cache.model.latencies)
+        again.append(_measured(latencies[0]))
 
     monkeypatch.setattr(PagePreemption, "compute_again", counted)
     install(256)
     with ballonet.manage(model):
         assert answers(model, asked, 20, use_async_batching=two) == expected
     assert len(again) > 1
+    assert (set(again), _measured(latencies[0])) == ({0}, 1)
+
+
+def _measured(latencies: Latencies) -> int:
+    """Requests whose time per token was."""
+    return sum(latencies.tpot.to_dict()["counts"])
+
+
+def test_requests_that_wait_where_a_loop_ends_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeline says so of them, and of the one that runs."""
+    model = build("llama", num_hidden_layers=4)
+    processor, two_wait, go_on = continuous_api.ContinuousBatchProcessor, threading.Event(), threading.Event()
+    step = processor._generation_step
+
+    def held(self: Any, model: Any) -> None:
+        if len(self.scheduler.waiting_requests) == 2:
+            two_wait.set()
+            assert go_on.wait(600)
+        step(self, model)
+
+    monkeypatch.setattr(processor, "_generation_step", held)
+    install(256)
+    with ballonet.manage(model), Recorder(recorders_of(devices.holding(devices.require()))) as recorder:
+        with looping(model, 400, max_requests_per_batch=1) as manager:
+            for prompt in prompts(3, 20):
+                manager.add_request(prompt)
+            assert two_wait.wait(600)
+            rank = manager.distributed_helper.global_rank
+            manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
+            go_on.set()
+        assert [each.end for each in recorder.recording().requests] == ["failed"] * 3
 
 
 @pytest.mark.parametrize("host", [256, 0])
