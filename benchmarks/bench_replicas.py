@@ -32,7 +32,7 @@ from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.decisions import Decision, Entry
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.events import Arrived, Joined, Load, Tick
-from ballonet.offload.policy.replicas.microbatches import Batch, Chunk, by_tokens, equal_cost, fig11
+from ballonet.offload.policy.replicas.microbatches import Batch, ChunkSize, by_tokens, equal_cost, fig11
 from ballonet.offload.policy.replicas.pipeline_time import evenly, floor, pipeline_time
 
 GB, PAGE = 10**9, 2**21
@@ -81,10 +81,10 @@ def made(count: int) -> Iterator[int]:
 
 def bubbles(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     """The bubble of two stages, over bursts of prompts, one in five behind a cached prefix."""
-    queue = [Chunk(n, 2000 if n % 5 == 4 else 0, each) for n, each in enumerate(prompts)]
+    queue = [ChunkSize(n, 2000 if n % 5 == 4 else 0, each) for n, each in enumerate(prompts)]
     bursts = [queue[at : at + BURST] for at in range(0, 2 * BURST if chosen.tiny else len(queue), BURST)]
     for named, cost in (("14B", DENSE_COST), ("dear attention", DEAR)):
-        formers: dict[str, Callable[[list[Chunk]], list[Batch]]] = {
+        formers: dict[str, Callable[[list[ChunkSize]], list[Batch]]] = {
             "by tokens": lambda burst: by_tokens(burst, LEAST),
             "Fig. 11": lambda burst, cost=cost: fig11(burst, LEAST, cost),  # type: ignore[misc]
             "equal cost": lambda burst, cost=cost: equal_cost(burst, _batches(burst), cost),  # type: ignore[misc]
@@ -99,7 +99,7 @@ def bubbles(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
             yield row(f"{named}: bubble of 2 stages above the floor, at most", peer, value=figures[1], bubble=bubble)
 
 
-def _batches(burst: list[Chunk]) -> int:
+def _batches(burst: list[ChunkSize]) -> int:
     return max(1, sum(each.new for each in burst) // LEAST)
 
 

@@ -168,7 +168,7 @@ class World:
             [(cache.pages, cache.away, cache.clean, cache.asked_to_copy, cache.gave_buffers) for cache in self.caches],
             [(state.used, state.restorable, state.activity.at) for state, _ in known.clients.paged],
             (self.governor.pages.short, self.governor.pages.scarce, self.governor.pages._calm),
-            (known.lending.due_at, [self.governor.exchange.lending_of(model) for model in device.models]),
+            (known.lending.due_at, [self.governor.repayment.lending_of(model) for model in device.models]),
         )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ballonet.offload.policy.coordinator import LinkClient, Refusal, Shares, share
+from ballonet.offload.policy.coordinator import options as options_of
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import LinkClient, Refusal, Shares, share
-from ballonet.offload.policy.ledger import options as options_of
 from ballonet.offload.policy.plan import Plan, at_interval, fewest
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point

@@ -208,7 +208,7 @@ FACTS = {
     "offload/governor/client.py": {"INDICES_PER_SPLIT", "KEYS_PER_CLIENT"},
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
-    "offload/policy/ledger.py": {"FIXED"},
+    "offload/policy/coordinator.py": {"FIXED"},
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/policy/prefix_sim.py": {"_SIZES"},
     "offload/record/record.py": {"FORMAT"},
@@ -351,15 +351,10 @@ def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
     assert {name: count for name, count in large.items() if count > LARGE[name]} == {}
 
 
-TWICE = {  # names that two classes have yet: one of them, as a rule, lies in hooks/replicas/
-    *("Chunk", "Placement", "Plan", "Record", "Replica", "Request", "Stage"),
-}
-
-
 def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
     """In the library; names with an underscore are their file's own."""
     names = [each.name for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
-    assert {each for each in names if names.count(each) > 1 and not each.startswith("_")} == TWICE
+    assert {each for each in names if names.count(each) > 1 and not each.startswith("_")} == set()
 
 
 REFERENCE = re.compile(r"([\w/]+\.(?:py|h|cpp)),? Note \[([^\]]+)\]|Note \[([^\]]+)\](?: in ([\w/]+\.(?:py|h|cpp)))?")
@@ -533,7 +528,7 @@ PROCESS = {
     "hooks/watch/registry.py": {"REGISTRY": "Prometheus asks a process"},
     "hooks/weights/follow.py": {"_followers": "torch's hooks on registrations are of all modules"},
     "offload/governor/situation.py": {"_kept": _NUMBERS, "_meeting": _NUMBERS},
-    "offload/policy/ledger.py": {"_valid_anywhere": _NUMBERS},
+    "offload/policy/coordinator.py": {"_valid_anywhere": _NUMBERS},
     "offload/policy/plan.py": {"_fewest": _NUMBERS},
     "offload/policy/layer_order.py": {"_least": _NUMBERS, "nested": _NUMBERS},
     "offload/policy/remap.py": {"cap": _NUMBERS},

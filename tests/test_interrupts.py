@@ -23,7 +23,7 @@ from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import moving
-from ballonet.offload.governor import client_table, exchange, governor, kv_client, kv_tier, overview, reclaim_list
+from ballonet.offload.governor import client_table, governor, kv_client, kv_tier, overview, reclaim_list, repayment
 
 from .core import PAGE, UNMAPS, Gate, Other, program
 from .faulting import at_each_line
@@ -42,7 +42,7 @@ FAREWELLS = (
     governor,
     overview,
     reclaim_list,
-    exchange,
+    repayment,
     client_table,
     kv_client,
     kv_tier,

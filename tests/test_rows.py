@@ -96,12 +96,12 @@ phases: prefill and decode with intervals of their own
   gpu figure:slo
 admission: refused with the reason and the nearest SLO
   cpu test_tables.py::test_no_interval_is_an_answer_and_not_an_exception test_governor_slo.py::test_admission
-  cpu test_ledger.py::test_a_refusal_says_what_would_work
+  cpu test_coordinator.py::test_a_refusal_says_what_would_work
   gpu figure:slo
 coordinator: the models of one link share its bandwidth, most host memory used, re-chosen each iteration
-  cpu test_ledger.py::test_the_choice_is_the_best_of_all_combinations
-  cpu test_ledger.py::test_whoever_shares_the_link_meets_its_slo
-  cpu test_ledger.py::test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up
+  cpu test_coordinator.py::test_the_choice_is_the_best_of_all_combinations
+  cpu test_coordinator.py::test_whoever_shares_the_link_meets_its_slo
+  cpu test_coordinator.py::test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up
   cpu test_governor_slo.py::test_no_slo_is_missed_that_was_promised
   gpu figure:slo
 # Oneiros

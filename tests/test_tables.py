@@ -1,6 +1,6 @@
 """What Select-N and Oneiros claim, row by row, as far as numbers alone can show it; errata of the papers included.
 
-Coordinator, who gives, remapping and reversion are in test_ledger.py and test_remap.py, the record's file in
+Coordinator, who gives, remapping and reversion are in test_coordinator.py and test_remap.py, the record's file in
 test_record.py. test_rows.py has the whole list.
 """
 
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballonet.offload.policy.coordinator import LinkClient, Shares, share
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import LinkClient, Shares, share
 from ballonet.offload.policy.plan import at_interval, fewest, spread, streaming
 from ballonet.offload.policy.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
 

@@ -23,7 +23,7 @@ class SequenceKeeper:
 
     def keep(self, sequence: CachedSequence | None, now: Identity, states: Sequence[StateSnapshot] = ()) -> None:
         """Keeps a sequence, whose layers are not in any cache, and the states of its layers at some lengths; None for a
-        model of states alone. Keeps no more than other models can spare (exchange.py). DriverError."""
+        model of states alone. Keeps no more than other models can spare (repayment.py). DriverError."""
         contents = self._contents
         if sequence is not None:
             sequence.was_written()
@@ -45,7 +45,7 @@ class SequenceKeeper:
             elif sequence is not None:
                 index.forget(sequence)
         clients = [state.pages.number for state in states if state.pages is not None]
-        contents.governor.exchange.keep(self._governed, [*clients, *(sequence.caches if sequence else ())])
+        contents.governor.repayment.keep(self._governed, [*clients, *(sequence.caches if sequence else ())])
 
     def is_new(self, ids: Sequence[int], now: Identity) -> bool:
         """Would keeping these tokens store anything new?"""

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.events import Event
-from .ledger import Ledger, RepeatedOtherwise
 from .messages import Start, Told
 from .recording import Recording
+from .request_ledger import RepeatedOtherwise, RequestLedger
 from .requests import Request
 
 
@@ -33,7 +33,7 @@ class ClientRequests:
         self._notify_client = notify_client
         self._notify_controller = notify_controller
         self._recording = recording
-        self._ledger = Ledger()
+        self._ledger = RequestLedger()
         self._inbox: deque[Request | str] = deque()  # new requests, and names of those that are cancelled
         self._first: dict[str, float] = {}  # when requests got their first tokens
 

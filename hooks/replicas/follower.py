@@ -17,7 +17,7 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .plan import Answer, Chunk, Passing, Plan, Sampling
+from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling
 from .sampling import sample
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
@@ -81,7 +81,7 @@ class Follower:
 
     def run(self) -> int:
         """Waits for the next microbatch, computes it, and sends the result on. Returns its number. OutOfStep."""
-        plan = Plan.from_json(text := text_of(self._before.recv("plan")))
+        plan = MicrobatchPlan.from_json(text := text_of(self._before.recv("plan")))
         if not self._runner.last:
             self._after.send(tensor_of(text), "plan", True)
         passing = Passing.from_json(text_of(self._before.recv("passing")))
@@ -107,7 +107,7 @@ class Follower:
         self._send(passing, stored, found or ())
         return plan.number
 
-    def _take_in(self, plan: Plan) -> None:
+    def _take_in(self, plan: MicrobatchPlan) -> None:
         for name in plan.gone:
             self.forget(name)
         for name in plan.aside:

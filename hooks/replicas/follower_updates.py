@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from .group_requests import GroupRequests
-from .plan import Chunk, Sampling
+from .microbatch_plan import Chunk, Sampling
 from .span_cache import SpanCache
 
 # Sampling of new requests; requests whose KV is to be freed; preempted requests, whose KV may go to the host

@@ -31,7 +31,7 @@ from .stage_link import tensor_of, text_of
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A request that is handed over. `held`: its tokens that have KV; `assignment`: see ledger.py."""
+    """A request that is handed over. `held`: its tokens that have KV; `assignment`: see request_ledger.py."""
 
     request: Request
     held: int

@@ -20,7 +20,7 @@ from ..server import length
 from ..server.loading import Models
 from ..server.names import check_ended
 from ..server.tenants import asked_seed, asked_slo
-from .plan import Sampling
+from .microbatch_plan import Sampling
 from .requests import Request
 
 _SLO = SLOError.__name__  # begin of a replica's error message where an SLO cannot be kept

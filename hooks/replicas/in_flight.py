@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from transformers.generation.continuous_batching.requests import RequestState
 
+from .microbatch_plan import Answer, Chunk
 from .microbatch_split import SplitPolicy
-from .plan import Answer, Chunk
 
 
 @dataclass(slots=True)

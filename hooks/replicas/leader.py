@@ -22,8 +22,8 @@ from .group_requests import GroupRequests, Notify
 from .group_settings import GroupSettings
 from .in_flight import FollowerRoom, Microbatch, split_iteration
 from .iterations import Iterations
+from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing
 from .microbatch_split import SplitPolicy, split_by_tokens
-from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
@@ -160,7 +160,7 @@ class Leader:
     # -- computing
 
     def _begin(self, batch: Microbatch) -> None:
-        plan = Plan(self.epoch, self._number, tuple(batch.chunks), *self._updates.take(batch.chunks))
+        plan = MicrobatchPlan(self.epoch, self._number, tuple(batch.chunks), *self._updates.take(batch.chunks))
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
             self._after.send(tensor_of(plan.to_json()), "plan", True)

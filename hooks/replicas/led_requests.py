@@ -11,7 +11,7 @@ from .requests import Request
 
 
 class LedRequests:
-    """Keeps the assignment of each request (ledger.py), and requests that came before their epoch began here."""
+    """Keeps the assignment of each request (request_ledger.py), and those that came before their epoch began here."""
 
     def __init__(self, supervisor: SupervisorChannel) -> None:
         self._supervisor = supervisor

@@ -10,14 +10,14 @@ from typing import Any, Final
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.json_values import KINDS, from_plain, kinds, to_plain
-from . import handover, plan, requests
+from . import handover, microbatch_plan, requests
 from .requests import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """To the first stage of a group: compute a request, after its delivered tokens. `assignment`: counts how often the
-    request was given to a group (ledger.py)."""
+    request was given to a group (request_ledger.py)."""
 
     epoch: int
     request: Request
@@ -30,14 +30,14 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StartTimeline:
     """To a replica: send `Seen` for a timeline from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From a replica, periodically after `Record`: its `bars` of a timeline (notes.py). `machine`, and `sent`, the time
-    of sending by its own clock: see recording.py, Note [One clock]."""
+    """From a replica, periodically after `StartTimeline`: its `bars` of a timeline (notes.py). `machine`, and `sent`,
+    the time of sending by its own clock: see recording.py, Note [One clock]."""
 
     machine: str
     sent: float
@@ -94,7 +94,17 @@ class Counted:
 
 
 Message = (
-    Hello | Start | Started | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
+    Hello
+    | Start
+    | Started
+    | End
+    | Told
+    | Counted
+    | StartTimeline
+    | Seen
+    | handover.HandedOver
+    | actions.Action
+    | events.Event
 )
 
 # Messages that end a replica's part in its group, and so its waits there
@@ -104,8 +114,8 @@ ENDS_PULL: Final = (*ENDS_GROUP, actions.Discard)
 
 _KINDS: Final[Mapping[str, Any]] = {
     **KINDS,
-    **kinds((plan, requests, handover)),
-    **{each.__name__: each for each in (Hello, Start, Started, End, Told, Counted, Record, Seen)},
+    **kinds((microbatch_plan, requests, handover)),
+    **{each.__name__: each for each in (Hello, Start, Started, End, Told, Counted, StartTimeline, Seen)},
 }
 
 

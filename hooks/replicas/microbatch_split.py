@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.microbatches import Chunk, equal_cost
+from ...offload.policy.replicas.microbatches import ChunkSize, equal_cost
 
 Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
 Piece = tuple[int, int]  # index of a chunk, and how many of its new tokens, after those of its earlier pieces
@@ -38,7 +38,7 @@ def split_by_cost(cost: ChunkCost) -> SplitPolicy:
     """Returns a policy that makes microbatches of equal cost (KunServe §4.3; policy/replicas/microbatches.py)."""
 
     def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
-        batches = equal_cost([Chunk(number, *size) for number, size in enumerate(chunks)], places, cost)
+        batches = equal_cost([ChunkSize(number, *size) for number, size in enumerate(chunks)], places, cost)
         return [[(each.request, each.new) for each in batch] for batch in batches]
 
     return split

@@ -22,7 +22,7 @@ from .layer_moves import LayerMoves
 from .led_requests import LedRequests
 from .link import Link
 from .load_report import LoadReport
-from .messages import End, Message, Record, Start
+from .messages import End, Message, Start, StartTimeline
 from .replica_setup import ReplicaSetup
 from .wakeup import Wakeup
 
@@ -164,7 +164,7 @@ class Replica:
             case actions.StartRestore():
                 links = self._change.links if self._change.epoch == message.epoch else state.links
                 self._moves.begin(message.epoch, message.pulls, links)
-            case Record():
+            case StartTimeline():
                 self._setup.notes.on = True
             case actions.Rejoin():
                 self._ended = self._rejoins = True

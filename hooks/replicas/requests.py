@@ -8,7 +8,7 @@ from typing import Any, Self
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from ...offload.policy.request_slo import NOTHING, RequestSLO
-from .plan import Sampling
+from .microbatch_plan import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from .plan import Sampling
+from .microbatch_plan import Sampling
 
 _KEY: Final = struct.Struct("<qq")
 _BITS: Final = struct.Struct("<Q")

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from .group_settings import GroupSettings
-from .plan import Chunk
+from .microbatch_plan import Chunk
 from .span_cache import SpanCache, config_of
 from .stage_times import StageTimes
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...offload.policy.replicas.groups import Span
 from ..splice.results import Hidden, Logits
-from ..splice.splice import Splice, Stage
+from ..splice.splice import Splice, SpliceStage
 from .span_runner import States
 
 
@@ -23,7 +23,7 @@ class SplicedLayers:
             before, splice.span = splice.span, Span(0, 1)
             splice.span = before
         self.splice = splice
-        self._stage = Stage(splice)
+        self._stage = SpliceStage(splice)
 
     def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
         """Runs these layers, see span_runner.RunsLayers. SpliceError, and what the model raises."""

@@ -23,7 +23,7 @@ import torch
 
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .plan import Chunk
+from .microbatch_plan import Chunk
 
 Mark = Callable[[], float | None]  # seconds at which the device reached the mark; None: it has not yet
 

@@ -22,7 +22,7 @@ from ...offload.policy.tuning import DEFAULT, Replicas
 from .action_performer import ActionPerformer, ReplicaSink
 from .client_requests import ClientRequests
 from .fleet_state import FleetState, state_of
-from .messages import Counted, End, Hello, Message, Record, Seen, Told
+from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
 from .ranks import Processes, Ranks
 from .recording import Recording
 from .requests import Request
@@ -194,7 +194,7 @@ class Supervisor:
         self._failed = None
         self._say(f"replica {member} has joined, process {hello.process} on {hello.host}")
         if self._recording is not None:
-            self._replicas.post(member, Record())
+            self._replicas.post(member, StartTimeline())
         self._on(events.Joined(self._clock(), member, hello.pages))
 
     def _lost(self, member: int | None, how: str) -> None:

@@ -35,7 +35,7 @@ from ..compat import plain_attention, reads_all_tokens, settings_of
 from .forms import LayerForm
 from .learn import forms_of, record
 from .results import Hidden, Logits
-from .splice import Splice, Stage
+from .splice import Splice, SpliceStage
 from .trees import same_bits
 
 _PROMPT: Final = ((3, 4, 5, 6, 7), (0, 0, 3, 8, 9))  # tokens that every vocabulary has; 0 is a pad
@@ -108,7 +108,7 @@ def _in_parts(
         splice.install(Span(layer, layer + 1), forms)
         more = {} if caches[layer] is None else {splice.cache_name: caches[layer]}
         try:
-            found = Stage(splice).run({**inputs, **more}, given)
+            found = SpliceStage(splice).run({**inputs, **more}, given)
         except _NO_MEMORY:
             raise
         except Exception as error:  # any error: the model's forward lacks tensors that did not travel

@@ -38,7 +38,7 @@ from .trees import Call, TreePath, get, put
 class Splice:
     """Runs a span of the decoder layers of a model; a context manager that undoes everything at its end.
 
-    Forwards of the model that are not run by a Stage raise SpliceError while the span is not the whole model.
+    Forwards of the model that are not run by a SpliceStage raise SpliceError while the span is not the whole model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ class Splice:
         )
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        """Runs the span for `Stage.run`."""
+        """Runs the span for `SpliceStage.run`."""
         if self._closed:
             raise SpliceError("this Splice is closed: make another one of the model")
         if (given is None) != (self._span.begin == 0):
@@ -213,7 +213,7 @@ class Splice:
         if run is None:
             raise SpliceError(
                 f"only layers [{self._span.begin}, {self._span.end}) of this {type(self.model).__name__} run here, so "
-                "that its forward has no result: run a Stage, or close() the Splice first"
+                "that its forward has no result: run a SpliceStage, or close() the Splice first"
             )
         return run
 
@@ -228,7 +228,7 @@ class Splice:
         remove_all(self._handles)
 
 
-class Stage:
+class SpliceStage:
     """A place in the pipeline of a group: the span of a Splice, as a part of a forward."""
 
     def __init__(self, splice: Splice) -> None:

@@ -25,7 +25,7 @@ from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFil
 from ...offload.governor.decision import StreamDecision
 from ...offload.governor.governor import Governor
 from ...offload.governor.kv_read_plan import Streamed
-from ...offload.policy.ledger import Refusal
+from ...offload.policy.coordinator import Refusal
 from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
 from ..device import governors, graphs
@@ -237,7 +237,7 @@ class ModelResidency:
             host_bytes=weights.backings.host_pages * weights.device.page_size,
             kept=tuple(sorted(self.arrangement.in_graphs)),
             kv=self.caches(),
-            lending=self._governor.exchange.lending_of(self),
+            lending=self._governor.repayment.lending_of(self),
             why=why,
         )
 

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...allocator.units import format_time
+from ..policy.coordinator import FIXED, Refusal
 from ..policy.interval import Costs
-from ..policy.ledger import FIXED, Refusal
 from ..policy.plan import Plan, fewest
 from ..policy.remap import activate
 from ..policy.tuning import DEFAULT

@@ -40,7 +40,7 @@ from ...allocator._native import Range
 from ...allocator.config import Config
 from ...allocator.events import Events
 from ...allocator.interrupts import Finalizer, Guarded, if_free
-from ..policy.ledger import Refusal
+from ..policy.coordinator import Refusal
 from ..policy.plan import fewest
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
@@ -49,12 +49,12 @@ from .change import ModelChange
 from .client import ModelClient, PageClient
 from .client_state import ModelState
 from .decision import StreamDecision, decide, faster
-from .exchange import Exchange
 from .kv_read_plan import Streamed
 from .ladder_pulls import LadderPulls
 from .overview import Overview
 from .published import DeviceView
 from .reclaim_list import ReclaimList
+from .repayment import Repayment
 from .restore import restored_on_use
 from .sharing import admit
 from .situation import Lendable
@@ -103,7 +103,7 @@ class Governor:
         self.pages: Final = known.pages
         self.link: Final = known.link
         self.reclaim: Final = ReclaimList(known)
-        self.exchange: Final = Exchange(known, self.reclaim)
+        self.repayment: Final = Repayment(known, self.reclaim)
         self.ladder: Final = LadderPulls(known, self.reclaim)
         self.duplicates: Final = known.duplicates
         self._known = known
@@ -164,7 +164,7 @@ class Governor:
             self._known.drain_core_events()
             self._arrive(state, point, now)
             free = self._known.look(now)
-            self.exchange.spare(now)
+            self.repayment.spare(now)
             self._compare(state, point, now, free)
             decision, offered = self._decided(state, point, now, free), self._known.list.pages
             stale = self._known.list.stale

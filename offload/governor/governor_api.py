@@ -9,10 +9,10 @@ from ...allocator.events import Events
 from ..policy.tuning import Tuning
 from .activity import StreamMarks
 from .duplicates import Duplicates
-from .exchange import Exchange
 from .link import HostLink
 from .pages import DevicePages
 from .reclaim_list import ReclaimList
+from .repayment import Repayment
 
 if TYPE_CHECKING:
     from .client import PageClient
@@ -42,7 +42,7 @@ class GovernorApi(Protocol):
     @property
     def duplicates(self) -> Duplicates: ...
     @property
-    def exchange(self) -> Exchange: ...
+    def repayment(self) -> Repayment: ...
     def add_client(self, client: PageClient) -> int: ...
     def remove_client(self, number: int) -> None: ...
     def client_changed(self, number: int) -> None: ...

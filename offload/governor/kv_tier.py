@@ -97,7 +97,7 @@ class KVTier:
         client.goal = 0
         if more:
             client.goal = client.pages + more * client.grows_by
-            self.governor.exchange.needs(self.number, more * client.grows_by)
+            self.governor.repayment.needs(self.number, more * client.grows_by)
         if away or way.slots:
             self._arrange(stream, rows, away)
         else:

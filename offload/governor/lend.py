@@ -1,4 +1,4 @@
-"""The books of what models of a device have reserved, lent and borrowed (SwiftCache §3.4, §3.5). exchange.py moves the
+"""The books of what models of a device have reserved, lent and borrowed (SwiftCache §3.4, §3.5). repayment.py moves the
 pages.
 
 Note [Reserves]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ...allocator.events import Events
-from ..policy.ledger import RunningShares
+from ..policy.coordinator import RunningShares
 from ..policy.reclaim_order import Candidate, Rung
 from ..policy.tuning import Tuning
 from ..record.record import Point

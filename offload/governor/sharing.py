@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..policy.ledger import LinkClient, Refusal, RunningShares, Shares, share, share_running
+from ..policy.coordinator import LinkClient, Refusal, RunningShares, Shares, share, share_running
 from ..record.record import Point
 from .activity import Activity
 from .client import ModelClient

@@ -1,4 +1,4 @@
-"""A snapshot of a device's models at the moment of a decision, and its views for ledger.py and remap.py.
+"""A snapshot of a device's models at the moment of a decision, and its views for coordinator.py and remap.py.
 
 Note [Whose pages]
     A model that takes weights back counts with the free pages, but for those that the next tokens need, and with what
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ..policy.coordinator import FIXED, LinkClient, LinkOption, RunningShares
 from ..policy.interval import Costs, fitting, meeting
-from ..policy.ledger import FIXED, LinkClient, LinkOption, RunningShares
 from ..policy.plan import Plan
 from ..policy.remap import Model
 from ..record.record import Phase, Point
@@ -109,7 +109,7 @@ class Situation:
         return self.standing(state) if option.interval == FIXED else self.costs(state, point)[0].plan(option.interval)
 
     def client(self, state: ModelState, point: Point, room: int) -> LinkClient:
-        """Returns the model as ledger.py takes it, with so many pages beside those that it has."""
+        """Returns the model as coordinator.py takes it, with so many pages beside those that it has."""
         costs, _ = self.costs(state, point)
         plan = self.standing(state)
         slo, available = state.slo(point.phase), plan.device_pages + room

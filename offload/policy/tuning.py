@@ -99,7 +99,7 @@ class WeightPlans:
     # decisions made anew. Chosen.
     tell: int = 16
     news: float = 1 / 16
-    # Parts of the link by which needs are told apart (ledger.py): a thousandth. Chosen.
+    # Parts of the link by which needs are told apart (coordinator.py): a thousandth. Chosen.
     link_parts: int = 1024
     # Bytes from which on a tensor is streamed: a copy of 1 MiB has 48 of the 53 GB/s of an 8 MiB one, of 256 KiB 21.
     # Measured, pinned, host to device.

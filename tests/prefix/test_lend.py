@@ -24,8 +24,8 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.exchange import Exchange
 from ballonet.offload.governor.lend import Lent
+from ballonet.offload.governor.repayment import Repayment
 from ballonet.offload.policy.lending import unit_within
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -152,12 +152,12 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
     first, back = turns("llama", 1, 40, 200)
     others = turns("qwen2", 2, *[200] * 9)
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
-    take_back = Exchange._take_back
+    take_back = Repayment._take_back
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
         governor = governors.of(devices.require())
         counted = Counted(devices.require())
 
-        def watch(self: Exchange, owed: Any, by: str) -> None:
+        def watch(self: Repayment, owed: Any, by: str) -> None:
             before = copied(), counted.calls, pulled()
             take_back(self, owed, by)
             exchanges.append((copied() - before[0], counted.calls - before[1], pulled() - before[2]))
@@ -172,7 +172,7 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         keys = len(master.store.contents.index.blocks.index)
         with monkeypatch.context() as patched:
             patched.setattr(governor._known, "device", counted)
-            patched.setattr(Exchange, "_take_back", watch)
+            patched.setattr(Repayment, "_take_back", watch)
             worker.ask(back)
         assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
         assert sum(pages for *_, pages in exchanges) > 100

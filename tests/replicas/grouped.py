@@ -12,8 +12,8 @@ import torch
 
 import ballonet
 from ballonet.hooks.replicas.group_settings import GroupSettings
+from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.microbatch_split import SplitPolicy, split_by_tokens
-from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.spliced_layers import SplicedLayers

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from ballonet.offload.policy.replicas.microbatches import Chunk
+from ballonet.offload.policy.replicas.microbatches import ChunkSize
 
 AZURE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "azure_2023_code.csv"
 
 
-def chunks(prompts: list[int]) -> list[Chunk]:
+def chunks(prompts: list[int]) -> list[ChunkSize]:
     """The prompts, whole, in order; every fifth behind a cached prefix of 2,000 tokens."""
-    return [Chunk(n, 2000 if n % 5 == 4 else 0, each) for n, each in enumerate(prompts)]
+    return [ChunkSize(n, 2000 if n % 5 == 4 else 0, each) for n, each in enumerate(prompts)]
 
 
 def made(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ballonet.allocator import install
 from ballonet.hooks.splice.results import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
@@ -87,7 +87,7 @@ class Pipeline:
     """Stages that hand one forward after the other to each other, each with caches of its own."""
 
     def __init__(self, splices: Sequence[Splice]) -> None:
-        self.stages = [Stage(each) for each in splices]
+        self.stages = [SpliceStage(each) for each in splices]
         self.caches: dict[tuple[str, int], Any] = {}
 
     def run(self, step: Step) -> torch.Tensor:

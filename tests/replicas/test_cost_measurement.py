@@ -12,7 +12,7 @@ from ballonet.hooks.batching.seams import batched
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas import cost_measurement
 from ballonet.hooks.replicas.cost_measurement import measure_cost, sample_requests
-from ballonet.hooks.replicas.plan import Chunk
+from ballonet.hooks.replicas.microbatch_plan import Chunk
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.span_runner import SpanRunner
 from ballonet.hooks.replicas.stage_times import HostTimeMarks

@@ -7,15 +7,15 @@ from ballonet.offload.policy.replicas.drop_gate import Work
 from ballonet.offload.policy.replicas.events import Load
 from ballonet.offload.policy.replicas.group_work import busiest, merged_work, split, work_of
 from ballonet.offload.policy.replicas.groups import Group, Span
-from ballonet.offload.policy.replicas.request_book import Request
+from ballonet.offload.policy.replicas.request_book import RequestEntry
 
 from .played import KV, Played
 
 PAIR = Group((0, 1), (Span(0, 6), Span(6, 12)))
 
 
-def requests(*sizes: tuple[int, int]) -> list[Request]:
-    return [Request(f"r{number}", prompt, new, number, 5) for number, (prompt, new) in enumerate(sizes)]
+def requests(*sizes: tuple[int, int]) -> list[RequestEntry]:
+    return [RequestEntry(f"r{number}", prompt, new, number, 5) for number, (prompt, new) in enumerate(sizes)]
 
 
 def test_the_newest_wait_until_their_prompts_are_what_is_pending() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ballonet.hooks.replicas import handover
 from ballonet.hooks.replicas.kv_exchange import Piece, checksum, moves
-from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 
 from ..models import build

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ballonet.hooks.server.arrivals import read
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.microbatches import Batch, Chunk, by_tokens, equal_cost, fig11
+from ballonet.offload.policy.replicas.microbatches import Batch, ChunkSize, by_tokens, equal_cost, fig11
 from ballonet.offload.policy.replicas.pipeline_time import evenly, floor, pipeline_time
 
 from .lengths import AZURE, chunks, made
@@ -19,7 +19,7 @@ from .lengths import AZURE, chunks, made
 COST = ChunkCost(4e-9, 1e-5, 4e-3)  # at 2,500 tokens attention to them takes as long as all else
 APART = ChunkCost(4e-9, 1e-5, 4e-3, square=7e-9, prefix=1e-7, decode=ChunkCost(0.0, 2e-5, 3e-3, prefix=1e-7))
 MOST = 2048  # tokens of a batch by tokens
-FORMERS: dict[str, Callable[[list[Chunk], int], list[Batch]]] = {
+FORMERS: dict[str, Callable[[list[ChunkSize], int], list[Batch]]] = {
     "equal": lambda queue, count: equal_cost(queue, count, COST),
     "equal, coefficients apart": lambda queue, count: equal_cost(queue, count, APART),
     "tokens": lambda queue, count: by_tokens(queue, max(1, sum(each.new for each in queue) // count)),
@@ -31,7 +31,7 @@ queues = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 4000)), max_siz
 @pytest.mark.parametrize("name", FORMERS)
 @given(queues, st.integers(1, 9))
 def test_tokens_are_conserved_and_stay_in_order(name: str, sizes: list[tuple[int, int]], count: int) -> None:
-    queue = [Chunk(n, *each) for n, each in enumerate(sizes)]
+    queue = [ChunkSize(n, *each) for n, each in enumerate(sizes)]
     batches = FORMERS[name](queue, count)
     assert all(batches), "no batch is empty"
     flat = [chunk for batch in batches for chunk in batch]
@@ -76,17 +76,17 @@ def test_batches_cost_alike_and_bubbles_are_near_the_floor(prompts: Callable[[],
 
 
 def test_a_batch_behind_a_long_prefix_has_fewer_tokens() -> None:
-    first, second = equal_cost([Chunk(0, 0, 4000), Chunk(1, 8000, 4000)], 2, COST)
+    first, second = equal_cost([ChunkSize(0, 0, 4000), ChunkSize(1, 8000, 4000)], 2, COST)
     assert sum(each.new for each in first) > sum(each.new for each in second)
-    halves = fig11([Chunk(0, 0, 4000), Chunk(1, 8000, 4000)], 2600, COST)
+    halves = fig11([ChunkSize(0, 0, 4000), ChunkSize(1, 8000, 4000)], 2600, COST)
     assert [sum(each.new for each in half) for half in halves] == [2322, 1522, 1583, 2573], "2,600 stay whole"
 
 
 def test_decoding_requests_are_never_cut_and_one_that_is_dear_has_a_batch() -> None:
-    queue = [Chunk(n, 100, 1) for n in range(7)] + [Chunk(7, 10**6, 1)]
+    queue = [ChunkSize(n, 100, 1) for n in range(7)] + [ChunkSize(7, 10**6, 1)]
     batches = equal_cost(queue, 4, COST)
     assert [len(batch) for batch in batches] == [7, 1]
-    assert equal_cost([Chunk(0, 0, 2)], 5, COST) == [[Chunk(0, 0, 1)], [Chunk(0, 1, 1)]]
+    assert equal_cost([ChunkSize(0, 0, 2)], 5, COST) == [[ChunkSize(0, 0, 1)], [ChunkSize(0, 1, 1)]]
 
 
 def test_batches_that_cannot_be_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.sampling import sample, uniform
 
 VOCABULARY = 97

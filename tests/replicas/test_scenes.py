@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ballonet
+from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.microbatch_split import Piece, Size
-from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.span_runner import SpanRunner
 

@@ -17,7 +17,7 @@ from ballonet import SpliceError
 from ballonet.hooks.splice import proof
 from ballonet.hooks.splice.learn import record
 from ballonet.hooks.splice.results import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
@@ -59,7 +59,7 @@ def test_the_model_is_put_back_exactly(model: Any) -> None:
     with pytest.raises(SpliceError, match="closed"):
         splice.span = Span(0, 1)
     with pytest.raises(SpliceError, match="closed"):
-        Stage(splice).run(INPUTS)
+        SpliceStage(splice).run(INPUTS)
     assert hooks(model) == before
 
 
@@ -92,7 +92,7 @@ def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
 
 def test_what_is_asked_of_a_part_is_checked(model: Any) -> None:
     with Splice(model) as splice:
-        stage = Stage(splice)
+        stage = SpliceStage(splice)
         whole = stage.run(INPUTS)
         assert isinstance(whole, Logits)
         splice.span = Span(0, 2)
@@ -129,7 +129,7 @@ def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
 
         handle = model.model.layers[1].register_forward_hook(change)
         with pytest.raises(SpliceError, match="a forward runs"):
-            Stage(splice).run(INPUTS)
+            SpliceStage(splice).run(INPUTS)
         handle.remove()
         assert splice.span == Span(0, 2)
         splice.span = Span(0, 1)
@@ -163,9 +163,9 @@ def test_a_forward_that_raises_leaves_nothing_behind(model: Any, where: int, kin
             splice.span = span
             if where in span:
                 with pytest.raises(kind, match="on purpose"):
-                    Stage(splice).run(INPUTS, given)
+                    SpliceStage(splice).run(INPUTS, given)
                 break
-            found = Stage(splice).run(INPUTS, given)
+            found = SpliceStage(splice).run(INPUTS, given)
             assert isinstance(found, Hidden)
             given = found
         handle.remove()

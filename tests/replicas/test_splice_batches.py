@@ -13,7 +13,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.hooks.splice import proof
 from ballonet.hooks.splice.results import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy.replicas.groups import Span
 
 from ..models import build
@@ -47,7 +47,7 @@ class InParts:
 
             cache.update = noting
             try:
-                found = Stage(self.splice).run(inputs, given)
+                found = SpliceStage(self.splice).run(inputs, given)
             finally:
                 del cache.update
             given = found if isinstance(found, Hidden) else None

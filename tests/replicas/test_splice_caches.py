@@ -15,7 +15,7 @@ from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.splice import elsewhere
 from ballonet.hooks.splice.elsewhere import Elsewhere
-from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy.replicas.groups import Span
 
 from ..caches import installed, kv_pages
@@ -42,19 +42,19 @@ def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
         asked = [each for each in steps(9) if each.request == "first"]
         whole: Any = None
         for step in asked:
-            whole = Stage(splice).run(inputs_of(model, step, splice.cache_name, whole and whole.cache))
+            whole = SpliceStage(splice).run(inputs_of(model, step, splice.cache_name, whole and whole.cache))
         for span in (Span(0, 1), Span(1, count), Span(count - 1, count)):
             given: list[Any] = []
             if span.begin:
                 splice.span = Span(0, span.begin)
                 before: Any = None
                 for step in asked:
-                    before = Stage(splice).run(inputs_of(model, step, splice.cache_name, before and before.cache))
+                    before = SpliceStage(splice).run(inputs_of(model, step, splice.cache_name, before and before.cache))
                     given.append(before)
             splice.span = span
             cache: Any = None
             for index, step in enumerate(asked):
-                found = Stage(splice).run(
+                found = SpliceStage(splice).run(
                     inputs_of(model, step, splice.cache_name, cache), given[index] if given else None
                 )
                 cache = found.cache
@@ -77,7 +77,7 @@ def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
 def one_part(model: Any, splice: Splice) -> Any:
     """The cache of the first half after a prompt."""
     splice.span = Span(0, 2)
-    return Stage(splice).run(inputs_of(model, steps(9)[0], "past_key_values", None)).cache
+    return SpliceStage(splice).run(inputs_of(model, steps(9)[0], "past_key_values", None)).cache
 
 
 def test_what_is_done_to_a_cache_is_done_to_lengths() -> None:
@@ -118,7 +118,7 @@ def test_layers_are_handed_over() -> None:
             border = 2 if number < 2 else 1
             for part, span in enumerate((Span(0, border), Span(border, 4))):
                 splice.span = span
-                given = Stage(splice).run(inputs_of(model, step, "past_key_values", caches[part]), given)
+                given = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", caches[part]), given)
                 caches[part] = given.cache
             assert torch.equal(given.logits, expected[number])
 
@@ -137,7 +137,7 @@ def test_elastic_layers(name: str, page: int) -> None:
             for part, span in enumerate(cuts(count, 2)):
                 splice.span = span
                 cache = caches.setdefault((step.request, part), KVCache(model.config))
-                given = Stage(splice).run(inputs_of(model, step, "past_key_values", cache), given)
+                given = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), given)
                 kinds = [type(layer) for layer in cache.layers]
                 assert [issubclass(kind, ElasticLayer) for kind in kinds] == [each in span for each in range(count)]
                 assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}
@@ -155,17 +155,17 @@ def test_a_cache_whose_tokens_were_not_handed_over_is_refused() -> None:
     model, step = build("llama", num_hidden_layers=4), steps(9)[0]
     after = Step("first", torch.cat([step.ids, step.ids[:, :1]], dim=1), 1)
     with Splice(model) as splice:
-        whole = Stage(splice).run(inputs_of(model, step, "past_key_values", None)).cache
+        whole = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", None)).cache
         splice.span = Span(0, 2)
         with pytest.raises(SpliceError, match="layer 2 of this cache holds tokens, but does not run here"):
-            Stage(splice).run(inputs_of(model, after, "past_key_values", whole))
-        part = Stage(splice).run(inputs_of(model, step, "past_key_values", None)).cache
+            SpliceStage(splice).run(inputs_of(model, after, "past_key_values", whole))
+        part = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", None)).cache
         splice.span = Span(0, 3)
         with pytest.raises(SpliceError, match="its tokens are on another replica"):
-            Stage(splice).run(inputs_of(model, after, "past_key_values", part))
+            SpliceStage(splice).run(inputs_of(model, after, "past_key_values", part))
         static = StaticCache(config=model.config, max_cache_len=32)
         with pytest.raises(SpliceError, match="fixed size"):
-            Stage(splice).run(inputs_of(model, step, "past_key_values", static))
+            SpliceStage(splice).run(inputs_of(model, step, "past_key_values", static))
 
 
 def test_transformers_tables_are_as_before() -> None:
@@ -176,7 +176,7 @@ def test_transformers_tables_are_as_before() -> None:
     before = dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING)
     with Splice(deeper("deepseek_v4")) as splice:
         splice.span = Span(0, 2)
-        cache = Stage(splice).run(inputs_of(splice.model, steps(9)[0], "past_key_values", None)).cache
+        cache = SpliceStage(splice).run(inputs_of(splice.model, steps(9)[0], "past_key_values", None)).cache
         assert sum(isinstance(layer, Elsewhere) for layer in cache.layers) == 2
     assert before == cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     assert not any(issubclass(type(layer), Elsewhere) for layer in DynamicCache(config=splice.model.config).layers)

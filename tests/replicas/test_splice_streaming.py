@@ -18,7 +18,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.managed import managed_as, residency_of
 from ballonet.hooks.splice.elsewhere import Elsewhere
 from ballonet.hooks.splice.results import Hidden, Logits
-from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy import plan
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.testing import chaos_of
@@ -82,10 +82,10 @@ def test_dropped_layers_cause_no_copies(model: Any, slots: int, monkeypatch: Any
         expected = in_one(model, ASKED)
     with Splice(model) as splice, streamed(model, (3, 4, 5), slots, monkeypatch) as managed:
         splice.span = Span(0, 3)
-        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))  # whatever was begun for another pass
+        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))  # and what was begun before
         filled, before = Filled(managed, monkeypatch), copied()
         for _ in range(5):
-            Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+            SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
         assert filled.layers == []
         assert copied() == before
         splice.span = splice.whole
@@ -110,7 +110,7 @@ def test_of_layers_that_stream_only_those_of_the_span_are_copied(model: Any, slo
                 splice.span = span
                 filled.layers.clear()
                 cache = caches.get((step.request, number))
-                found = Stage(splice).run(inputs_of(model, step, "past_key_values", cache), found)  # type: ignore[arg-type]
+                found = SpliceStage(splice).run(inputs_of(model, step, "past_key_values", cache), found)  # type: ignore[arg-type]
                 assert filled.layers
                 assert set(filled.layers) <= {*range(span.begin, span.end)} & {1, 2, 3, 5}
                 caches[step.request, number] = found.cache
@@ -128,7 +128,7 @@ def test_a_view_that_is_kept_of_a_slot_shared_with_layers_elsewhere(model: Any, 
         kept: list[torch.Tensor] = []
         linear = model.model.layers[1].mlp.up_proj
         handle = linear.register_forward_hook(lambda *_: kept.append(linear.weight))
-        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
         handle.remove()
         assert len(kept) == 1
         splice.span = splice.whole
@@ -149,10 +149,10 @@ def test_layers_from_files_that_do_not_run_are_not_read(tmp_path: Path, monkeypa
         splice.span = Span(0, 2)
         assert streaming._hidden == set(range(LAYERS))
         monkeypatch.setattr(managed._turns, "take", lambda turn: False)
-        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
         assert streaming._hidden == {2, 3, 4, 5}
         splice.span = splice.whole
-        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        SpliceStage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
         assert streaming._hidden == set()
     managed.release()
 
@@ -213,7 +213,8 @@ def test_a_cache_of_ones_own(model: Any) -> None:
             found: Any = None
             for part, span in enumerate(cuts(LAYERS, 2)):
                 splice.span = span
-                found = Stage(splice).run(inputs_of(model, step, "past_key_values", caches[step.request, part]), found)
+                given = inputs_of(model, step, "past_key_values", caches[step.request, part])
+                found = SpliceStage(splice).run(given, found)
                 assert found.cache is caches[step.request, part]
             assert torch.equal(found.logits, logits)
         del caches, found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.hooks.replicas.plan import Chunk
+from ballonet.hooks.replicas.microbatch_plan import Chunk
 from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Protocol
 
 from ....offload.policy.replicas.chunk_cost import ChunkCost
-from ....offload.policy.replicas.microbatches import Chunk, fill
+from ....offload.policy.replicas.microbatches import ChunkSize, fill
 from ....offload.policy.tuning import DEFAULT
 from .event_queue import EventQueue
 from .fleet import VirtualFleet
@@ -195,16 +195,16 @@ class Pipeline:
         tokens = len(decodes) + sum(chunk.new for _, chunk in chunks)
         return VirtualMicrobatch(place, decodes, parts, seconds, tokens)
 
-    def _chunks(self, place: int, decodes: Sequence[tuple[int, int]]) -> list[tuple[Job, Chunk]]:
+    def _chunks(self, place: int, decodes: Sequence[tuple[int, int]]) -> list[tuple[Job, ChunkSize]]:
         """Returns the parts of prompts for the microbatch of a place. See Note [A group computes]."""
         stages = len(self.members)
         room = self._fleet.batch * stages - (len(decodes) if stages == 1 else 0)
-        ahead: list[tuple[Job, Chunk]] = []
+        ahead: list[tuple[Job, ChunkSize]] = []
         for job in self.prompts:
             if room <= 0:
                 break
             if not job.leaving:
-                ahead.append((job, Chunk(job.number, job.kv, min(room, job.known - job.kv))))
+                ahead.append((job, ChunkSize(job.number, job.kv, min(room, job.known - job.kv))))
                 room -= ahead[-1][1].new
         if stages == 1 or not ahead:
             return ahead

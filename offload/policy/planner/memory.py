@@ -8,7 +8,7 @@ Note [A run, foreseen]
     (reclaim_order.py, layer_order.py), whole layers and single pages of KV, all of it or nothing. Between two forwards
     the plan of what is left is arranged (remap.standing). The answer is followed from page to page of KV. What left is
     not back before the dwell of pages is over (remap.py, Note [Calm]); a run whose answers take longer has come to
-    rest. With an SLO as many layers stream as that allows (ledger.py).
+    rest. With an SLO as many layers stream as that allows (coordinator.py).
 
 Note [What cannot be foreseen]
     Kernels allocate inside of themselves, on a CPU for each thread, and blocks lie on pages as they happen to: so pages
@@ -26,9 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from ..coordinator import LinkClient, possible
 from ..interval import Costs
 from ..layer_order import by_rung, of_layer
-from ..ledger import LinkClient, possible
 from ..plan import Fewest, Plan
 from ..reclaim_order import Candidate, Rung, ordered
 from ..remap import Model, remap, standing

@@ -16,7 +16,7 @@ from .restore_plan import Pull
 
 
 @dataclass(slots=True)
-class Replica:
+class ReplicaState:
     """One replica. `pages`: for layers and KV; `held`: its layers; `since`: when its epoch was sent to it, None once it
     has entered that. `suspected`: a peer reported it, and nothing has come from it since. `backed`: it can read
     layers from a host copy or file. `pulls`: layers that it pulls while alone, to hold all again; `pull_at`: when to
@@ -45,7 +45,7 @@ class Replica:
 
 
 @dataclass(slots=True)
-class Placement:
+class ActiveGroup:
     """A group in force, since the time `since`. `exchanging`: members that do not have all KV of their span yet."""
 
     group: Group
@@ -61,8 +61,8 @@ class Cluster:
         """`full`: predicted seconds of a full batch, see Heartbeat."""
         self.pages = tuple(pages)
         self.kv = kv
-        self.replicas: dict[int, Replica] = {}
-        self.groups: dict[Members, Placement] = {}
+        self.replicas: dict[int, ReplicaState] = {}
+        self.groups: dict[Members, ActiveGroup] = {}
         self._group_of: dict[int, Members] = {}
         self._tuning = tuning
         self._full = full
@@ -74,9 +74,9 @@ class Cluster:
     def join(self, member: int, pages: int, epoch: int, at: float) -> None:
         """Adds a replica that holds all layers. It is in no group yet."""
         heartbeat = Heartbeat(at, self._tuning, self._full)
-        self.replicas[member] = Replica(pages, Span(0, self.layers), heartbeat, epoch, at)
+        self.replicas[member] = ReplicaState(pages, Span(0, self.layers), heartbeat, epoch, at)
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: ActiveGroup) -> None:
         """Puts a group in force; its members are in none."""
         for member in placement.group.members:
             replica = self.replicas[member]
@@ -84,14 +84,14 @@ class Cluster:
             self._group_of[member] = placement.group.members
         self.groups[placement.group.members] = placement
 
-    def displace(self, members: Members) -> Placement:
+    def displace(self, members: Members) -> ActiveGroup:
         """Ends a group. KeyError."""
         found = self.groups.pop(members)
         for member in members:
             del self._group_of[member]
         return found
 
-    def placement(self, member: int) -> Placement | None:
+    def placement(self, member: int) -> ActiveGroup | None:
         """Returns the group of a replica; None where it has none."""
         members = self._group_of.get(member)
         return None if members is None else self.groups[members]
@@ -104,7 +104,7 @@ class Cluster:
     def takes_requests(self, group: Group) -> bool:
         return all(self.replicas[member].takes_requests for member in group.members)
 
-    def steady(self) -> list[Placement]:
+    def steady(self) -> list[ActiveGroup]:
         """Returns the groups that may change: all members are in their epoch, hold their span and have their KV."""
         return [
             each

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from ..tuning import Replicas as Tuning
 from .actions import Action, Cancel, Dispatch, Hold, Recompute, Refuse
-from .cluster import Cluster, Placement
+from .cluster import ActiveGroup, Cluster
 from .demand import KVSize
 from .dispatch import Members
 from .events import Reason
 from .groups import Group
-from .request_book import Request, RequestBook
+from .request_book import RequestBook, RequestEntry
 
 
 class ControllerState:
@@ -31,11 +31,11 @@ class ControllerState:
 
     def form(self, group: Group, epoch: int, at: float, exchanging: Iterable[int] = ()) -> None:
         """Puts a group in force. `exchanging`: members that have to exchange KV first."""
-        self.cluster.place(Placement(group, epoch, at, {*exchanging}))
+        self.cluster.place(ActiveGroup(group, epoch, at, {*exchanging}))
         self.book.add(group.members, self.cluster.tokens(group))
         self._open_or_close(group)
 
-    def end(self, members: Members) -> tuple[Request, ...]:
+    def end(self, members: Members) -> tuple[RequestEntry, ...]:
         """Ends a group; its requests are held, and returned. KeyError."""
         self.cluster.displace(members)
         return self.book.remove(members)
@@ -46,7 +46,7 @@ class ControllerState:
         if placement is not None:
             self._open_or_close(placement.group)
 
-    def start(self, requests: Iterable[Request]) -> None:
+    def start(self, requests: Iterable[RequestEntry]) -> None:
         """Starts held requests, new ones and those that are computed anew, in the groups with most room."""
         again: dict[Members, list[str]] = {}
         for each in requests:
@@ -67,14 +67,14 @@ class ControllerState:
         """Starts all held requests that fit somewhere."""
         self.start(self.book.held)
 
-    def refuse(self, request: Request, reason: Reason) -> None:
+    def refuse(self, request: RequestEntry, reason: Reason) -> None:
         """Ends a request with an error, and its computation where a group has it."""
         group = self.book.end(request.name)
         self.actions.append(Refuse(request.name, reason))
         if group is not None:
             self.actions.append(Cancel(request.name, self.cluster.groups[group].epoch, group))
 
-    def _hold_or_refuse(self, request: Request) -> None:
+    def _hold_or_refuse(self, request: RequestEntry) -> None:
         """Handles a request that fits no open group: refuses it if all groups are open, else holds it."""
         if self.book.all_open():
             self.refuse(request, Reason.TOO_LONG)

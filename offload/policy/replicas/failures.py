@@ -17,13 +17,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..tuning import Replicas as Tuning
 from .actions import Alone, Fence, StartRestore
-from .cluster import Replica
+from .cluster import ReplicaState
 from .controller_state import ControllerState
 from .dispatch import Members
 from .epoch_proposal import EpochProposals
 from .events import Reason
 from .groups import Group, alone
-from .request_book import Request
+from .request_book import RequestEntry
 from .restore_plan import restore_plan
 
 
@@ -73,7 +73,7 @@ class Failures:
         self._dissolve(self._state.cluster.groups[members].group, reason, at)
         self.pull_from_holders(at)
 
-    def count_recomputation(self, requests: Iterable[Request]) -> list[Request]:
+    def count_recomputation(self, requests: Iterable[RequestEntry]) -> list[RequestEntry]:
         """Counts one more computation of each request. Refuses those that had too many, and returns the others."""
         left = []
         for each in requests:
@@ -147,7 +147,7 @@ class Failures:
         self.count_recomputation(requests)
         state.start_held()
 
-    def _pull(self, member: int, replica: Replica, sources: Sequence[Group], at: float) -> None:
+    def _pull(self, member: int, replica: ReplicaState, sources: Sequence[Group], at: float) -> None:
         """Has a lone replica pull the layers that it lacks; survivors of one group use different sources."""
         replica.pull_at = None
         peers = [sources[member % len(sources)]] if sources else []

@@ -8,12 +8,12 @@ from .cluster import Cluster
 from .demand import KVSize
 from .drop_gate import Work
 from .groups import Group
-from .request_book import Request, RequestBook
+from .request_book import RequestBook, RequestEntry
 
 Tokens = list[tuple[int, int]]
 
 
-def split(requests: Sequence[Request], used: int, pending: int, kv: KVSize) -> tuple[Tokens, Tokens]:
+def split(requests: Sequence[RequestEntry], used: int, pending: int, kv: KVSize) -> tuple[Tokens, Tokens]:
     """Splits a group's requests, in order, into (queued, running) of drop_gate.Work. `used`: pages of KV; `pending`:
     pages of prompts that wait.
 

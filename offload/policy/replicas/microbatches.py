@@ -20,22 +20,22 @@ from typing import NamedTuple
 from .chunk_cost import ChunkCost
 
 
-class Chunk(NamedTuple):
+class ChunkSize(NamedTuple):
     """`new` tokens of a request, after `before` earlier ones."""
 
     request: int
     before: int
     new: int
 
-    def cut(self, new: int) -> tuple[Chunk, Chunk]:
+    def cut(self, new: int) -> tuple[ChunkSize, ChunkSize]:
         """Returns the first `new` tokens, and the others."""
-        return Chunk(self.request, self.before, new), Chunk(self.request, self.before + new, self.new - new)
+        return ChunkSize(self.request, self.before, new), ChunkSize(self.request, self.before + new, self.new - new)
 
 
-Batch = list[Chunk]
+Batch = list[ChunkSize]
 
 
-def equal_cost(chunks: Sequence[Chunk], batches: int, cost: ChunkCost) -> list[Batch]:
+def equal_cost(chunks: Sequence[ChunkSize], batches: int, cost: ChunkCost) -> list[Batch]:
     """Returns at most `batches` batches, none empty, that take as equally long as whole tokens allow. See Note
     [Look ahead]. ValueError where `batches` is below 1."""
     if batches < 1:
@@ -56,7 +56,7 @@ def equal_cost(chunks: Sequence[Chunk], batches: int, cost: ChunkCost) -> list[B
     return [each for each in made if each]
 
 
-def fill(chunks: Iterable[Chunk], room: float, cost: ChunkCost) -> Batch:
+def fill(chunks: Iterable[ChunkSize], room: float, cost: ChunkCost) -> Batch:
     """Returns the first chunks, the last one cut, that add as close to `room` seconds to a batch as whole tokens
     allow."""
     made: Batch = []
@@ -70,7 +70,7 @@ def fill(chunks: Iterable[Chunk], room: float, cost: ChunkCost) -> Batch:
     return made
 
 
-def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:
+def _fitting(chunk: ChunkSize, room: float, cost: ChunkCost) -> int:
     """Returns how many tokens of the chunk bring a batch closest to its share, which is `room` seconds away."""
     if cost.added(chunk.before, chunk.new) <= room:
         return chunk.new
@@ -79,7 +79,7 @@ def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:
     return fits + (cost.added(chunk.before, fits + 1) + below < 2 * room)
 
 
-def by_tokens(chunks: Sequence[Chunk], most: int) -> list[Batch]:
+def by_tokens(chunks: Sequence[ChunkSize], most: int) -> list[Batch]:
     """Returns batches of `most` new tokens each (Sarathi-Serve). ValueError where `most` is below
     1."""
     if most < 1:
@@ -97,7 +97,7 @@ def by_tokens(chunks: Sequence[Chunk], most: int) -> list[Batch]:
     return made
 
 
-def fig11(chunks: Sequence[Chunk], least: int, cost: ChunkCost) -> list[Batch]:
+def fig11(chunks: Sequence[ChunkSize], least: int, cost: ChunkCost) -> list[Batch]:
     """Returns batches halved by cost until they have `least` tokens or fewer, as printed but for its errata (KunServe
     Fig. 11). See Note [Look ahead]."""
     if sum(each.new for each in chunks) <= max(1, least):

@@ -9,7 +9,7 @@ from .dispatch import Dispatcher, Members
 
 
 @dataclass(slots=True)
-class Request:
+class RequestEntry:
     """A request. Tokens: of its `prompt`, and `new` that it is expected to generate. `group`: None if held; `number`:
     in the order of arrival; `lives`: times that it may still be computed anew; `started`: it was in a group, so the
     ledger may have tokens; `told`: a `Hold` was returned for it."""
@@ -33,16 +33,16 @@ class Request:
 class _Place:
     capacity: int
     promised: int = 0
-    requests: dict[str, Request] = field(default_factory=dict)
+    requests: dict[str, RequestEntry] = field(default_factory=dict)
 
 
 class RequestBook:
     """Requests by group, and which groups take new ones. Moving a request also moves the tokens promised to it."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RequestEntry] = {}
         self._places: dict[Members, _Place] = {}
-        self._held: dict[str, Request] = {}  # in the order in which they are to start
+        self._held: dict[str, RequestEntry] = {}  # in the order in which they are to start
         self._dispatcher = Dispatcher()
         self._arrived = 0
 
@@ -50,21 +50,21 @@ class RequestBook:
         return name in self._requests
 
     @property
-    def held(self) -> tuple[Request, ...]:
+    def held(self) -> tuple[RequestEntry, ...]:
         return tuple(self._held.values())
 
-    def of(self, group: Members) -> tuple[Request, ...]:
+    def of(self, group: Members) -> tuple[RequestEntry, ...]:
         """Returns the requests of a group, in the order of their arrival. KeyError."""
         return tuple(sorted(self._places[group].requests.values(), key=lambda each: each.number))
 
-    def arrive(self, name: str, prompt: int, new: int, lives: int) -> Request:
+    def arrive(self, name: str, prompt: int, new: int, lives: int) -> RequestEntry:
         """Adds a request, held at first, and returns it. ValueError: it is here already, or has no prompt."""
         if name in self._requests:
             raise ValueError(f"request {name!r} has arrived already and has not ended")
         if prompt < 1:
             raise ValueError(f"request {name!r} has a prompt of {prompt} tokens: it needs one")
         self._arrived += 1
-        found = self._requests[name] = self._held[name] = Request(name, prompt, new, self._arrived, lives)
+        found = self._requests[name] = self._held[name] = RequestEntry(name, prompt, new, self._arrived, lives)
         return found
 
     def end(self, name: str) -> Members | None:
@@ -76,12 +76,12 @@ class RequestBook:
         self._leave(request)
         return group
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: RequestEntry) -> None:
         """Takes a request out of its group, and holds it."""
         self._leave(request)
         self._held[request.name] = request
 
-    def put(self, request: Request, group: Members) -> None:
+    def put(self, request: RequestEntry, group: Members) -> None:
         """Puts the request into a group. KeyError."""
         self._leave(request)
         place = self._places[group]
@@ -91,7 +91,7 @@ class RequestBook:
         if group in self._dispatcher:
             self._dispatcher.promise(group, request.demand)
 
-    def choose(self, request: Request) -> Members | None:
+    def choose(self, request: RequestEntry) -> Members | None:
         """Returns the group that the request should go to; None where no open group can hold it."""
         return self._dispatcher.choose(request.demand)
 
@@ -110,7 +110,7 @@ class RequestBook:
         if group in self._dispatcher:
             self._dispatcher.remove(group)
 
-    def remove(self, group: Members) -> tuple[Request, ...]:
+    def remove(self, group: Members) -> tuple[RequestEntry, ...]:
         """Removes a group; its requests are held, and returned. KeyError."""
         found = self.of(group)
         self.close(group)
@@ -137,7 +137,7 @@ class RequestBook:
             if group in self._dispatcher and self._dispatcher.room(group) != place.capacity - promised:
                 raise ValueError(f"group {group} has {place.capacity - promised} tokens of room, not what is told")
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: RequestEntry) -> None:
         """Takes the request out of its group, or of those held."""
         self._held.pop(request.name, None)
         if request.group is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.hooks.replicas.plan import Answer, Chunk, Passing, Plan, Sampling
+from ballonet.hooks.replicas.microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling
 
 
 def test_records_arrive_as_they_were() -> None:
-    plan = Plan(
+    plan = MicrobatchPlan(
         2,
         7,
         (Chunk("a", (3, 4, 5), 10, False), Chunk("b", (9,), 0, True)),
@@ -16,8 +16,8 @@ def test_records_arrive_as_they_were() -> None:
         ("c",),
         ("d", "e"),
     )
-    assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_json(Plan(0, 0).to_json()) == Plan(0, 0)
+    assert MicrobatchPlan.from_json(plan.to_json()) == plan
+    assert MicrobatchPlan.from_json(MicrobatchPlan(0, 0).to_json()) == MicrobatchPlan(0, 0)
     passing = Passing(2, 7, (("a", 1),), (40, 50), 2)
     assert Passing.from_json(passing.to_json()) == passing
     answer = Answer(2, 7, (("b", 12),), (("a", 1),), (40, 50, 60))

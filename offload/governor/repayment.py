@@ -29,7 +29,7 @@ from .overview import Overview
 from .reclaim_list import ReclaimList
 
 
-class Exchange:
+class Repayment:
     """Takes pages back that models have lent. Thread-safe."""
 
     def __init__(self, known: Overview, reclaim: ReclaimList) -> None:

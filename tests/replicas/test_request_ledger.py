@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.hooks.replicas.handover import Handed, HandedOver
-from ballonet.hooks.replicas.ledger import Ledger, RepeatedOtherwise
 from ballonet.hooks.replicas.messages import Hello, Message, Start, Told, decoded, encoded
-from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.microbatch_plan import Sampling
+from ballonet.hooks.replicas.request_ledger import RepeatedOtherwise, RequestLedger
 from ballonet.hooks.replicas.requests import Request
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -42,7 +42,7 @@ def test_what_is_no_message_is_a_typed_error(text: str) -> None:
 
 
 def test_a_request_is_there_once() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.accept(REQUEST, 0.0)
     with pytest.raises(ValueError, match="has not ended"):
         ledger.accept(REQUEST, 0.0)
@@ -53,7 +53,7 @@ def test_a_request_is_there_once() -> None:
 
 
 def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
     first, second = ledger.assign("a").assignment, ledger.assign("a").assignment
     assert ledger.deliver("a", first, 0, (5,)) == ()
@@ -62,7 +62,7 @@ def test_tokens_of_who_is_not_asked_any_more_do_not_count() -> None:
 
 
 def test_what_is_computed_again_has_to_be_the_same() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.accept(Request("a", (1,), 9), 0.0)
     assignment = ledger.assign("a").assignment
     assert ledger.deliver("a", assignment, 0, (5, 6)) == (5, 6)
@@ -75,7 +75,7 @@ def test_what_is_computed_again_has_to_be_the_same() -> None:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.lists(st.tuples(st.integers(0, 19), st.integers(1, 5))))
 def test_clients_get_each_token_once(answer: list[int], reports: list[tuple[int, int]]) -> None:
     """Reports of any parts of an answer, again and again: what is new of each is what comes behind the others."""
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.accept(Request("a", (1,), len(answer) + 1), 0.0)
     got: list[int] = []
     for begin, count in reports:

@@ -52,7 +52,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MicrobatchPlan:
     """The plan of a microbatch. `number`: within its epoch, from 0 on; `begun`: sampling of the requests whose first
     chunk this is; `gone`: requests whose KV is to be freed; `aside`: preempted requests, whose KV may go to the host. A
     plan without chunks only frees requests, and asks for the stages' free memory."""

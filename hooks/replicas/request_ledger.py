@@ -28,7 +28,7 @@ class RepeatedOtherwise(RuntimeError):
     """A request that was computed anew has another token than the delivered one."""
 
 
-class Ledger:
+class RequestLedger:
     """The requests that have not ended. Used by one thread. See Note [Never twice]."""
 
     def __init__(self) -> None:
