@@ -365,6 +365,7 @@ def test_a_timeline_is_drawn_of_a_program_up_to_its_very_end(tmp_path: Path) -> 
     (tmp_path / "program.py").write_text(TIMELINE)
     done = warm("run", "--page-size", "64KiB", "--timeline", "t.json", "program.py", cwd=tmp_path)
     assert done.returncode != 0
+    assert NOTHING_MANAGED not in done.stderr, "the child is not the program"
     *_, error, where = done.stderr.splitlines()
     assert (done.stdout, error) == ("written by the child: False\n", "KeyboardInterrupt")
     assert where == f"ballonet: the timeline is in {tmp_path / 't.json'}"

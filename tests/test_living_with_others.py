@@ -26,8 +26,8 @@ from ballonet.allocator.errors import AlreadyManaged, ManageError
 from ballonet.offload.policy import plan
 
 from . import models
-from .pool import in_pool, installing, mapped
-from .portrait import all_in_pool, bits, conserved, contents, none_in_pool
+from .pool import installing
+from .portrait import all_in_pool, conserved, contents, none_in_pool
 from .streaming.conftest import streams
 from .test_manage_refusals import OFFLOADED
 from .test_managed_lives import OPERATIONS, swapping
@@ -299,31 +299,6 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
 # Weights of other classes
 
 
-class Packed(nn.Parameter):
-    """Two weights of four bits in a byte, whose scales lie outside of it, as those of bitsandbytes."""
-
-    quant_state: torch.Tensor
-
-    @staticmethod
-    def of(weight: torch.Tensor) -> Packed:
-        scale = weight.abs().amax(1, keepdim=True) / 7
-        whole = torch.clamp((weight / scale).round() + 8, 0, 15).to(torch.uint8)
-        packed: Packed = torch.Tensor._make_subclass(Packed, whole[:, ::2] * 16 + whole[:, 1::2], False)  # type: ignore[assignment]
-        packed.quant_state = scale
-        return packed
-
-
-class Linear4bit(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = Packed.of(linear.weight.detach())
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        assert type(self.weight) is Packed
-        both = torch.stack((self.weight.data >> 4, self.weight.data & 15), -1).flatten(1)
-        return inputs @ ((both.float() - 8) * self.weight.quant_state).t()
-
-
 class Int8Params(nn.Parameter):
     """As that of bitsandbytes, with its memory and its scales once more in `CB` and `SCB`."""
 
@@ -354,21 +329,6 @@ def exchanged(model: Any, kind: Callable[[nn.Linear], nn.Module]) -> Any:
             for name in ("gate_proj", "up_proj", "down_proj"):
                 setattr(layer.mlp, name, kind(getattr(layer.mlp, name)))
     return model
-
-
-def test_weights_of_four_bits() -> None:
-    model, twin = (exchanged(build(intermediate_size=256), Linear4bit) for _ in range(2))
-    managed = stream(model)
-    alike(model, twin, managed)
-    fly(model, managed)
-    weight = model.model.layers[1].mlp.up_proj.weight
-    assert type(weight) is Packed
-    assert in_pool(weight, mapped("host"))
-    assert not in_pool(weight.quant_state)
-    assert bits(weight.quant_state) == bits(twin.model.layers[1].mlp.up_proj.weight.quant_state)
-    del weight
-    exchanged(model, nn.Identity)  # type: ignore[arg-type]
-    managed.release()
 
 
 def test_weights_of_eight_bits_stay_where_their_layers_put_them() -> None:

@@ -349,10 +349,11 @@ def asked() -> dict[str, int]:
 
 
 class Looking:
-    """A thread looks at this process, again and again, as `top` does. `looks`: how often it has."""
+    """A thread looks at this process, again and again, as `top` does, and has done so once. `looks`: how often."""
 
     def __init__(self) -> None:
         self.looks = 0
+        self._first = threading.Event()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -361,9 +362,11 @@ class Looking:
         while not self._end.is_set():
             cursor = control.look(ME, cursor, patience=SECONDS)["cursor"]
             self.looks += 1
+            self._first.set()
 
     def __enter__(self) -> Looking:
         self._thread.start()
+        assert self._first.wait(SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
