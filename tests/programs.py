@@ -28,7 +28,7 @@ for descriptor, path in ((1, out), (2, err)) if out else ():
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
 os.chdir(folder)
 if command[0] == "-m":
-    sys.argv[1:] = command[2:]
+    sys.argv[1:], sys.path[0] = command[2:], os.getcwd()
     runpy._run_module_as_main(command[1])
 elif command[0] == "-c":
     sys.argv = ["-c", *command[2:]]

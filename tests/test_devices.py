@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ballonet.allocator import devices, looks
+from ballonet.allocator import control, devices, install, looks
 from ballonet.allocator.config import Config
 from ballonet.allocator.devices import Runtime
 from ballonet.allocator.errors import InstallError, NotInstalled
@@ -174,3 +176,15 @@ def test_a_cache_outlives_the_runtime_that_it_was_made_for(two: tuple[Runtime, R
     assert ranges.device_at(place) is first.device
     assert CacheRanges(device=second.device).device_at(place) is second.device
     assert ranges.device_at(torch.device("meta")) is None
+
+
+def test_a_budget_from_outside_is_that_of_the_device_it_names(
+    two: tuple[Runtime, Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    install.listen()
+    try:
+        assert control.ask(os.getpid(), 3 * 2**22, 60, device=1)["budget"] == 3 * 2**22
+    finally:
+        control.stop()
+    assert [each.device.budget for each in two] == [2**23, 3 * 2**22]

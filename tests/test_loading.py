@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import re
@@ -27,7 +26,7 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import BudgetError, ManageError, WrongDevice
+from ballonet.allocator.errors import ManageError, WrongDevice
 from ballonet.hooks import loading
 from ballonet.hooks.weights.storages import members, survey
 from ballonet.testing import chaos_of
@@ -97,41 +96,33 @@ def check_same(folder: Path, cls: Any = None, auto: Any = AutoModelForCausalLM, 
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "shard"),
-    [("llama", False, "1GB"), ("llama", True, "100KB"), ("gpt2", True, "1GB"), ("mixtral", False, "100KB"),
-     ("falcon_h1", False, "1GB")],
+    ("name", "kept", "options"),
+    [("llama", {}, {}), ("llama", {"tie_word_embeddings": True, "shard": "100KB"}, {}),
+     ("gpt2", {"tie_word_embeddings": True}, {}), ("mixtral", {"shard": "100KB"}, {}), ("falcon_h1", {}, {}),
+     ("llama", {"dtype": torch.float16}, {"dtype": torch.float32}),
+     ("llama", {"dtype": torch.float16}, {"dtype": "auto"}), ("llama", {"dtype": torch.bfloat16}, {})],
 )  # fmt: skip
 def test_what_is_loaded_is_what_transformers_loads(
-    tmp_path: Path, device: Device, name: str, tied: bool, shard: str
+    tmp_path: Path, device: Device, name: str, kept: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    saved(tmp_path, name, shard, tie_word_embeddings=tied)
-    model = check_same(tmp_path)
-    assert model.training is False
+    saved(tmp_path, name, **kept)
+    check_same(tmp_path, **options)
 
 
 @pytest.mark.parametrize("name", ["t5", "llava"])
 def test_a_model_that_is_no_decoder_is_of_the_class_that_it_was_saved_from(
     tmp_path: Path, device: Device, name: str
 ) -> None:
-    saved(tmp_path, name)
-    (architecture,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
-    assert type(check_same(tmp_path, auto=getattr(transformers, architecture))).__name__ == architecture
+    config = saved(tmp_path / "inside", name) / "config.json"
+    (architecture,) = json.loads(config.read_text())["architectures"]
+    found = check_same(tmp_path, auto=getattr(transformers, architecture), subfolder="inside")
+    assert type(found).__name__ == architecture
 
 
 def test_a_class_that_is_given(tmp_path: Path, device: Device) -> None:
     saved(tmp_path)
     assert type(check_same(tmp_path, cls=AutoModel)).__name__ == "LlamaModel"
     assert type(check_same(tmp_path, cls=transformers.LlamaForSequenceClassification)).__name__ != "LlamaModel"
-
-
-@pytest.mark.parametrize(
-    ("stored", "asked"),
-    [(torch.float16, torch.float32), (torch.float16, "auto"), (torch.bfloat16, None)],
-)
-def test_dtypes(tmp_path: Path, device: Device, stored: torch.dtype, asked: Any) -> None:
-    saved(tmp_path, dtype=stored)
-    model = check_same(tmp_path, **({} if asked is None else {"dtype": asked}))
-    assert model.dtype == (asked if isinstance(asked, torch.dtype) else stored)
 
 
 def without_a_head(folder: Path) -> dict[str, Any]:
@@ -251,17 +242,6 @@ def test_a_model_larger_than_its_budget(tmp_path: Path, stored: torch.dtype) -> 
         if stored == torch.float32:
             assert ballonet.stats().copied.weights_d2h == 0
         del model, layer, found
-
-
-def test_what_cannot_fit_is_refused_and_nothing_stays(tmp_path: Path) -> None:
-    deep(tmp_path)
-    with installing(40 * PAGE, PAGE) as put:
-        device = put()
-        with pytest.raises(BudgetError):
-            ballonet.from_pretrained(tmp_path)
-        gc.collect()
-        device.trim()
-        assert ballonet.stats().pages.weights == 0
 
 
 MEMORY = """
