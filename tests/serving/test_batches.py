@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import re
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,7 +27,6 @@ from ballonet.hooks.sectors.pages import RESERVED
 from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 
-from .. import programs
 from ..core import PAGE_CALLS
 from ..models import build
 from ..tuned import Clock, Tuned
@@ -180,7 +177,7 @@ def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
     with ballonet.manage(model, batches="full"):
         for _ in range(4):
             before = device.snapshot()["driver_calls"]
-            answers(model, asked, 30)
+            answers(model, asked, 30, allow_block_sharing=False)
             after = device.snapshot()["driver_calls"]
             changes.append(sum(after[each] - before[each] for each in PAGE_CALLS))
     assert changes[0] > 100
@@ -514,10 +511,13 @@ def test_what_others_have_replaced_since_stays(owner: Any, name: str, monkeypatc
 
 def test_other_models_stay_stock() -> None:
     model, other, asked = build("llama"), build("qwen2"), prompts(3, 20)
-    expected = stock(model, asked), stock(other, asked)
+    expected, stock_cache = (stock(model, asked), stock(other, asked)), SEAMS[0]()
     install(256)
     with ballonet.manage(model):
         assert (answers(model, asked), answers(other, asked, num_blocks=48)) == expected
+        with looping(other, 4, num_blocks=48) as manager:
+            assert type(manager.batch_processor.cache) is stock_cache
+        del manager
 
 
 @pytest.mark.parametrize("change", ["older", "signature"])
@@ -569,24 +569,3 @@ def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, capl
     caplog.clear()  # which holds the traceback
     assert others == expected[0][1:]
     assert "has 22 tokens and asks for 12 more, and the model's longest sequence has 32" in str(refused.error)
-
-
-def test_a_program_that_knows_nothing_batches_on_the_pool() -> None:
-    code = """
-        from tests.models import build
-        from tests.serving.batches import answers, prompts
-        model = build("llama")
-        found = answers(model, prompts(4, 30){blocks})
-        {looks}
-        print([each.tokens for each in found])
-    """
-    said = []
-    for command in (["-m", "ballonet", "run", "--budget", "16MiB", "-c"], ["-c"]):
-        looks = "import ballonet; assert ballonet.stats().pages.weights > 0" if "run" in command else ""
-        blocks = "" if looks else ", num_blocks=64"  # else transformers takes all memory of the machine
-        program = textwrap.dedent(code.format(looks=looks, blocks=blocks))
-        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_PAGE_SIZE": "64KiB"}
-        done = programs.python(*command, program, variables=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        said.append(done.stdout)
-    assert said[0] == said[1]
