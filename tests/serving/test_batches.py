@@ -86,6 +86,7 @@ def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPat
     assert lacked == []
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("host", [64, 1, 0])
 def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     """In the middle of a step, too, whose activations need them. Without room there requests are computed again."""
@@ -118,6 +119,7 @@ def test_tokens_are_stocks_while_pages_move(name: str, seed: int, changes: dict[
         assert min(chaos.moved[f"kv_{way}"] for way in ("device", "host", "away", "restored", "unmapped")) > 0
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("schedule", ["fifo", "prefill_first"])
 def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sector has pages from the request that gets it until the last one that has it is gone."""
@@ -144,6 +146,7 @@ def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatc
     assert max(seen[0], seen[-1]) < max(seen) < 2 * 5 * len(asked), seen
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("models", [1, 2])
 def test_requests_that_come_and_go_change_no_page(models: int) -> None:
     """Pages that requests leave are those of the next, also where two models take turns: only a new peak maps any."""
@@ -170,6 +173,7 @@ def test_requests_that_come_and_go_change_no_page(models: int) -> None:
         del manager, loops
 
 
+@pytest.mark.counts
 def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
     model, asked, changes = build("llama", num_hidden_layers=12), prompts(16, 60), list[int]()
     install(512)
@@ -280,6 +284,7 @@ def test_requests_wait_for_what_others_are_promised(
     assert 1 < max(len(sizes) for sizes in seen.sizes) <= 3
 
 
+@pytest.mark.counts
 def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
     """Nobody asked anything of the model: as many layers stream as the requests of a batch allow, and none after."""
     tuned(weights={"large": 2**11}, serving={"behind": -1.0})  # tiny layers have ranges; nobody is ever behind
@@ -310,6 +315,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
         assert managed.report().streamed == ()
 
 
+@pytest.mark.counts
 def test_nothing_streams_because_it_may_while_others_wait(tuned: Tuned) -> None:
     tuned(weights={"large": 2**11})
     model, asked = build("llama", num_hidden_layers=6), prompts(12, 30)
@@ -417,6 +423,7 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         assert found.wanted is None
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize(("pages", "streams"), [(64, True), (512, False)])
 def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, streams: bool, tuned: Tuned) -> None:
     """The governor counts with free pages alone, so that layers would not come home else. Where all are there the heap
