@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import re
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,7 +27,6 @@ from ballonet.hooks.sectors.pages import RESERVED
 from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 
-from .. import programs
 from ..core import PAGE_CALLS
 from ..models import build
 from ..tuned import Clock, Tuned
@@ -89,6 +86,7 @@ def test_requests_that_do_not_fit_wait(pages: int, monkeypatch: pytest.MonkeyPat
     assert lacked == []
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("host", [64, 1, 0])
 def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     """In the middle of a step, too, whose activations need them. Without room there requests are computed again."""
@@ -121,6 +119,7 @@ def test_tokens_are_stocks_while_pages_move(name: str, seed: int, changes: dict[
         assert min(chaos.moved[f"kv_{way}"] for way in ("device", "host", "away", "restored", "unmapped")) > 0
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("schedule", ["fifo", "prefill_first"])
 def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sector has pages from the request that gets it until the last one that has it is gone."""
@@ -147,6 +146,7 @@ def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatc
     assert max(seen[0], seen[-1]) < max(seen) < 2 * 5 * len(asked), seen
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("models", [1, 2])
 def test_requests_that_come_and_go_change_no_page(models: int) -> None:
     """Pages that requests leave are those of the next, also where two models take turns: only a new peak maps any."""
@@ -173,6 +173,7 @@ def test_requests_that_come_and_go_change_no_page(models: int) -> None:
         del manager, loops
 
 
+@pytest.mark.counts
 def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
     model, asked, changes = build("llama", num_hidden_layers=12), prompts(16, 60), list[int]()
     install(512)
@@ -180,7 +181,7 @@ def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
     with ballonet.manage(model, batches="full"):
         for _ in range(4):
             before = device.snapshot()["driver_calls"]
-            answers(model, asked, 30)
+            answers(model, asked, 30, allow_block_sharing=False)
             after = device.snapshot()["driver_calls"]
             changes.append(sum(after[each] - before[each] for each in PAGE_CALLS))
     assert changes[0] > 100
@@ -283,6 +284,7 @@ def test_requests_wait_for_what_others_are_promised(
     assert 1 < max(len(sizes) for sizes in seen.sizes) <= 3
 
 
+@pytest.mark.counts
 def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
     """Nobody asked anything of the model: as many layers stream as the requests of a batch allow, and none after."""
     tuned(weights={"large": 2**11}, serving={"behind": -1.0})  # tiny layers have ranges; nobody is ever behind
@@ -313,6 +315,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
         assert managed.report().streamed == ()
 
 
+@pytest.mark.counts
 def test_nothing_streams_because_it_may_while_others_wait(tuned: Tuned) -> None:
     tuned(weights={"large": 2**11})
     model, asked = build("llama", num_hidden_layers=6), prompts(12, 30)
@@ -420,6 +423,7 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         assert found.wanted is None
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize(("pages", "streams"), [(64, True), (512, False)])
 def test_the_heap_gives_back_what_a_batch_took_where_layers_stream(pages: int, streams: bool, tuned: Tuned) -> None:
     """The governor counts with free pages alone, so that layers would not come home else. Where all are there the heap
@@ -514,10 +518,13 @@ def test_what_others_have_replaced_since_stays(owner: Any, name: str, monkeypatc
 
 def test_other_models_stay_stock() -> None:
     model, other, asked = build("llama"), build("qwen2"), prompts(3, 20)
-    expected = stock(model, asked), stock(other, asked)
+    expected, stock_cache = (stock(model, asked), stock(other, asked)), SEAMS[0]()
     install(256)
     with ballonet.manage(model):
         assert (answers(model, asked), answers(other, asked, num_blocks=48)) == expected
+        with looping(other, 4, num_blocks=48) as manager:
+            assert type(manager.batch_processor.cache) is stock_cache
+        del manager
 
 
 @pytest.mark.parametrize("change", ["older", "signature"])
@@ -569,24 +576,3 @@ def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, capl
     caplog.clear()  # which holds the traceback
     assert others == expected[0][1:]
     assert "has 22 tokens and asks for 12 more, and the model's longest sequence has 32" in str(refused.error)
-
-
-def test_a_program_that_knows_nothing_batches_on_the_pool() -> None:
-    code = """
-        from tests.models import build
-        from tests.serving.batches import answers, prompts
-        model = build("llama")
-        found = answers(model, prompts(4, 30){blocks})
-        {looks}
-        print([each.tokens for each in found])
-    """
-    said = []
-    for command in (["-m", "ballonet", "run", "--budget", "16MiB", "-c"], ["-c"]):
-        looks = "import ballonet; assert ballonet.stats().pages.weights > 0" if "run" in command else ""
-        blocks = "" if looks else ", num_blocks=64"  # else transformers takes all memory of the machine
-        program = textwrap.dedent(code.format(looks=looks, blocks=blocks))
-        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_PAGE_SIZE": "64KiB"}
-        done = programs.python(*command, program, variables=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        said.append(done.stdout)
-    assert said[0] == said[1]

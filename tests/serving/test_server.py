@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +27,6 @@ from openai import (
     APIConnectionError,
     APIError,
     APIStatusError,
-    AsyncOpenAI,
     BadRequestError,
     OpenAI,
     UnprocessableEntityError,
@@ -35,7 +34,7 @@ from openai import (
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import ballonet
@@ -51,6 +50,7 @@ from ..dashboard import asked, expressions, labels, sample_names
 from ..models import VOCABULARY, build
 from ..pool import cache_of_its_own, take_out
 from ..tuned import Tuned
+from .batches import greedily
 
 KEY = "a key"
 ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
@@ -139,7 +139,7 @@ def saved(folder: Path, layers: int, longest: int = LONGEST, *, chat: bool = Fal
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """One for all tests, which ends well after all of them."""
-    server = Serving(tmp_path_factory.mktemp("served"), "--waiting", "64")
+    server = Serving(tmp_path_factory.mktemp("served"))
     try:
         yield server
         assert server.end() == 0, server.said()
@@ -218,6 +218,29 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return found
 
 
+def in_a_loop(scene: Callable[[Loop, Any], Coroutine[Any, Any, None]], waiting: int = 8) -> None:
+    """Runs the scene with a generation loop of the server's, and its model."""
+    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
+    model = build("llama", max_position_embeddings=LONGEST)
+    try:
+        with ballonet.manage(model):
+            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), waiting)
+            loop.init_cb(model, greedily(TOKENS))
+            try:
+                asyncio.run(asyncio.wait_for(scene(loop, model), 100))
+            finally:
+                loop.stop()
+                del loop
+    finally:
+        take_out()
+
+
+async def asked_of(loop: Loop, streaming: bool, model: Any, name: str, tokens: int = TOKENS) -> Any:
+    tokenizer = SimpleNamespace(_tokenizer=words(), decode=lambda ids, **_: f"{len(ids)} tokens")
+    asked = model, tokenizer, {"input_ids": [3, 4]}, greedily(tokens), name
+    return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_nothing_stays_promised_to_a_request_that_is_not_taken(
     streaming: bool, monkeypatch: pytest.MonkeyPatch
@@ -225,43 +248,23 @@ def test_nothing_stays_promised_to_a_request_that_is_not_taken(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the loop is stopping")
 
-    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
-    model = build("llama")
-    settings = GenerationConfig(max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0)
-    try:
-        with ballonet.manage(model):
-            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), 8)
-            loop.init_cb(model, settings)
-            slos = loop._scheduler.slos
-            monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
-            asked_slo.set((60.0, 60.0))
-            ask = model, None, {"input_ids": [3, 4]}, settings, "one"
-            with pytest.raises((RuntimeError, HTTPException), match="stopping"):
-                asyncio.run(asked_of(loop, streaming, *ask))
-            loop.stop()
-            assert not len(slos)
-            del loop, slos
-    finally:
-        asked_slo.set(None)
-        take_out()
+    async def scene(loop: Loop, model: Any) -> None:
+        monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
+        asked_slo.set((60.0, 60.0))
+        with pytest.raises((RuntimeError, HTTPException), match="stopping"):
+            await asked_of(loop, streaming, model, "one")
+        assert not len(loop._scheduler.slos)
 
-
-async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
-    return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
+    in_a_loop(scene)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streaming: bool) -> None:
     """As by replicas (tests/replicas/test_http_frontend.py). A cancelled one has ended once the loop drops it."""
-    tokenizer = SimpleNamespace(_tokenizer=words(), decode=lambda ids, **_: f"{len(ids)} tokens")
 
     async def scene(loop: Loop, model: Any) -> None:
-        def asked(name: str, tokens: int = TOKENS) -> Any:
-            settings = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0)
-            return asked_of(loop, streaming, model, tokenizer, {"input_ids": [3, 4]}, settings, name)
-
         async def begun(name: str, tokens: int = TOKENS) -> asyncio.Task[Any]:
-            task = asyncio.ensure_future(asked(name, tokens))
+            task = asyncio.ensure_future(asked_of(loop, streaming, model, name, tokens))
             await asyncio.sleep(0)
             return task
 
@@ -296,19 +299,23 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streami
         while await refused("a"):
             await asyncio.sleep(0.001)
 
-    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
-    model = build("llama", max_position_embeddings=LONGEST)
-    try:
-        with ballonet.manage(model):
-            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), 8)
-            loop.init_cb(model, GenerationConfig(max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0))
-            try:
-                asyncio.run(asyncio.wait_for(scene(loop, model), 100))
-            finally:
-                loop.stop()
-                del loop
-    finally:
-        take_out()
+    in_a_loop(scene)
+
+
+def test_a_flood_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(loop: Loop, model: Any) -> None:
+        asks = [asyncio.ensure_future(asked_of(loop, False, model, str(n))) for n in range(12)]
+        await asyncio.sleep(0)
+        assert [each.done() for each in asks] == [False] * 8 + [True] * 4
+        for each in asks[8:]:
+            with pytest.raises(HTTPException, match="8 requests wait already"):
+                each.result()
+        monkeypatch.undo()
+        loop._cb.start()
+        assert [len(found[2]) for found in await asyncio.gather(*asks[:8])] == [TOKENS] * 8
+
+    monkeypatch.setattr(ContinuousBatchingManager, "start", lambda loop: None)  # so that they wait
+    in_a_loop(scene, waiting=8)
 
 
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
@@ -414,21 +421,6 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     events = list(client.responses.create(**asked, stream=True))
     assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == text
     assert events[-1].type == "response.completed"
-
-
-def test_a_flood_is_refused_and_the_rest_is_answered(serving: Serving) -> None:
-    async def flood() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0, timeout=1800) as client:
-            asks = [
-                client.completions.create(model=serving.models[0], prompt="w5 w6 w7", max_tokens=40) for _ in range(150)
-            ]
-            found = await asyncio.gather(*asks, return_exceptions=True)
-        return [str(getattr(each, "status_code", each if isinstance(each, Exception) else "answer")) for each in found]
-
-    answers = asyncio.run(flood())
-    assert set(answers) <= {"answer", "429"}
-    assert answers.count("answer") >= 64
-    ask(serving.client(), serving.models[0], 3)
 
 
 def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -417,6 +417,17 @@ def test_a_capture_that_torch_knows_nothing_of(model: Any, managed: ballonet.Man
     managed.release()
     with ballonet.manage(model) as again:
         assert again.report().kept == ()
+
+
+def test_a_capture_that_torch_knows_nothing_of_begins_within_a_forward(model: Any, managed: ballonet.Managed) -> None:
+    """The layers that run from then on are kept."""
+
+    def begin(*_: object) -> None:
+        captures.enter_context(graphs.captured_by_others())
+
+    with ExitStack() as captures, model.model.layers[5].register_forward_hook(begin):
+        logits(model)
+    assert managed.report().kept == EVERY[6:]
 
 
 def test_a_graph_of_a_model_that_is_released(model: Any) -> None:

@@ -246,6 +246,7 @@ def test_a_release_that_fails_leaves_a_model_whose_layers_come_and_go(
             patched.setattr(managed._weights, "restore", lambda model: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 managed.release()
+        assert ballonet.manage(model, interval=interval) is managed
         assert tensors(model) == tensors(original)
         assert say(model).agrees(stock)
         managed._residency.decision = None
