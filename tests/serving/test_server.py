@@ -308,8 +308,9 @@ def test_a_flood_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0)
         assert [each.done() for each in asks] == [False] * 8 + [True] * 4
         for each in asks[8:]:
-            with pytest.raises(HTTPException, match="8 requests wait already"):
+            with pytest.raises(HTTPException, match="8 requests wait already") as refused:
                 each.result()
+            assert refused.value.status_code == 429
         monkeypatch.undo()
         loop._cb.start()
         assert [len(found[2]) for found in await asyncio.gather(*asks[:8])] == [TOKENS] * 8
