@@ -296,6 +296,16 @@ def test_what_was_taken_is_read_as_before(device: Device, case: list[Case]) -> N
     case[0].check()
 
 
+def test_pages_of_requests_that_run_are_offered_after_those_that_rest(device: Device) -> None:
+    case = SectorsOfRequests(device)
+    client = case.pages.client
+    resting, running = client.resting, client.device_pages - client.resting
+    assert min(resting, running) > 0
+    assert [device.take([key]) for key in offered(device, case)] == [resting, running]
+    assert client.device_pages == 0
+    case.check()
+
+
 def test_an_entry_is_of_its_own_pages_and_names_what_is_there(device: Device, case: list[Case]) -> None:
     known = governors.of(device)
     mine = [each for each in known.reclaim.candidates() if each.client == case[0].number]

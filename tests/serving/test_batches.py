@@ -403,13 +403,22 @@ def test_a_batch_is_an_iteration_for_the_governor() -> None:
     assert report.times["prefill"].measured is not None
 
 
-def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
+def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while they only wait."""
     install(64)
     model: Any = build("llama")
     with ballonet.manage(model):
-        found, seen = seams.batched(model), list[float | None]()
+        found, seen, waiting = seams.batched(model), list[float | None](), list[float | None]()
         assert found is not None
         assert found.wanted is None
+        process = ElasticScheduler._process_candidates
+
+        def watched(self: Any, *args: Any) -> Any:
+            if self.waiting_requests and not self.active_requests:
+                waiting.append(found.wanted)
+            return process(self, *args)
+
+        monkeypatch.setattr(ElasticScheduler, "_process_candidates", watched)
         model.register_forward_pre_hook(lambda *_: seen.append(found.wanted))
         with looping(model, 4) as manager:
             manager.add_request([5, 6, 7])
@@ -417,7 +426,7 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
             while not 0 < (found.wanted or 0) < math.inf:
                 assert manager.get_result(timeout=0.01) is None
             assert found.wanted <= time.monotonic()
-        assert seen == [math.inf] * 4
+        assert ({*waiting}, seen) == ({math.inf}, [math.inf] * 4)
         del manager
         gc.collect()
         assert found.wanted is None
