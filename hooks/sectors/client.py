@@ -207,10 +207,7 @@ class SectorClient(PageClient):
     def move(self, piece: int, to: Place) -> bool:
         """To another page of its own; False where that cannot be now. DriverError."""
         with self.lock:
-            if not self._range.move(piece, to):
-                return False
-            self._mover.states.move_run(PieceEvent.MOVED if to == "device" else PieceEvent.TAKEN, piece, piece + 1)
-            return True
+            return self._mover.exchange(piece, to)
 
     def _look(self) -> None:
         self._mover.look(0, self._range.pieces)

@@ -234,8 +234,8 @@ class Mover:
         caller holds a lease. DriverError."""
         far = self.range.leads_to(piece) in FAR
         moved = self.range.move(piece, place)
-        if moved and far and place == "device":
-            self.states.move_run(PieceEvent.MOVED, piece, piece + 1)
+        if moved and far == (place == "device"):
+            self.states.move_run(PieceEvent.MOVED if far else PieceEvent.TAKEN, piece, piece + 1)
         return moved
 
     def _own(self, first: int, count: int) -> int:

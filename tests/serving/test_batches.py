@@ -219,6 +219,7 @@ def test_batches_are_as_large_as_is_fast(batches: str, monkeypatch: pytest.Monke
     assert (largest < 8 and not mixed) if batches == "fast" else (largest > 11 and mixed)
 
 
+@pytest.mark.counts
 def test_batches_are_smaller_where_kv_on_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has room for a few requests, the host for all."""
     away, largest = 0.0, list[int]()
@@ -404,7 +405,7 @@ def test_a_batch_is_an_iteration_for_the_governor() -> None:
 
 
 def test_a_model_is_wanted_as_long_as_it_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while they only wait."""
+    """Requests that only wait count."""
     install(64)
     model: Any = build("llama")
     with ballonet.manage(model):
