@@ -187,10 +187,11 @@ def _measured(latencies: Latencies) -> int:
 def test_requests_that_wait_where_a_loop_ends_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeline says so of them, and of the one that runs."""
     model = build("llama", num_hidden_layers=4)
-    processor, two_wait, go_on = continuous_api.ContinuousBatchProcessor, threading.Event(), threading.Event()
+    processor, (asked, two_wait, go_on) = continuous_api.ContinuousBatchProcessor, (threading.Event() for _ in range(3))
     step = processor._generation_step
 
     def held(self: Any, model: Any) -> None:
+        assert asked.wait(600)
         if len(self.scheduler.waiting_requests) == 2:
             two_wait.set()
             assert go_on.wait(600)
@@ -202,6 +203,7 @@ def test_requests_that_wait_where_a_loop_ends_have_failed(monkeypatch: pytest.Mo
         with looping(model, 400, max_requests_per_batch=1) as manager:
             for prompt in prompts(3, 20):
                 manager.add_request(prompt)
+            asked.set()
             assert two_wait.wait(600)
             rank = manager.distributed_helper.global_rank
             manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
