@@ -51,6 +51,7 @@ assert all(torch.equal(a, b) for a, b in zip(draw(3), right))
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     drawn = torch.rand(5, device="cuda")
+torch.cuda.synchronize()  # torch sets the offset of a capture to 0 on its stream, for which no replay waits
 torch.manual_seed(7)
 for each in right:
     graph.replay()
