@@ -110,6 +110,7 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
         both.check()
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("away", [False, True])
 def test_what_a_request_goes_on_with_is_not_moved(away: bool) -> None:
     """Another one, which would go on with it as well, copies; or computes all where a page of it is `away`."""
