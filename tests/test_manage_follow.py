@@ -58,6 +58,7 @@ def tokens(model: Any) -> torch.Tensor:
 # Pages
 
 
+@pytest.mark.counts
 def test_the_pages_of_what_is_replaced_come_back_at_once(device: Device) -> None:
     model = build()
     managed = ballonet.manage(model)
@@ -110,6 +111,7 @@ def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) ->
 # What cannot be taken in
 
 
+@pytest.mark.counts
 def test_values_on_no_device_give_their_pages_back_and_come_back_as_new(device: Device) -> None:
     model, stock = build(), build()
     with ballonet.manage(model) as managed:
@@ -145,6 +147,7 @@ def test_memory_that_is_shared_with_processes_from_now_on_leaves_the_pool(device
     assert contents(model) == contents(stock)
 
 
+@pytest.mark.counts
 def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
     model, stock = build(), build()
     with ballonet.manage(model) as managed:
@@ -226,6 +229,7 @@ class Counting(nn.Module):
         return outputs
 
 
+@pytest.mark.counts
 def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Device) -> None:
     model = Counting()
     with ballonet.manage(model) as managed:
@@ -239,6 +243,7 @@ def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Devic
     assert model.steps == 19
 
 
+@pytest.mark.counts
 def test_nothing_is_moved_under_another_thread(device: Device) -> None:
     model = build()
     with ballonet.manage(model) as managed:
@@ -289,6 +294,7 @@ def test_threads_that_run_while_weights_are_replaced_see_the_same_values(device:
         assert conserved(device, managed)
 
 
+@pytest.mark.counts
 def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     with ballonet.manage(model) as managed:
@@ -306,6 +312,7 @@ def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatc
         assert "graph" in managed.report().unmanaged_tensors["model.norm.weight"]
 
 
+@pytest.mark.counts
 def test_what_was_taken_in_without_gradients_can_be_trained() -> None:
     model, twin = build(), build()
     with ballonet.manage(model):
@@ -319,6 +326,7 @@ def test_what_was_taken_in_without_gradients_can_be_trained() -> None:
         assert bits(model.lm_head.weight.grad) == bits(twin.lm_head.weight.grad)
 
 
+@pytest.mark.counts
 def test_a_graph_made_before_a_change_is_walked_back_after_it(device: Device) -> None:
     model, twin = build(), build()
     with ballonet.manage(model):
@@ -341,6 +349,7 @@ def test_a_graph_made_before_a_change_is_walked_back_after_it(device: Device) ->
         del losses, loss
 
 
+@pytest.mark.counts
 def test_functions_of_weights_that_are_not_its_own(device: Device) -> None:
     """As `torch.func` has them: for a call the model has other tensors, some with no memory to be moved."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -360,6 +369,7 @@ def test_functions_of_weights_that_are_not_its_own(device: Device) -> None:
     assert torch.equal(call(weights), expected)
 
 
+@pytest.mark.counts
 def test_a_weight_of_two_managed_models_stays_with_the_first(device: Device) -> None:
     first, second, stock = build(), build(), build()
     for each in (second, stock):
@@ -407,6 +417,7 @@ LAYERS: dict[str, tuple[Callable[[nn.ModuleList], object], int]] = {
 }
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize(("name", "configured"), [*((name, True) for name in LAYERS), ("appended", False)])
 def test_every_layer_has_its_boundary_and_its_ranges(device: Device, name: str, configured: bool) -> None:
     change, count = LAYERS[name]
