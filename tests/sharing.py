@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, count
@@ -58,6 +60,13 @@ class Process:
         """Both."""
         self.begin(line)
         return self.answer()
+
+    def stop(self) -> None:
+        """Stops it as SIGSTOP does, which returns before all threads of a process have stopped: waits for them."""
+        os.kill(self.pid, signal.SIGSTOP)
+        threads = [Path(f"/proc/{self.pid}/task/{number}/stat") for number in os.listdir(f"/proc/{self.pid}/task")]
+        while any(each.read_text().rpartition(") ")[2][0] != "T" for each in threads):
+            time.sleep(0.001)
 
     def kill(self) -> None:
         """As `kill -9`."""

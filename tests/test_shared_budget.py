@@ -90,27 +90,33 @@ def test_who_is_killed_gives_its_part_back(start: Start) -> None:
     assert parts().keys() == {second.pid}
 
 
+@pytest.mark.parametrize("when", ["before it is asked", "before it gives"])
 def test_who_is_stopped_keeps_its_part_and_nobody_waits_for_it_twice(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Others do as if it used all that it has."""
-    process, asked = start(16 * MIB), list[int]()
+    process, asked, stock = start(16 * MIB), list[int](), shared_part.facts_of
     process.do(f"get {12 * MIB}")
     process.do("drop")
-    stock = shared_part.facts_of
 
     def counted(pid: int, number: int, patience: float) -> Any:
         asked.append(pid)
-        return stock(pid, number, 0.05)
+        if when == "before it is asked":
+            return stock(pid, number, 0.05)
+        found = stock(pid, number, 60.0)
+        process.stop()
+        return found
 
     monkeypatch.setattr(shared_part, "facts_of", counted)
-    os.kill(process.pid, signal.SIGSTOP)
+    if when == "before it is asked":
+        process.stop()
     with here(True) as share:
-        assert asked.count(process.pid) == 0, "its floor was free"
+        assert not asked, "its floor was free"
         share.reserve(8 * MIB)
         share.reserve(8 * MIB)
         assert asked == [process.pid]
         assert share.part < 8 * MIB
+        monkeypatch.setattr(shared_part, "facts_of", stock)
         os.kill(process.pid, signal.SIGCONT)
         share._silent.clear()
         share.reserve(8 * MIB)

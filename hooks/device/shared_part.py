@@ -329,7 +329,9 @@ class Share:
         for pid in pids:
             left = deadline - self._clock()
             if pid != me and due[pid] < now.parts[pid].nbytes and left > 0:
-                gave |= ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
+                given = ask_to_give(pid, now, due[pid], min(left, self._tuning.patience), self._tuning.answer)
+                self._note_answer(pid, given is not None)
+                gave |= given is True
         return due[me], gave
 
     def _member(self, pid: int, now: SharedParts, wanted: int) -> Sharer:
@@ -340,9 +342,13 @@ class Share:
         found = None
         if self._silent.get(pid, -math.inf) <= self._clock():
             found = facts_of(pid, part.number, self._tuning.answer)
-            if found is None:
-                self._silent[pid] = self._clock() + self._tuning.silent
+            self._note_answer(pid, found is not None)
         return member_of(part.nbytes, part.floor, found)
+
+    def _note_answer(self, pid: int, answered: bool) -> None:
+        """A process that does not answer in time is not asked for a while."""
+        if not answered:
+            self._silent[pid] = self._clock() + self._tuning.silent
 
     def _see(self, now: SharedParts) -> None:
         """Notes a new total, and what other processes keep."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...allocator import control
-from ...allocator.errors import BallonetError
+from ...allocator.errors import BallonetError, NotReachable
 from ...allocator.shared_ledger import SharedParts
 from ...offload.policy.shares import Sharer
 
@@ -30,11 +30,13 @@ def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None
     return None
 
 
-def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> bool:
-    """Has another process lower its part to so many bytes; False where it cannot, or does not answer, and keeps its
-    part."""
+def ask_to_give(pid: int, now: SharedParts, nbytes: int, timeout: float, patience: float) -> bool | None:
+    """Has another process lower its part to so many bytes; False where it cannot and keeps its part, None where it does
+    not answer in time."""
     try:
         control.ask_to_give(pid, nbytes, timeout, patience=patience, device=now.parts[pid].number)
+    except NotReachable:
+        return None
     except BallonetError:
         return False
     return True
