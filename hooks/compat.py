@@ -174,6 +174,12 @@ def plain_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(name)
 
 
+def keeps_requests_apart(model: Any) -> bool:
+    """Does continuous batching give each request of a batch its own tokens? Where attention does not go through
+    transformers' AttentionInterface (bloom, falcon, gptj, gpt_neo, mpt) they read those of others, and nothing is said."""
+    return hasattr(model, "init_continuous_batching") and model._can_set_attn_implementation()
+
+
 def takes_positions(model: Any) -> bool:
     """Does the model take token positions that differ from their columns?"""
     return "position_ids" in inspect.signature(model.forward).parameters

@@ -11,6 +11,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ...allocator._native import Device
 from ...allocator.errors import BallonetError, ManageError, PoolExhausted
+from ..compat import keeps_requests_apart
 
 
 class Models(ModelManager):
@@ -55,7 +56,7 @@ def load(models: Models, name: str) -> Any:
         raise
     except Exception as error:  # any error: files and transformers may raise anything
         raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not hasattr(model, "init_continuous_batching"):
+    if not keeps_requests_apart(model):
         raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")
     return model
 

@@ -55,8 +55,8 @@ def _seams(nothing_is_left: None) -> Iterator[None]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe", "gpt_neo"),
-        *("mpt", "gpt2", "phi", "granite"),
+        *("llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe"),
+        *("gpt_bigcode", "gpt2", "phi", "granite"),
     ],
 )
 def test_tokens_are_stocks(name: str, attention: str) -> None:
@@ -571,7 +571,7 @@ def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered
     assert re.search(r"req_2 needs .* of KV and activations, of which the device can have .*KiB", str(large.error))
 
 
-@pytest.mark.parametrize("name", ["gpt_neo", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "gpt2"])
 def test_what_looks_behind_a_table_of_positions_is_refused_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where positions are computed requests go on as stock's do."""
     model, rotary = build(name, max_position_embeddings=32), build("llama", max_position_embeddings=32)

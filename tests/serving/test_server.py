@@ -127,12 +127,12 @@ def words() -> Tokenizer:
     return tokenizer
 
 
-def saved(folder: Path, layers: int, longest: int = LONGEST, *, chat: bool = False) -> str:
+def saved(folder: Path, layers: int, longest: int = LONGEST, *, chat: bool = False, name: str = "llama") -> str:
     """A tiny model with a tokenizer of whole words. `longest`: tokens of a sequence; `chat`: has it a chat template?"""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words(), unk_token="w1", pad_token="w0")
     tokenizer.chat_template = CHAT if chat else None
     tokenizer.save_pretrained(folder)
-    build("llama", num_hidden_layers=layers, max_position_embeddings=longest).save_pretrained(folder)
+    build(name, num_hidden_layers=layers, max_position_embeddings=longest).save_pretrained(folder)
     return str(folder)
 
 
@@ -514,14 +514,19 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     assert {each["loop"] for each in drawn_requests} == {"2 layers"}
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: Path) -> None:
-    good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2)
-    (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("llama", "cannot be loaded"), ("gptj", "is a GPTJForCausalLM, which transformers cannot batch continuously")],
+)
+def test_a_model_that_cannot_be_served_ends_the_server_with_its_name(name: str, why: str, tmp_path: Path) -> None:
+    good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2, name=name)
+    if name == "llama":
+        (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
     command = ["-m", "ballonet", "serve", good, bad, "--budget", "24MiB", "--page-size", "64KiB"]
     done = programs.python(*command, variables=ENVIRONMENT)
     assert done.returncode == 1
     assert "ready" not in done.stderr
-    assert bad in done.stderr.splitlines()[-1], done.stderr
+    assert f"{bad} {why}" in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
 
 
