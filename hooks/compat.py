@@ -176,7 +176,7 @@ def plain_attention(model: Any) -> Iterator[None]:
 
 def keeps_requests_apart(model: Any) -> bool:
     """Does continuous batching give each request of a batch its own tokens? Where attention does not go through
-    transformers' AttentionInterface (bloom, falcon, gptj, gpt_neo, mpt) they read those of others, and nothing is said."""
+    transformers' AttentionInterface (bloom, falcon, gptj, gpt_neo, mpt) it silently attends to those of others, too."""
     return hasattr(model, "init_continuous_batching") and model._can_set_attn_implementation()
 
 

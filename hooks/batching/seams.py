@@ -114,7 +114,7 @@ def why_stock() -> str | None:
 
 
 def _replace() -> Iterator[Undo]:
-    from transformers.generation.continuous_batching import continuous_api, scheduler
+    from transformers.generation.continuous_batching import continuous_api, model_runner, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     from ..sectors.memory import memory_of, most_of
@@ -171,6 +171,7 @@ def _replace() -> Iterator[Undo]:
     for owner, name, mine in (
         (manager, "_create_batch_processor", create),
         (processor, "_generation_step", steps.computing(processor._generation_step)),
+        (model_runner.ModelRunner, "compute_batch", steps.launching(model_runner.ModelRunner.compute_batch)),
         (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
         (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
     ):

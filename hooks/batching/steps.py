@@ -68,6 +68,18 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
     return step
 
 
+def launching(stock: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `compute_batch`: a step without tokens computes nothing. Such is one of a prompt of which a single token is
+    left, which each of its answers computes for itself; in stock it ends the loop."""
+
+    @functools.wraps(stock)
+    def launch(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
+        if batch_data["input_ids"].numel():
+            stock(self, model, batch_data)
+
+    return launch
+
+
 def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
     """Wraps `prepare_next_batch`: where no request can go on, the newest one waits, and fails in the end."""
 

@@ -282,6 +282,23 @@ def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypat
     assert len(full) >= 2
 
 
+def test_a_prompt_has_several_answers_of_which_one_token_is_not_known(two: bool) -> None:
+    """Nothing is computed before its answers part. Alone, as any other request in the step would bring tokens: the
+    whole prompt is one token, and one is left after blocks that are shared."""
+    model, asked = build("llama", num_hidden_layers=4), [[5], *prompts(1, 33)]
+    asked[1] = (asked[1] * 33)[:33]
+    expected = [stock(model, [prompt], 6)[0] for prompt in asked]
+    install(256)
+    with ballonet.manage(model), looping(model, 6, use_async_batching=two) as manager:
+        for children in (1, 3):
+            for prompt, right in zip(asked, expected, strict=True):
+                manager.num_return_sequences = children
+                manager.add_request(prompt)
+                found = [manager.get_result(timeout=600) for _ in range(children)]
+                assert [(each.generated_tokens, each.error) for each in found] == [right] * children
+        del manager
+
+
 def _none(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no memory, says the test")
 
