@@ -29,7 +29,6 @@ from .driver import (
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
-SLOW = 1_000_000_000  # ns: longer than a test is ever away between two lines
 
 
 def pattern(nbytes: int) -> bytes:
@@ -175,10 +174,10 @@ def test_the_context_takes_what_is_registered_with_it(standin: Driver, weights: 
 def test_it_stays_while_a_copy_reads_it(standin: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file, standin.mapped(PAGE) as target, standin.stream() as stream:
         standin.ok("cuMemHostRegister", file, 2 * PAGE, READ_ONLY)
-        standin.configure(latency_ns=SLOW)
-        standin.ok("cuMemcpyAsync", target, file + PAGE, PAGE, stream)
-        assert standin.result("cuMemHostUnregister", file) == ILLEGAL_STATE
-        assert "wait for it" in standin.violation()
+        with standin.held():
+            standin.ok("cuMemcpyAsync", target, file + PAGE, PAGE, stream)
+            assert standin.result("cuMemHostUnregister", file) == ILLEGAL_STATE
+            assert "wait for it" in standin.violation()
         standin.ok("cuStreamSynchronize", stream)
         standin.ok("cuMemHostUnregister", file)
 
@@ -191,12 +190,11 @@ def cut_short(standin: Driver, weights: Path, target: int, stream: int) -> Itera
     """A copy of four pages is submitted, and while it is on its way the file loses two of them."""
     with mapped_file(weights, 4 * PAGE) as file:
         standin.ok("cuMemHostRegister", file, 4 * PAGE, READ_ONLY)
-        standin.configure(latency_ns=SLOW // 8)
-        standin.ok("cuMemcpyAsync", target, file, 4 * PAGE, stream)
-        with weights.open("r+b") as shorter:
-            shorter.truncate(2 * PAGE)
+        with standin.held():
+            standin.ok("cuMemcpyAsync", target, file, 4 * PAGE, stream)
+            with weights.open("r+b") as shorter:
+                shorter.truncate(2 * PAGE)
         yield
-        standin.configure()
         standin.ok("cuMemHostUnregister", file)
 
 
