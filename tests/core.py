@@ -346,15 +346,27 @@ class Core:
 
     def occupy(self, stream: int, seconds: float) -> None:
         """Work on the stream that takes this long; so does any other copy between host and device until `finish`."""
-        (lane, source) = next((lane, source) for known, lane, source in self._lanes if known == stream)
-        self.slow_copies(seconds)
-        with current_context() as it:
-            it.ok("cuMemcpyAsync", lane.address, ctypes.addressof(source), self.page, stream)
-
-    def slow_copies(self, seconds: float) -> None:
-        """Every copy between host and device takes this long from now on, until `finish`."""
         with current_context() as it:
             it.configure(latency_ns=round(seconds * 1e9))
+        self._copy(stream)
+
+    @contextlib.contextmanager
+    def occupied(self, stream: int) -> Iterator[None]:
+        """Within it there is work on the stream, and no copy between host and device begins."""
+        with self.held_copies():
+            self._copy(stream)
+            yield
+
+    @contextlib.contextmanager
+    def held_copies(self) -> Iterator[None]:
+        """Within it no copy between host and device begins."""
+        with driver().held():
+            yield
+
+    def _copy(self, stream: int) -> None:
+        (lane, source) = next((lane, source) for known, lane, source in self._lanes if known == stream)
+        with current_context() as it:
+            it.ok("cuMemcpyAsync", lane.address, ctypes.addressof(source), self.page, stream)
 
     def finish(self) -> None:
         self.device.synchronize()

@@ -202,7 +202,8 @@ Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps({"benchmark": 
 import subprocess, time
 from pathlib import Path
 child = subprocess.Popen(["sleep", "1000"])
-Path("pid").write_text(str(child.pid))
+Path("written").write_text(str(child.pid))
+Path("written").rename("pid")  # it is there as a whole, or not
 time.sleep(1000)
 """,
 }

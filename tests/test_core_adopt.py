@@ -12,7 +12,7 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError
 
-from .core import PAGE, Core, backings, holds, opened, write
+from .core import PAGE, Core, backings, eventually, holds, opened, write
 from .faulting import arm, disarm, faults_at_every_call
 
 COUNT = 3
@@ -116,5 +116,5 @@ def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
                 disarm()
             assert layer.range.leads_to(0) == "alias" or layer.leave()
             layer.fill()
+            eventually(lambda n=n: len(found) > n + 1)  # read in each round
     assert set(found) == {0}
-    assert len(found) > 20

@@ -14,6 +14,7 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError
 
 from .core import (
+    EVENTS,
     PAGE,
     Core,
     Gate,
@@ -35,7 +36,6 @@ from .core import (
 )
 from .faulting import arm, faults_at_every_call, faults_fired
 
-LONG = 0.3  # seconds; work that is still to come when the test looks
 THREAD = "ballonet-mapper"
 
 
@@ -104,11 +104,11 @@ def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
 
 
 def test_while_a_stream_is_captured_the_thread_does_nothing(core: Core, gate: Gate) -> None:
-    stream = core.stream()
+    core.stream()
     late, later, kv = core.range(4, "weights"), core.range(4, "weights"), core.range(4)
     for some in (late, later):
         some.map(0, 4)
-    core.occupy(stream, LONG)
+    gate.close(EVENTS)
     recorded = calls()["cuEventRecord"]
     late.retire(0, 4)
     eventually(lambda: calls()["cuEventRecord"] == recorded + 3)  # the legacy stream, this one, that of copies
@@ -117,7 +117,7 @@ def test_while_a_stream_is_captured_the_thread_does_nothing(core: Core, gate: Ga
     later.retire(0, 4)
     kv.map_ahead(0, 2)
     eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
-    core.device.synchronize()
+    gate.open()
     after = calls()
     eventually(lambda: calls()["cuStreamIsCapturing"] > after["cuStreamIsCapturing"] + 8)
     unchanged = ("cuMemMap", "cuMemUnmap", "cuMemCreate", "cuMemSetAccess", "cuEventRecord")

@@ -24,8 +24,6 @@ from .core import (
 )
 from .faulting import faults_at_every_call
 
-LONG = 0.1
-
 
 class Cached(NamedTuple):
     address: int
@@ -111,11 +109,11 @@ def test_what_is_still_in_use_is_not_cached(core: Core) -> None:
     address = some.address
     some.map(0, 2)
     core.device.note_use(address, PAGE, stream, write=True)
-    core.occupy(stream, LONG)
-    some.close()
-    other = core.range(3)
-    assert other.address != address
-    assert core.kept() == 0
+    with core.occupied(stream):
+        some.close()
+        other = core.range(3)
+        assert other.address != address
+        assert core.kept() == 0
     core.device.reap(wait=True)
     assert core.kept() == 2
     third = core.range(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,6 +19,7 @@ from .core import (
     Other,
     backings,
     behind,
+    eventually,
     holds,
     maps,
     opened,
@@ -27,8 +29,6 @@ from .core import (
     write,
 )
 from .faulting import arm
-
-LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 
 
 def tensor(owner: _native.Range, first: int, count: int = 1) -> object:
@@ -98,18 +98,19 @@ def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(c
     assert holds(some.address, 9, 3 * PAGE)
 
 
-def test_what_is_taken_back_stays_while_the_rest_waits_for_pages() -> None:
+def test_what_is_taken_back_stays_while_the_rest_waits_for_pages(gate: Gate) -> None:
     """The wait for other pages completes every retirement, but not of those that this call has taken back."""
-    with opened(budget=7) as core:
-        stream = core.stream()  # one page
+    with opened(budget=6, path=gate.path) as core, ThreadPoolExecutor(1) as pool:
         some, other = core.range(6), core.range(1)
         some.map(0, 4)
         other.map(0, 1)
         write(some.address, 8, 4 * PAGE)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.retire(0, 4)
         other.retire(0, 1)
+        opening = pool.submit(lambda: (eventually(gate.waiting), gate.open()))
         some.map(0, 6)
+        opening.result()
         assert [some.leads_to(piece) for piece in range(6)] == ["device"] * 6
         assert {one.access for one in maps(some.address, 6 * PAGE)} == {"rw-s"}
         assert holds(some.address, 8, 4 * PAGE)
@@ -120,7 +121,7 @@ def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
     with opened(budget=6) as core:
         stream = core.stream()
         some = core.range(6, mapped=4)
-        core.occupy(stream, LONG)
+        core.occupy(stream, 0.5)
         some.retire(0, 4)
         refused(lambda: some.map(0, 6))
         core.device.reap(wait=True)

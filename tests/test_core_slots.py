@@ -13,8 +13,6 @@ from ballonet.allocator.errors import BallonetError, DriverError
 from .core import PAGE, Core, Gate, all_calls, backings, behind, calls, holds, opened, physical, write
 from .faulting import arm, faults_at_every_call
 
-LONG = 1.0  # seconds that a copy or a stream takes where a test must see that it goes on
-
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
     return core.range(pieces, "weights", mapped=pieces, value=value)
@@ -113,11 +111,11 @@ def test_copies_run_beside_the_host_and_in_their_order(core: Core) -> None:
     slot, first, second = layer(core, value=1), twin(core, 2), twin(core, 3)
     transfer = _native.Transfer(core.device)
     parts = [(slot.address, first.address, 2 * PAGE), (slot.address, second.address, PAGE)]
-    core.slow_copies(LONG / 2)
-    done = transfer.copy(parts, after=0, owner="weights", to="device")
-    assert not done.passed(), "the call waited for its copies"
-    assert not holds(slot.address, 3)
-    assert not holds(slot.address + PAGE, 2)
+    with core.held_copies():
+        done = transfer.copy(parts, after=0, owner="weights", to="device")
+        assert not done.passed()
+        assert not holds(slot.address, 3)
+        assert not holds(slot.address + PAGE, 2)
     done.before(0)
     assert holds(slot.address, 3)
     assert holds(slot.address + PAGE, 2)
@@ -126,10 +124,10 @@ def test_copies_run_beside_the_host_and_in_their_order(core: Core) -> None:
 def test_a_copy_waits_for_the_work_that_was_submitted_before_it(core: Core) -> None:
     slot, on_host = layer(core), twin(core, 6)
     lane = core.stream()
-    core.occupy(lane, LONG)
-    done = copied(core, slot, on_host, after=lane)
-    assert not done.passed(), "what still runs may read it"
-    assert not holds(slot.address, 6)
+    with core.occupied(lane):
+        done = copied(core, slot, on_host, after=lane)
+        assert not done.passed(), "what still runs may read it"
+        assert not holds(slot.address, 6)
     done.before(lane)
     done.wait()
     assert holds(slot.address, 6)
@@ -137,14 +135,14 @@ def test_a_copy_waits_for_the_work_that_was_submitted_before_it(core: Core) -> N
 
 def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting(core: Core) -> None:
     slot, on_host = layer(core), twin(core, 6)
-    core.slow_copies(LONG)
-    done, waits = copied(core, slot, on_host), calls()["cuEventSynchronize"]
-    thread = threading.Thread(target=done.wait)
-    thread.start()
-    while thread.is_alive() and calls()["cuEventSynchronize"] == waits:
-        thread.join(0.001)
-    core.device.note_stream(0)  # takes the lock that the one who waits must not hold
-    assert not done.passed()
+    with core.held_copies():
+        done, waits = copied(core, slot, on_host), calls()["cuEventSynchronize"]
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+        while thread.is_alive() and calls()["cuEventSynchronize"] == waits:
+            thread.join(0.001)
+        core.device.note_stream(0)  # takes the lock that the one who waits must not hold
+        assert not done.passed()
     thread.join()
     assert done.passed()
     assert holds(slot.address, 6)

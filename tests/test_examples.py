@@ -188,16 +188,32 @@ def test_two_models_are_served_from_one_pool(
     assert re.findall(r"\d+ of \d+", capsys.readouterr().out) == ["8 of 8", "8 of 8", "16 of 16"]
 
 
+# A program that does not end, for ten minutes, before somebody has looked.
+STAYS = """
+import runpy, sys, time
+from pathlib import Path
+looked, sys.argv = Path(sys.argv[1]), sys.argv[2:]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+end = time.monotonic() + 600
+while not looked.exists() and time.monotonic() < end:
+    time.sleep(0.01)
+"""
+
+
 def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
     """Watched from outside, from the first page to the last."""
     folder = made_model(tmp_path)
-    program = ["examples/generate.py", str(folder), "Once", "--tokens", "30"]
+    stays, looked = tmp_path / "stays.py", tmp_path / "looked"
+    stays.write_text(STAYS)
+    program = [str(stays), str(looked), "examples/generate.py", str(folder), "Once", "--tokens", "30"]
     command = ["-m", "ballonet", "run", "--budget", "8MiB", *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "BALLONET_PAGE_SIZE": "64KiB", "BALLONET_CHAOS": "2"}
     seen = [0]
     process = programs.Program(command, tmp_path, ROOT, environment).process
     while process.poll() is None:
         seen += bytes_of(process.pid)
+        if max(seen) > 2**20:
+            looked.touch()
         time.sleep(0.002)
     assert process.poll() == 0
     assert 2**20 < max(seen) <= 8 * 2**20

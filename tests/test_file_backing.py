@@ -9,6 +9,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
 from .contract.driver import ALREADY_REGISTERED, NOT_REGISTERED, READ_ONLY
-from .core import PAGE, Core, calls, current_context, opened
+from .core import PAGE, Core, calls, current_context, eventually, opened
 from .faulting import arm, at_each_call
 from .programs import run
 
@@ -266,12 +267,17 @@ def test_what_is_dropped_is_unregistered_even_where_the_driver_refuses_once(tmp_
 
 def test_closing_waits_for_a_copy_that_is_on_its_way(tmp_path: Path) -> None:
     path = weights.write(tmp_path / "w", {"a": 2 * PAGE})
-    with twins(path, link_latency_ns=1_000_000_000) as (core, made, file):
+    with twins(path) as (core, made, file), ThreadPoolExecutor(1) as pool:
         there = slot(core, 2)
         parts = made.twin([(0, file.span("a"))]).parts(there.address)
-        done = _native.Transfer(core.device).copy(parts, after=0, owner="weights", to="device")
-        assert not done.passed()
-        made.close()
+        with core.held_copies():
+            done = _native.Transfer(core.device).copy(parts, after=0, owner="weights", to="device")
+            assert not done.passed()
+            waits = calls()["cuStreamSynchronize"]
+            closing = pool.submit(made.close)
+            eventually(lambda: closing.done() or calls()["cuStreamSynchronize"] > waits)
+            assert not closing.done()
+        closing.result()
         assert done.passed()
         done.before(0)
         assert shows(there.address, [(0, file.span("a"))], path)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -374,27 +375,32 @@ def test_a_report_is_made_while_another_thread_measures_its_first_step(
 def test_threads_that_use_a_model_that_comes_and_goes(model: Any, hasty: None) -> None:
     expected, over = tokens(model), threading.Event()
     wrong = list[torch.Tensor]()
+    rounds = [0] * 3  # of each user
 
-    def use() -> int:
-        rounds = 0
-        while not over.is_set() or not rounds:
+    def use(number: int) -> None:
+        while not over.is_set():
             if not torch.equal(found := tokens(model), expected):
                 wrong.append(found)
-            rounds += 1
+            rounds[number] += 1
             time.sleep(0.005)  # so that now and then no forward runs, and it can be released
-        return rounds
 
-    users = [Thread(use) for _ in range(3)]
+    def each_was_there(times: int) -> bool:
+        return min(rounds) >= times or not all(user.is_alive() for user in users)
+
+    users = [Thread(partial(use, number)) for number in range(3)]
     try:
+        until(lambda: each_was_there(1))
         for attempt in range(8):
             managed = ballonet.manage(model, interval=(1, 2, "auto", None)[attempt % 4])
             while not managed.report().released:
                 with suppress(ModelInUse):
                     managed.release()
                 time.sleep(0.001)
+        until(lambda: each_was_there(2))
     finally:
         over.set()
-    assert all(user.result() > 1 for user in users)
+    for user in users:
+        user.result()
     assert wrong == []
 
 

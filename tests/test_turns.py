@@ -67,7 +67,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
-    it = Turns(cast(Group, None))
+    it = Turns(cast(Group, None), clock=Clock())
     first, order, results = Turn(), list[int](), list[Future[Any]]()
     assert it.take(first)
 

@@ -21,6 +21,7 @@ SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_CONTEXT = 0, 1, 
 INVALID_HANDLE, ILLEGAL_STATE, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = 400, 401, 600, 700, 800, 801
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 GIVES_BACK = ("cuEventDestroy", "cuStreamDestroy", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree")
+HELD = 2**64 - 1  # a latency with which no copy between host and device begins
 READ_ONLY = 8  # a flag of cuMemHostRegister
 DEVICE, HOST = 1, 3  # kinds of location
 HOST_PAGES_ATTRIBUTE, READ_ONLY_REGISTER_ATTRIBUTE = 141, 113
@@ -172,6 +173,15 @@ class Driver:
     def configure(self, device: int = 0, bandwidth: int = 0, latency_ns: int = 0, peer_bandwidth: int = 0) -> None:
         config = StandinConfig(device, bandwidth, latency_ns, peer_bandwidth)
         self.ok("ballonet_standin_configure", ctypes.byref(config))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it no copy between host and device begins."""
+        self.configure(latency_ns=HELD)
+        try:
+            yield
+        finally:
+            self.configure()
 
     def attribute(self, number: int) -> int:
         value = ctypes.c_int(-1)

@@ -29,7 +29,6 @@ from .driver import (
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
-SLOW = 1_000_000_000  # ns: longer than a test is ever away between two lines
 
 
 def pattern(nbytes: int) -> bytes:
@@ -175,10 +174,10 @@ def test_the_context_takes_what_is_registered_with_it(standin: Driver, weights: 
 def test_it_stays_while_a_copy_reads_it(standin: Driver, weights: Path) -> None:
     with mapped_file(weights, 4 * PAGE) as file, standin.mapped(PAGE) as target, standin.stream() as stream:
         standin.ok("cuMemHostRegister", file, 2 * PAGE, READ_ONLY)
-        standin.configure(latency_ns=SLOW)
-        standin.ok("cuMemcpyAsync", target, file + PAGE, PAGE, stream)
-        assert standin.result("cuMemHostUnregister", file) == ILLEGAL_STATE
-        assert "wait for it" in standin.violation()
+        with standin.held():
+            standin.ok("cuMemcpyAsync", target, file + PAGE, PAGE, stream)
+            assert standin.result("cuMemHostUnregister", file) == ILLEGAL_STATE
+            assert "wait for it" in standin.violation()
         standin.ok("cuStreamSynchronize", stream)
         standin.ok("cuMemHostUnregister", file)
 
@@ -188,21 +187,21 @@ def test_it_stays_while_a_copy_reads_it(standin: Driver, weights: Path) -> None:
 
 @contextmanager
 def cut_short(standin: Driver, weights: Path, target: int, stream: int) -> Iterator[None]:
-    """A copy of four pages is submitted, and while it is on its way the file loses two of them."""
+    """A copy of four pages is submitted, and before it begins, as `configure` lets it, the file loses two of them."""
     with mapped_file(weights, 4 * PAGE) as file:
         standin.ok("cuMemHostRegister", file, 4 * PAGE, READ_ONLY)
-        standin.configure(latency_ns=SLOW // 8)
-        standin.ok("cuMemcpyAsync", target, file, 4 * PAGE, stream)
-        with weights.open("r+b") as shorter:
-            shorter.truncate(2 * PAGE)
-        yield
-        standin.configure()
+        with standin.held():
+            standin.ok("cuMemcpyAsync", target, file, 4 * PAGE, stream)
+            with weights.open("r+b") as shorter:
+                shorter.truncate(2 * PAGE)
+            yield
         standin.ok("cuMemHostUnregister", file)
 
 
 def test_bytes_that_are_gone_are_an_error_where_they_are_waited_for(standin: Driver, weights: Path) -> None:
     target, (stream,) = standin.page(4 * PAGE), standin.streams(1)
     with cut_short(standin, weights, target, stream):
+        standin.configure()
         assert standin.result("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
         assert "found part of it gone" in standin.violation()
         assert ctypes.string_at(target, 4 * PAGE) == bytes([POISON]) * 4 * PAGE
@@ -217,6 +216,7 @@ def test_the_first_event_behind_says_so_each_time(standin: Driver, weights: Path
         standin.ok("cuEventRecord", first, stream)
         standin.ok("cuEventRecord", second, stream)
         assert standin.result("cuEventQuery", first) == NOT_READY
+        standin.configure()
         standin.ok("cuEventSynchronize", second)
         for _ in range(2):
             assert standin.result("cuEventSynchronize", first) == ILLEGAL_ADDRESS
@@ -230,8 +230,10 @@ def test_who_waits_for_it_has_failed_too(standin: Driver, weights: Path, late: b
     with cut_short(standin, weights, target, stream):
         standin.ok("cuEventRecord", event, stream)
         if late:
+            standin.configure()
             standin.result("cuEventSynchronize", event)
         standin.ok("cuStreamWaitEvent", waiter, event, 0)
+        standin.configure()
         assert standin.result("cuStreamSynchronize", waiter) == ILLEGAL_ADDRESS
         standin.ok("cuStreamSynchronize", stream)
 
@@ -242,6 +244,8 @@ def test_nobody_waits_but_the_context_does(standin: Driver, weights: Path, over:
     with cut_short(standin, weights, target, stream):
         if over:  # what shares the link with the copy is done after it
             standin.ok("cuMemcpyAsync", target + 4 * PAGE, ctypes.addressof(other), PAGE, behind)
+        standin.configure()
+        if over:
             standin.ok("cuStreamSynchronize", behind)
         assert standin.result("cuCtxSynchronize") == ILLEGAL_ADDRESS
         standin.ok("cuCtxSynchronize")

@@ -74,11 +74,11 @@ py::dict snapshot(Device& device) {
   copied["kv_p2d"] = numbers.copied.kv_p2d;
   copied["kv_d2p"] = numbers.copied.kv_d2p;
   copied["kv_p2h"] = numbers.copied.kv_p2h;
-  const auto counts = driver_calls(), behind = background_calls();
+  const auto made = calls_made();
   for (unsigned i = 0; i < kFnCount; ++i) {
     const char* const name = ballonet::name_of(static_cast<Fn>(i));
-    calls[name] = counts[i];
-    background[name] = behind[i];
+    calls[name] = made.all[i];
+    background[name] = made.background[i];
   }
   blocks["live"] = heap.live;
   blocks["live_peak"] = heap.live_peak;

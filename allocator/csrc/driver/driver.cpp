@@ -16,7 +16,7 @@ constexpr const char* kNames[] = {
 };
 
 using Counts = std::array<std::atomic<unsigned long long>, kFnCount>;
-Counts g_calls{}, g_background_calls{};
+Counts g_numbers{}, g_caller_calls{}, g_background_calls{};  // the first: of the last call
 
 // Faults that are still to come: (function, nth call of it), and the error.
 std::mutex g_faults_mutex;
@@ -57,7 +57,7 @@ void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& f
   }
   std::lock_guard<std::mutex> lock(g_faults_mutex);
   for (const auto& [call, code] : parsed) {
-    if (call.second > g_calls[static_cast<unsigned>(call.first)]) g_faults[call] = code;
+    if (call.second > g_numbers[static_cast<unsigned>(call.first)]) g_faults[call] = code;
   }
   g_any_armed = !g_faults.empty();
 }
@@ -74,14 +74,18 @@ void Driver::took(std::int64_t ns) const {
 
 unsigned long long faults_fired() { return g_fired; }
 
-std::array<unsigned long long, kFnCount> driver_calls() { return loaded(g_calls); }
+std::array<unsigned long long, kFnCount> driver_calls() { return calls_made().all; }
 
-std::array<unsigned long long, kFnCount> background_calls() { return loaded(g_background_calls); }
+CallsMade calls_made() {
+  CallsMade made{loaded(g_caller_calls), loaded(g_background_calls)};
+  for (unsigned i = 0; i < kFnCount; ++i) made.all[i] += made.background[i];
+  return made;
+}
 
 CUresult Driver::counted_fault(Fn function) {
   const unsigned index = static_cast<unsigned>(function);
-  const auto call = g_calls[index].fetch_add(1, std::memory_order_relaxed) + 1;
-  if (t_background) g_background_calls[index].fetch_add(1, std::memory_order_relaxed);
+  const auto call = g_numbers[index].fetch_add(1, std::memory_order_relaxed) + 1;
+  (t_background ? g_background_calls : g_caller_calls)[index].fetch_add(1, std::memory_order_relaxed);
   if (!g_any_armed.load(std::memory_order_relaxed)) return cuda::kSuccess;
   std::lock_guard<std::mutex> lock(g_faults_mutex);
   const auto armed = g_faults.find({function, call});

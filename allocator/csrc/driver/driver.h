@@ -39,8 +39,11 @@ unsigned long long faults_fired();
 // Calls per function since the process started, all drivers together.
 std::array<unsigned long long, kFnCount> driver_calls();
 
-// The calls that the background thread made.
-std::array<unsigned long long, kFnCount> background_calls();
+// The same, and those of them that the background thread made: both of the same moment.
+struct CallsMade {
+  std::array<unsigned long long, kFnCount> all, background;
+};
+CallsMade calls_made();
 
 // ns of the calling thread in calls that change page tables, all drivers together.
 unsigned long long page_table_ns();

@@ -170,7 +170,7 @@ extern "C" {
 struct BallonetStandinConfig {
   std::uint64_t device_bytes;     // total memory of the pretended device
   std::uint64_t link_bandwidth;   // bytes per second of host-device copies; 0 = as fast as memory
-  std::uint64_t link_latency_ns;  // added to every host-device copy
+  std::uint64_t link_latency_ns;  // added to every host-device copy; 2^64-1 = none begins before this changes
   std::uint64_t peer_bandwidth;   // bytes per second of copies between the two devices; 0 = as fast as memory
 };
 }

@@ -32,6 +32,7 @@ void Engine::configure(std::uint64_t bandwidth, std::uint64_t latency_ns, std::u
   bandwidth_ = bandwidth;
   latency_ns_ = latency_ns;
   peer_bandwidth_ = peer_bandwidth;
+  work_.notify_all();  // what was held may go on
 }
 
 bool Engine::touched_by_pending(const std::vector<Run>& runs) const {
@@ -169,6 +170,7 @@ bool Engine::advance(Lock& lock, Time* sleep_until) {
         move(lock, op);
         return true;
       }
+      if (latency_ns_ == kEndless && (op.link == Link::kToDevice || op.link == Link::kToHost)) continue;
       begin(*stream, op);
     }
     if (next_due(op) < *sleep_until) {

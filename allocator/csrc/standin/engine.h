@@ -8,6 +8,8 @@
 // wakes up late makes up for it. The poison waits until the copy begins where work that is still to come touches the
 // destination: that work is ordered before the copy, so it must not see it.
 //
+// With a latency of kEndless no copy between host and devices begins before there is another.
+//
 // Registered memory is read in a way that cannot fault, see registered.h. Where it is gone when its bytes are due, the
 // copy has failed: its destination is poison as a whole, and the first marker behind it in its stream says so, each
 // time that it is asked. A stream that waits for such a marker has failed in the same way. What comes after is carried
@@ -42,6 +44,8 @@ struct Marker {  // a point in a stream
   Clock clock;
   std::optional<Failure> failure;  // of what lies before it and behind the marker before
 };
+
+constexpr std::uint64_t kEndless = ~std::uint64_t{0};
 
 enum class Link { kNone, kToDevice, kToHost, kFromPeer, kToPeer };
 
