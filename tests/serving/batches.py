@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -74,9 +75,13 @@ def looping(model: Any, tokens: int, **settings: Any) -> AbstractContextManager[
     return found
 
 
+TOGETHER = threading.RLock()  # held while requests are added that come together, and while a loop takes those that came
+
+
 def ask(manager: Any, asked: Iterable[list[int]]) -> list[Answer]:
     """What a loop answers, which is asked all of it at once; in the order of the prompts."""
-    names = [manager.add_request(prompt) for prompt in asked]
+    with TOGETHER:
+        names = [manager.add_request(prompt) for prompt in asked]
     found = {(each := manager.get_result(timeout=600)).request_id: each for _ in names}
     return [Answer(found[name].generated_tokens, found[name].error) for name in names]
 

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from transformers.generation.continuous_batching import continuous_api
+
+from .batches import TOGETHER
+
+
+@pytest.fixture(autouse=True)
+def _together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are asked for at once come to the loop at once, however the threads run: which of them share a step
+    decides what the step needs."""
+
+    def locked(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with TOGETHER:
+                return stock(*args, **kwargs)
+
+        return call
+
+    manager = continuous_api.ContinuousBatchingManager
+    monkeypatch.setattr(manager, "add_requests", locked(manager.add_requests))
+    if (drain := vars(continuous_api).get("drain_queue")) is not None:  # in newer transformers
+        monkeypatch.setattr(continuous_api, "drain_queue", locked(drain))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 from ..core import PAGE_CALLS
 from ..models import build
 from ..tuned import Clock, Tuned
-from .batches import PAGE, answers, ask, install, looping, prompts, stock
+from .batches import PAGE, TOGETHER, answers, ask, install, looping, prompts, stock
 
 pytestmark = pytest.mark.chaos
 
@@ -352,9 +352,10 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
             for slo in (RequestSLO(), RequestSLO(tpot=1e-9), RequestSLO(ttft=1e-9)):
                 sizes.clear()
                 found: dict[str, Any] = {}
-                for n, prompt in enumerate(asked):
-                    schedule.slos.note(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
-                    manager.add_request(prompt, request_id=f"{n} {slo}")
+                with TOGETHER:
+                    for n, prompt in enumerate(asked):
+                        schedule.slos.note(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
+                        manager.add_request(prompt, request_id=f"{n} {slo}")
                 while len(found) < len(asked):
                     if (answer := manager.get_result(timeout=1)) is not None:
                         found[answer.request_id] = answer.generated_tokens
@@ -472,10 +473,11 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
                 ask()
             return large
 
-        for _ in range(16):
-            manager.add_request([*range(3, 193)])
-        for _ in range(3):
-            ask()
+        with TOGETHER:
+            for _ in range(16):
+                manager.add_request([*range(3, 193)])
+            for _ in range(3):
+                ask()
         left = 16
         while left:
             left -= answered()

@@ -29,7 +29,7 @@ from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
 from . import asynchronous
-from .batches import PAGE, answers, ask, install, looping, prompts, stock
+from .batches import PAGE, TOGETHER, answers, ask, install, looping, prompts, stock
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -371,8 +371,9 @@ def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
         device, calls = devices.require(), []
         for _ in range(24):
             began = device.snapshot()["driver_calls"]["cuMemSetAccess"]
-            for _ in range(8):
-                manager.add_request(torch.randint(3, 60, (60,), generator=draw).tolist())
+            with TOGETHER:
+                for _ in range(8):
+                    manager.add_request(torch.randint(3, 60, (60,), generator=draw).tolist())
             assert [manager.get_result(timeout=600).error for _ in range(8)] == [None] * 8
             calls.append(device.snapshot()["driver_calls"]["cuMemSetAccess"] - began)
         kept = manager.batch_processor.scheduler.cache.pages.client
