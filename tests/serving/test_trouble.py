@@ -212,6 +212,25 @@ def test_requests_that_wait_where_a_loop_ends_have_failed(monkeypatch: pytest.Mo
         assert [each.end for each in recorder.recording().requests] == ["failed"] * 3
 
 
+def test_a_request_that_comes_just_as_a_loop_is_to_end_is_told(at_steps: Callable[[Iterator[None]], None]) -> None:
+    model, (first, second) = build("llama", num_hidden_layers=4), prompts(2, 20)
+    install(256)
+
+    def act(manager: Any) -> Iterator[None]:
+        manager.add_request(second, request_id="comes")
+        rank = manager.distributed_helper.global_rank
+        manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
+        yield from ()
+
+    with ballonet.manage(model), looping(model, 400) as manager:
+        at_steps(act(manager))
+        manager.add_request(first, request_id="runs")
+        found = [manager.get_result(timeout=600) for _ in range(2)]
+        assert {each.request_id for each in found} == {"runs", "comes"}
+        assert all("loop finished" in each.error for each in found)
+        del manager
+
+
 @pytest.mark.parametrize("host", [256, 0])
 def test_a_request_that_is_preempted_goes_on_where_it_was(
     two: bool, host: int, monkeypatch: pytest.MonkeyPatch
