@@ -86,9 +86,12 @@ def watch(pid: int, path: Path) -> dict[str, int]:
 
 def descriptors(pid: int, place: str) -> list[Path]:
     """One of each memfd: a process that has loaded several copies of the stand-in has one of each."""
-    links = Path(f"/proc/{pid}/fd").iterdir()
-    found = [each for each in links if f"memfd:ballonet-{place}" in os.readlink(each)]
-    return list({os.stat(each).st_ino: each for each in found}.values())
+    found = {}
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if f"memfd:ballonet-{place}" in os.readlink(each):
+                found[os.stat(each).st_ino] = each
+    return list(found.values())
 
 
 if __name__ == "__main__":

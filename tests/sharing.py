@@ -111,12 +111,16 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self._end.wait(0.001):
-            before, there = self.total, self._look()
-            self.most = {pid: max(most, there[pid]) for pid, most in self.most.items()}
-            if there == self._look():
-                self.looks += 1
-                self.over += sum(there.values()) > max(before, self.total)
-                self.together = max(self.together, sum(there.values()))
+            self._count()
+
+    def _count(self) -> None:
+        """Looks, and once more."""
+        before, there = self.total, self._look()
+        self.most = {pid: max(most, there[pid]) for pid, most in self.most.items()}
+        if there == self._look():
+            self.looks += 1
+            self.over += sum(there.values()) > max(before, self.total)
+            self.together = max(self.together, sum(there.values()))
 
     def _look(self) -> dict[int, int]:
         """Bytes that each holds."""
@@ -129,6 +133,9 @@ class Watcher(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self.join()
+        looks = self.looks
+        while self.looks == looks:  # what they hold at the end counts, however late the thread was
+            self._count()
 
 
 def main(share: str, kind: str) -> None:

@@ -27,6 +27,11 @@ from jupyter_client.manager import KernelManager
 
 ME = os.getpid()
 SECONDS = 120  # that a message may take: only one that never comes takes them
+PATIENT = """
+from dataclasses import replace
+from ballonet.hooks.watch.processes import DEFAULT, WatchedProcesses
+WatchedProcesses.__init__.__kwdefaults__["tuning"] = replace(DEFAULT.watching, patience=600.0)
+"""
 TABLE = "text/html"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -114,7 +119,7 @@ def kernel(folder: Path, installed: None) -> Iterator[Kernel]:
 
 def test_a_kernel_publishes_a_live_widget_and_a_table_where_there_are_none(kernel: Kernel) -> None:
     pytest.importorskip("ipywidgets", reason="a live widget needs ipywidgets, which this environment lacks")
-    shown = kernel.run(f"import ballonet\nseen = ballonet.watch({ME}, every=0.05)\nseen")
+    shown = kernel.run(f"{PATIENT}\nimport ballonet\nseen = ballonet.watch({ME}, every=0.05)\nseen")
     widget = shown[WIDGET]["model_id"]
     (first, *_) = kernel.value_of(widget)
     assert f"process {ME} · " in first

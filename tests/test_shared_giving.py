@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ TOTAL = 16 * 2**20  # of which the model takes a fourth
 def share(tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> Iterator[Share]:
     """The part of this process, which has all that there is."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tuned(weights={"large": 2**11}, sharing={"patience": 30.0})
+    tuned(weights={"large": 2**11})
     ballonet.install(64 * 2**20, page_size=PAGE, host_budget="64MiB", device="cpu", spill=False)
-    shared.join(devices.of(), TOTAL, 0, 0, DEFAULT.sharing)
+    shared.join(devices.of(), TOTAL, 0, 0, replace(DEFAULT.sharing, patience=300.0))
     found = devices.of().shared
     assert isinstance(found, Share)
     yield found
@@ -45,7 +46,7 @@ def test_an_allocation_in_a_forward_goes_before_what_others_ask(share: Share) ->
 
     def give() -> None:
         try:
-            share.give(share.floor, 10.0)
+            share.give(share.floor, 600.0)
         except BudgetInUse as error:
             refused.append(error)
 

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import control, devices, looks
+from ballonet.hooks.watch.processes import WatchedProcesses
 from ballonet.offload.policy.tuning import DEFAULT
 
 from .counting import each_call
@@ -49,12 +51,17 @@ control.start(lambda nbytes, timeout, number: devices.of(number).device.set_budg
 print("ready", flush=True)
 sys.stdin.read()
 """
-ONLY = """
+TOP = """
 import pathlib, sys
 from ballonet.allocator import control
 from ballonet.__main__ import main
-control.control_dirs = lambda: (pathlib.Path(sys.argv[1]),)
-sys.exit(main(sys.argv[2:]))
+look, only, patience = control.look, sys.argv[1], float(sys.argv[2])
+control.look = lambda pid, since, folders, _, device: look(
+    pid, since, folders, 600.0 if since is None else patience, device
+)
+if only:
+    control.control_dirs = lambda: (pathlib.Path(only),)
+sys.exit(main(["top", *sys.argv[3:]]))
 """
 
 
@@ -63,8 +70,16 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where processes of the tests listen. Its name is short: the path of a socket may have 107 bytes."""
     made = Path(tempfile.mkdtemp(prefix="b-"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(made))
+    patient = replace(DEFAULT.watching, patience=600.0)
+    monkeypatch.setitem(WatchedProcesses.__init__.__kwdefaults__, "tuning", patient)
     yield made
     shutil.rmtree(made)
+
+
+def top_of(*arguments: str, only: str = "", patience: float = 600.0) -> list[str]:
+    """The command, which watches processes that may take long to answer. `only`: the folder of sockets, without those
+    that every process looks at; `patience`: seconds that an answer may take after the first."""
+    return [sys.executable, "-c", TOP, only, f"{patience}", *arguments]
 
 
 @pytest.fixture
@@ -77,8 +92,8 @@ def installed() -> Iterator[None]:
 class Terminal:
     """`top` with a terminal of 50 lines and 140 columns."""
 
-    def __init__(self, *arguments: str, kind: str = "xterm-256color", only: str = "") -> None:
-        """`kind`: of terminal; `only`: the folder of sockets, without those that every process looks at."""
+    def __init__(self, *arguments: str, kind: str = "xterm-256color", **options: Any) -> None:
+        """`kind`: of terminal; `options`: of `top_of`."""
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 50, 140, 0, 0))
         self.slave, self.before = slave, termios.tcgetattr(slave)
@@ -86,7 +101,7 @@ class Terminal:
         environment = {**os.environ, "TERM": kind}
         for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
             environment.pop(name, None)
-        command = [sys.executable, *(["-c", ONLY, only] if only else ["-m", "ballonet"]), "top", *arguments]
+        command = top_of(*arguments, **options)
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )
@@ -142,7 +157,7 @@ class Terminal:
 def terminal() -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def start(*arguments: str, **options: str) -> Terminal:
+    def start(*arguments: str, **options: Any) -> Terminal:
         opened.append(Terminal(*arguments, **options))
         return opened[-1]
 
@@ -218,8 +233,8 @@ def test_all_processes_are_listed_and_one_is_chosen(
 ) -> None:
     top = terminal("--every", "200ms", only=str(folder / "ballonet"))
     first, second = sorted([ME, watched.pid])
-    screen = top.wait(lambda screen: re.search(rf"> +{first} .*\n +{second} .*8MiB +░", screen))
-    assert f"process {first} · " in screen
+    listed = rf"> +{first} .*\n +{second} .*8MiB +░"
+    screen = top.wait(lambda screen: re.search(listed, screen) and f"process {first} · " in screen)
     assert f"process {second} · " not in screen
     top.press("j")
     top.wait(lambda screen: re.search(rf"> +{second} ", screen) and f"process {second} · " in screen)
@@ -241,7 +256,7 @@ def test_all_processes_are_listed_and_one_is_chosen(
 def test_a_process_that_hangs_is_said_to_and_it_ends_with_the_process(
     terminal: Callable[..., Terminal], watched: subprocess.Popen[str]
 ) -> None:
-    top = terminal(f"{watched.pid}", "--every", "100ms")
+    top = terminal(f"{watched.pid}", "--every", "100ms", patience=0.5)
     top.shows("[b] budget")
     watched.send_signal(signal.SIGSTOP)
     top.shows("did not answer")
@@ -300,7 +315,7 @@ def test_a_terminal_that_cannot_be_drawn_on_gets_lines(terminal: Callable[..., T
 
 @pytest.mark.usefixtures("installed")
 def test_a_pipe_gets_lines_until_nobody_reads() -> None:
-    command = [sys.executable, "-m", "ballonet", "top", f"{ME}", "--every", "50ms"]
+    command = top_of(f"{ME}", "--every", "50ms")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

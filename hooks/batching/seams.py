@@ -176,6 +176,8 @@ def _replace() -> Iterator[Undo]:
         (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
     ):
         yield _put(owner, name, mine)
+    if hasattr(processor, "_update_tp_group_state"):
+        yield _put(processor, "_update_tp_group_state", steps.receiving(processor._update_tp_group_state))
 
 
 def others_run(model: Batched) -> bool:

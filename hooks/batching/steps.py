@@ -32,6 +32,40 @@ from .preemption import PagePreemption
 from .scheduler import no_room
 
 
+class _Noted:
+    """A queue of which it is known what was taken."""
+
+    def __init__(self, queue: Any) -> None:
+        self.empty = queue.empty
+        self.taken: list[Any] = []
+        self._queue = queue
+
+    def get_nowait(self) -> Any:
+        """Takes the next one. queue.Empty."""
+        self.taken.append(self._queue.get_nowait())
+        return self.taken[-1]
+
+
+def receiving(stock: Callable[..., bool]) -> Callable[..., bool]:
+    """Wraps `_update_tp_group_state`, which takes new requests from the queue, and drops them where it finds that the
+    loop is to end: they go back, so that they fail with the others."""
+
+    @functools.wraps(stock)
+    def receive(self: Any) -> bool:
+        if (queue := self.input_queue) is None:
+            return stock(self)
+        self.input_queue = noted = _Noted(queue)
+        try:
+            ends = stock(self)
+        finally:
+            self.input_queue = queue
+        for each in noted.taken if ends else ():
+            queue.put(each)
+        return ends
+
+    return receive
+
+
 def computing(stock: Callable[..., None]) -> Callable[..., None]:
     """Wraps `_generation_step`: an OutOfMemoryError fails only a request that ran alone and for which nobody could free
     memory, a DriverError those of the step, and the step waits for its inputs, see Note [Inputs of a step]."""

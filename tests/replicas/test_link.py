@@ -419,7 +419,9 @@ def test_a_bye_that_is_not_answered_does_not_hold_up_who_goes() -> None:
     here, there = Wire.pair()
     link = Link(Given(here), 5, 2, Wakeup(), tuning=replace(TUNING, linger=0.05))
     eventually(lambda: link.state is LinkState.OPEN, "it is open")
-    link.close()
+    link.begin_close()
     assert Header.decode(there.back.get(timeout=LONG).tolist()).kind == BYE
+    link.close()
     assert here.closed.is_set()
+    link._receiver.join(LONG)
     assert not link._receiver.is_alive()

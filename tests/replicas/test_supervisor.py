@@ -194,8 +194,8 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
         wait(lambda count=count: len(scene.replicas.started) == 4 + 2 * count)
         scene.replicas.ends(0)
         scene.replicas.ends(1)
-        while len(scene.replicas.started) == 4 + 2 * count and not scene.told:
-            scene.now += 1.0  # until it is tried again
+        while len(scene.replicas.started) < 6 + 2 * count and not scene.told:
+            scene.now += 1.0  # until both are tried again
             time.sleep(0.01)
     wait(lambda: scene.told)
     assert "no replica is left" in str(scene.told[-1][1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,3 +43,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(processor, "_generation_step", watched)
     return found
+
+
+@pytest.fixture
+def at_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[None]], None]:
+    """Has the thread of a loop go on with a generator before each of its steps: however late the thread of the test is,
+    no request ends meanwhile."""
+    acts: deque[Iterator[None]] = deque(maxlen=1)
+    processor = continuous_api.ContinuousBatchProcessor
+    step = processor._generation_step
+
+    def acting(self: Any, model: Any) -> None:
+        for each in tuple(acts):
+            next(each, None)
+        step(self, model)
+
+    monkeypatch.setattr(processor, "_generation_step", acting)
+    return acts.append

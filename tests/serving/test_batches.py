@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -243,7 +243,7 @@ def test_batches_are_smaller_where_kv_on_the_host_is_slow(monkeypatch: pytest.Mo
 
 
 def test_requests_wait_for_what_others_are_promised(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_steps: Callable[[Iterator[None]], None]
 ) -> None:
     """A request that has waited for too long is told."""
     costly = Parts(0.01, 1e-6, 0.0, 1e-5)  # a step of 3 requests of 24 tokens takes 12.2 ms
@@ -252,31 +252,43 @@ def test_requests_wait_for_what_others_are_promised(
     expected = stock(model, asked, 8)
     install(256)
     seen, found = Batches(monkeypatch), dict[str, Any]()
+
+    def many(manager: Any) -> Iterator[None]:
+        schedule = manager.batch_processor.scheduler
+        for n, prompt in enumerate(asked):
+            schedule.slos.note(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
+            manager.add_request(prompt, request_id=str(n))
+        schedule.slos.note("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
+        manager.add_request(asked[0], request_id="late")
+        yield
+
+    def one(manager: Any) -> Iterator[None]:
+        schedule = manager.batch_processor.scheduler
+        schedule.slos.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
+        manager.add_request(asked[2], request_id="alone")
+        while "alone" not in schedule.waiting_requests:
+            yield
+        schedule.slos.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
+        while "alone" in schedule.waiting_requests:
+            yield
+        manager.cancel_request("long")
+
     with ballonet.manage(model, batches="full"):
         with looping(model, 8) as manager:
             first = manager.add_request(asked[0])  # after which it is known what steps take
             while manager.get_result(timeout=1) is None:
                 pass
-            schedule = manager.batch_processor.scheduler
-            for n, prompt in enumerate(asked):
-                schedule.slos.note(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
-                manager.add_request(prompt, request_id=str(n))
-            schedule.slos.note("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
-            manager.add_request(asked[0], request_id="late")
-            while len(found) < len(asked) + 1:
+            at_steps(many(manager))
+            manager.add_request(asked[0], request_id="before")
+            while len(found) < len(asked) + 2:
                 if (answer := manager.get_result(timeout=1)) is not None:
                     found[answer.request_id] = answer
+            at_steps(one(manager))
             manager.add_request(asked[1], request_id="long", max_new_tokens=400)
-            schedule.slos.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
-            manager.add_request(asked[2], request_id="alone")
-            while "alone" not in schedule.waiting_requests:
-                time.sleep(0.001)
-            schedule.slos.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
             while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
                 pass
             found["alone"] = answer
-            manager.cancel_request("long")
-        del manager, schedule, answer
+        del manager, answer
     assert first is not None
     for name in ("late", "alone"):
         assert "ttft of 1 s cannot be kept; the nearest that can is 5.0" in str(found.pop(name).error)
@@ -499,11 +511,14 @@ def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
         tuned(serving={"idle": idle})
         with ballonet.manage(model) as managed, looping(model, 64) as manager:
             assert managed.report().streamed
-            manager.add_request([*range(3, 60)], streaming=True)
-            found = list[int]()
-            for _ in range(64):
-                assert manager.get_result(timeout=600).error is None
-                found.append(devices.require().snapshot()["driver_calls"]["cuMemCreate"])
+            device, found = devices.require(), list[int]()
+            watch = model.register_forward_hook(
+                lambda *_: found.append(device.snapshot()["driver_calls"]["cuMemCreate"])
+            )
+            manager.add_request([*range(3, 60)])
+            assert manager.get_result(timeout=600).error is None
+            watch.remove()
+            assert len(found) == 64
             return found[-1] - found[24]
 
     without = created(10**6)

@@ -22,7 +22,7 @@ from ballonet.allocator.errors import BudgetInUse
 
 from ..models import build
 from ..outside import Watcher
-from ..pool import take_out
+from ..pool import bytes_that_exist, take_out
 from ..tuned import Tuned
 from .batches import BLOCK, greedily, prompts, stock
 
@@ -116,7 +116,7 @@ def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
     )
     for loop, options in zip(loops, kept, strict=True):
         loop.manage(**options)
-    budgets, changed, memory = (26, 36, 60), 0, list[int]()
+    budgets, changed, memory, most = (26, 36, 60), 0, list[int](), 0
     with Watcher(tmp_path, 48 * PAGE, 64 * PAGE) as watcher:
         began = looked = time.monotonic()
         asks = True
@@ -132,6 +132,7 @@ def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
                     if draw.random() < 0.003:
                         loop.again()
                 loop.hear(0.01)
+            most = max(most, bytes_that_exist())
             if draw.random() < 0.02:
                 pages = draw.choice(budgets)
                 watcher.allow(max(pages * PAGE, ballonet.stats().budget))
@@ -148,8 +149,8 @@ def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
     print(f"{SECONDS:.0f} s; answered, cancelled, refused, loops of each model: {said}; budgets: {changed}; {seen}")
     print(f"MiB that are not of the pool, by part: {[each >> 20 for each in memory[:: max(1, len(memory) // 10)]]}")
     assert seen["over_device"] == seen["over_host"] == 0, seen
-    assert 26 * PAGE < seen["most_device"] <= max(budgets) * PAGE
-    assert seen["looks"] > 10 * SECONDS
+    assert most > 26 * PAGE
+    assert 0 < seen["most_device"] <= max(budgets) * PAGE
     assert all(loop.answered > 4 for loop in loops)
     if SECONDS >= 60:
         assert memory[-1] < 1.1 * memory[len(memory) // 4] + 2**24, memory

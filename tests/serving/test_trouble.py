@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from statistics import median
@@ -126,26 +125,28 @@ def test_tokens_are_stocks_with_two_batches_in_flight(monkeypatch: pytest.Monkey
         take_out()
 
 
-def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool) -> None:
+def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool, at_steps: Callable[[Iterator[None]], None]) -> None:
     """After requests were preempted none begins until one ends: here the one that runs is cancelled, and none ends."""
     model, asked = build("llama", num_hidden_layers=4), prompts(2, 20)
     expected = stock(model, asked, 6)
     install(256)
-    with ballonet.manage(model), looping(model, 200, use_async_batching=two) as manager:
-        manager.add_request(asked[0], request_id="cancelled")
+
+    def act(manager: Any) -> Iterator[None]:
         schedule = manager.batch_processor.scheduler
-        while "cancelled" not in schedule.active_requests:
-            time.sleep(0.001)
         schedule.block_new_requests = True
         manager.add_request(asked[1], request_id="waits", max_new_tokens=6)
         while "waits" not in schedule.waiting_requests:
-            time.sleep(0.001)
+            yield
         manager.cancel_request("cancelled")
+
+    with ballonet.manage(model), looping(model, 200, use_async_batching=two) as manager:
+        at_steps(act(manager))
+        manager.add_request(asked[0], request_id="cancelled")
         found = manager.get_result(timeout=600)
         manager.cancel_request("waits")
         assert found is not None
         assert (found.request_id, found.generated_tokens) == ("waits", expected[1].tokens)
-        del manager, schedule
+        del manager
 
 
 def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
@@ -209,6 +210,25 @@ def test_requests_that_wait_where_a_loop_ends_have_failed(monkeypatch: pytest.Mo
             manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
             go_on.set()
         assert [each.end for each in recorder.recording().requests] == ["failed"] * 3
+
+
+def test_a_request_that_comes_just_as_a_loop_is_to_end_is_told(at_steps: Callable[[Iterator[None]], None]) -> None:
+    model, (first, second) = build("llama", num_hidden_layers=4), prompts(2, 20)
+    install(256)
+
+    def act(manager: Any) -> Iterator[None]:
+        manager.add_request(second, request_id="comes")
+        rank = manager.distributed_helper.global_rank
+        manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
+        yield from ()
+
+    with ballonet.manage(model), looping(model, 400) as manager:
+        at_steps(act(manager))
+        manager.add_request(first, request_id="runs")
+        found = [manager.get_result(timeout=600) for _ in range(2)]
+        assert {each.request_id for each in found} == {"runs", "comes"}
+        assert all("loop finished" in each.error for each in found)
+        del manager
 
 
 @pytest.mark.parametrize("host", [256, 0])
