@@ -36,9 +36,8 @@ Start = Callable[..., Process]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts processes, which share a folder with this one. They may take long to answer."""
+    """Starts processes, which share a folder with this one."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(shared_total, "DEFAULT", replace(DEFAULT, sharing=replace(DEFAULT.sharing, answer=60.0)))
     with ExitStack() as started:
 
         def begin(share: int | bool, kind: str = "tensors") -> Process:
@@ -251,6 +250,21 @@ def test_what_is_refused_is_refused_with_nothing_done(start: Start, tmp_path: Pa
     with pytest.raises(LedgerDamaged, match="delete the file"), here(True):
         pass
     assert process.do(f"get {4 * MIB}") in ("get", "out of memory"), "it keeps what it has"
+
+
+def test_a_total_waits_for_who_answers_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, asked = start(16 * MIB), list[int]()
+    process.do(f"get {12 * MIB}")
+    process.do("drop")
+    stock = shared_total.ask_to_give
+
+    def late(pid: int, *args: Any) -> bool | None:
+        asked.append(pid)
+        return stock(pid, *args) if len(asked) > 3 else None
+
+    monkeypatch.setattr(shared_total, "ask_to_give", late)
+    (found,) = change(6 * MIB)
+    assert (found["total"], asked[:4]) == (6 * MIB, [process.pid] * 4)
 
 
 def test_figures_are_published(

@@ -17,7 +17,7 @@ def change_total(device: str | None, total: int | None, timeout: float) -> list[
     """Sets the shared budget of `device` (None for the only one) to `total` bytes, unless None, and returns the parts
     of each shared budget of this user. A lower total is reached by steps: no part grows, and each process gives what
     exceeds its new part. SharedBudgetError, with the total unchanged, where it is not reached after `timeout` seconds,
-    or no process gives any more."""
+    or all processes have answered and none gives any more."""
     found = [each for each in ledgers() if device in (None, each.device)]
     if total is not None:
         if len(found) != 1:
@@ -34,17 +34,16 @@ def change_total(device: str | None, total: int | None, timeout: float) -> list[
 def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
     now, tuning = ledger.aim(total), DEFAULT.sharing
     while now.total != total:
-        pids = sorted(now.parts)
-        members = [
-            member_of(part.nbytes, part.floor, facts_of(pid, part.number, tuning.answer))
-            for pid, part in sorted(now.parts.items())
+        before, parts = now.taken, sorted(now.parts.items())
+        facts = [facts_of(pid, part.number, tuning.answer) for pid, part in parts]
+        members = [member_of(part.nbytes, part.floor, found) for (_, part), found in zip(parts, facts, strict=True)]
+        gave = [
+            ask_to_give(pid, now, due, max(0.0, deadline - time.monotonic()), tuning.answer)
+            for (pid, part), due in zip(parts, shares(total, members, tuning), strict=True)
+            if due < part.nbytes
         ]
-        before = now.taken
-        for pid, part in zip(pids, shares(total, members, tuning), strict=True):
-            if part < now.parts[pid].nbytes:
-                ask_to_give(pid, now, part, max(0.0, deadline - time.monotonic()), tuning.answer)
-        now = ledger.read()
-        if now.total != total and (now.taken >= before or time.monotonic() >= deadline):
+        now, answered = ledger.read(), None not in (*facts, *gave)
+        if now.total != total and ((answered and now.taken >= before) or time.monotonic() >= deadline):
             ledger.give_up()
             raise SharedBudgetError(
                 f"a total of {format_size(total)} was asked for, but the processes have {format_size(now.taken)}, "

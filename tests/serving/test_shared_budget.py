@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import pytest
 from openai import OpenAI
 
 from ballonet.__main__ import main
-from ballonet.hooks.device import shared_total
-from ballonet.offload.policy.tuning import DEFAULT
 
 from ..sharing import Watcher
 from .test_server import Serving, by_stock
@@ -31,8 +28,6 @@ PROMPTS = [" ".join(f"w{3 + (7 * first + n * n) % 80}" for n in range(300)) for 
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Serving]]:
     """Both idle. They have ended well after it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    patient = replace(DEFAULT, sharing=replace(DEFAULT.sharing, answer=60.0))
-    monkeypatch.setattr(shared_total, "DEFAULT", patient)  # they are busy
     started = list[Serving]()
     try:
         for share in (f"{TOTAL}", "on"):
