@@ -59,11 +59,16 @@ class Loop(CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """Generates as transformers does, or raises HTTPException."""
+        """Generates as transformers does, or raises HTTPException. Transformers registers the handler of tokens once
+        the request has begun: one before it passes on what comes meanwhile, or a short answer would never end."""
         self._admit(request_id, model, inputs, gen_config)
+        if (loop := self._cb) is not None:
+            loop.register_result_handler(request_id, functools.partial(_pass_on, loop.output_router))
         try:
             return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
         except BaseException:
+            if loop is not None:
+                _forget(loop.output_router, request_id)
             self._release(request_id)
             raise
 
@@ -179,6 +184,14 @@ def _forget(router: Any, request: str) -> None:
     """Makes an OutputRouter deliver nothing more of a request."""
     with router._lock:
         router.result_handlers.pop(request, None)
+
+
+def _pass_on(router: Any, output: Any) -> None:
+    """Calls the handler that a request has by now, on its event loop. Then that handler is not this one."""
+    with router._lock:
+        handler, _ = router.result_handlers.get(output.request_id, (None, None))
+    if handler is not None:
+        handler(output)
 
 
 class Tenants(GenerationState):

@@ -9,6 +9,7 @@ import signal
 import socket
 import tempfile
 import textwrap
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -34,7 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedTokenizerFast
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 
 import ballonet
 from ballonet.allocator import control, devices
@@ -326,6 +327,34 @@ def test_a_second_request_of_a_name_is_refused_until_the_first_has_ended(streami
             gone.cancel()
         while await refused("a"):
             await asyncio.sleep(0.001)
+
+    in_a_loop(scene)
+
+
+def test_an_answer_that_is_there_before_its_stream_is_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the thread of the event loop is late all tokens come before transformers registers who gets them."""
+    add, over = ContinuousBatchingManager.add_request, threading.Event()
+    deliver = OutputRouter.deliver_batch
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = add(self, *args, **kwargs)
+        assert over.wait(60)
+        return name
+
+    def delivered(self: Any, outputs: list[Any]) -> None:
+        deliver(self, outputs)
+        if any(each.is_finished() for each in outputs):
+            over.set()
+
+    monkeypatch.setattr(ContinuousBatchingManager, "add_request", late)
+    monkeypatch.setattr(OutputRouter, "deliver_batch", delivered)
+
+    async def scene(loop: Loop, model: Any) -> None:
+        text, streamer = await asked_of(loop, True, model, "one")
+        while await text.get() is not None:
+            pass
+        assert streamer.total_tokens == TOKENS
+        assert not loop._has("one")
 
     in_a_loop(scene)
 
