@@ -361,6 +361,9 @@ class Serving:
     statics: int = 16
     # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
     told: float = 5.0
+    # Seconds that a connection stays open for its client's next request: longer than clients keep one (openai's 5 s,
+    # nginx 60 s), as a request fails that is sent while the server closes its connection. Chosen.
+    idle_connection: int = 75
     # Rounding to pages may take 1/32 of what the weights leave (page_size.py): pages of 256 KiB for the model of the
     # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
     # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.
