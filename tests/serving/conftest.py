@@ -13,7 +13,7 @@ from .batches import TOGETHER
 
 
 @pytest.fixture(autouse=True)
-def _together(monkeypatch: pytest.MonkeyPatch) -> None:
+def _together() -> Iterator[None]:
     """Requests that are asked for at once come to the loop at once, however the threads run: which of them share a step
     decides what the step needs."""
 
@@ -25,9 +25,11 @@ def _together(monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     manager = continuous_api.ContinuousBatchingManager
-    monkeypatch.setattr(manager, "add_requests", locked(manager.add_requests))
-    if (drain := vars(continuous_api).get("drain_queue")) is not None:  # in newer transformers
-        monkeypatch.setattr(continuous_api, "drain_queue", locked(drain))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "add_requests", locked(manager.add_requests))
+        if (drain := vars(continuous_api).get("drain_queue")) is not None:  # in newer transformers
+            patch.setattr(continuous_api, "drain_queue", locked(drain))
+        yield
 
 
 @pytest.fixture
