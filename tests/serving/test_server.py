@@ -496,7 +496,7 @@ def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
         *("requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
         *("tokens_per_second", "goodput"),
     ]
-    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0)
+    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0), done.stderr
     assert 0 < said["ttft_p50"] <= said["ttft_p99"] <= said["seconds"]
     assert said["goodput"] == pytest.approx(8 / said["seconds"], rel=0.01)
 
