@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -64,9 +64,14 @@ class Process:
     def stop(self) -> None:
         """Stops it as SIGSTOP does, which returns before all threads of a process have stopped: waits for them."""
         os.kill(self.pid, signal.SIGSTOP)
-        threads = [Path(f"/proc/{self.pid}/task/{number}/stat") for number in os.listdir(f"/proc/{self.pid}/task")]
-        while any(each.read_text().rpartition(") ")[2][0] != "T" for each in threads):
+        while any(state != "T" for state in self._states()):
             time.sleep(0.001)
+
+    def _states(self) -> Iterator[str]:
+        """The state of each thread, as `ps` shows it."""
+        for thread in Path(f"/proc/{self.pid}/task").iterdir():
+            with suppress(OSError):  # it has ended
+                yield (thread / "stat").read_text().rpartition(") ")[2][0]
 
     def kill(self) -> None:
         """As `kill -9`."""
