@@ -503,7 +503,7 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
 
 def test_looks_at_the_heap_cost_a_steady_load_no_pages(tuned: Tuned) -> None:
     """Although layers stream all the time: pages that are created in 40 steps, with a look in each few and without."""
-    tuned(weights={"large": 2**11})
+    tuned(clock=Clock(), weights={"large": 2**11})  # no layer comes home meanwhile
     model = build("llama", num_hidden_layers=12, hidden_size=128)
     install(64)
 
