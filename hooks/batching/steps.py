@@ -36,9 +36,11 @@ class _Noted:
     """A queue of which it is known what was taken."""
 
     def __init__(self, queue: Any) -> None:
-        self.empty = queue.empty
         self.taken: list[Any] = []
         self._queue = queue
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
 
     def get_nowait(self) -> Any:
         """Takes the next one. queue.Empty."""
