@@ -6,6 +6,7 @@ Each phase runs in a process of its own: faults that were armed and not met must
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,11 +90,14 @@ def generate(model: Any) -> torch.Tensor:
 
 
 def settle(device: Device) -> dict[str, int]:
-    """Pages by owner once everything that can go has gone."""
+    """Pages by owner once everything that can go has gone. Threads that end may let go of some meanwhile."""
     gc.collect()
-    for _ in range(2):  # an unmap that failed is tried again
+    end, rounds = time.monotonic() + 60, 0
+    while True:
         device.trim()
         device.reap(wait=True)
-    device.check()
-    pages: dict[str, int] = device.snapshot()["pages"]
-    return pages
+        device.check()
+        rounds += 1
+        pages: dict[str, int] = device.snapshot()["pages"]
+        if rounds > 1 and (not pages["retiring"] or time.monotonic() > end):  # an unmap that failed is tried again
+            return pages
