@@ -1,9 +1,10 @@
-"""Steps of continuous batching that find no memory: the requests go on later, or one of them fails, and the loop lives.
+"""What ballonet changes in the steps of a generation loop, so that no request is lost and the loop lives.
 
-In stock an error in a step fails every request and ends the loop. With ballonet a step that found no memory for
-activations is undone by computing its requests again (preemption.py); where a driver call failed, they fail. Where no
-request can be scheduled the newest one gives up its blocks and is computed again later; one that has waited alone for
-long enough fails, and so do those that need more memory than there is.
+In stock a request that is taken as the loop is to end is dropped (`receiving`), a step without tokens is an error
+(`launching`), and an error in a step fails every request and ends the loop. With ballonet a step that found no memory
+for activations is undone by computing its requests again (preemption.py); where a driver call failed, they fail. Where
+no request can be scheduled the newest one gives up its blocks and is computed again later; one that has waited alone
+for long enough fails, and so do those that need more memory than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
