@@ -40,6 +40,18 @@ class CaptureListener:
     def reset(self, graph: Any) -> None:
         """Called when a graph holds no capture any more."""
 
+    def aside(self, owner: object) -> AbstractContextManager[object]:
+        """Returns a context for captures of ballonet's own, of which listeners are told nothing else."""
+        return nullcontext()
+
+
+def aside(owner: object) -> ExitStack:
+    """A `with` block in which this thread captures for ballonet itself: who decides where it allocates steps aside."""
+    around = ExitStack()
+    for each in _listeners.users:
+        around.enter_context(each.aside(owner))
+    return around
+
 
 def listen(listener: CaptureListener) -> None:
     """Adds a listener. Idempotent. AttributeError where torch has no CUDA graphs."""

@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 
 from . import captures
+from .interrupts import guarded
 from .patches import Patches
 
 # With which torch begins to allocate from a pool; in torch._C, and by name in torch.cuda.memory.
@@ -105,6 +106,9 @@ class MemPoolRoute(captures.CaptureListener):
 
     def ended(self, graph: Any, *, captured: bool) -> None:
         self._take_over(graph)
+
+    def aside(self, owner: object) -> AbstractContextManager[object]:
+        return guarded(lambda: self._give_way(owner), lambda failed: self._take_over(owner))
 
     def _begin(self) -> None:
         if self._pool is None:

@@ -1,0 +1,129 @@
+"""The stream and the memory of one model's graphs.
+
+Note [One stream]
+    Recorded steps, captures and replays of a model run on a stream of its own, which waits for the caller's and which the
+    caller's waits for. So no two steps over one pool overlap, whichever threads run them; and a cuBLAS workspace, which
+    torch keeps for each stream, is the same in eager calls and in graphs.
+
+Note [Workspaces]
+    A graph holds the address of cuBLAS' workspace. Made within a capture it would lie in the graphs' pool; and some
+    versions of torch free the workspaces of a stream with the first graph that is reset (pytorch 193402), after which
+    others replay into memory that may be somebody's. So they are made beforehand, in a pool of their own from which
+    nothing else is allocated, and which is kept until all graphs are gone.
+
+Note [Captures of our own]
+    These go to torch's class itself: the listeners of allocator/captures.py, which keep resident what a program's own
+    graphs read, are not told. Only who decides where a thread allocates steps aside (`captures.aside`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ...allocator import captures
+
+Pool = tuple[int, int]
+
+
+class GraphPool:
+    """What the graphs of one model are captured on and into, from the first one until `close`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.captured = 0  # graphs so far
+        self._users: set[Any] = set()  # streams that steps were run for
+        self._pool: Pool | None = None
+        self._workspaces: Pool | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A `with` block whose work is done on the stream, after that of the current one, which then waits for it."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        if current not in self._users:  # memory of the stream that another one has used may be used anew from now on
+            for other in self._users:
+                self.stream.wait_stream(other)
+            self._users.add(current)
+        torch.cuda.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(current)
+            current.wait_stream(self.stream)
+
+    def capture(self, work: Iterable[Callable[[], object]]) -> Callable[[], None]:
+        """Captures the calls of `work` on the stream, which is current, and returns the function that replays them. After
+        a failure, of whatever kind, nothing is being captured."""
+        self._prepare()
+        graph = torch._C._CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what is collected may free graphs, or wait, which ends a capture
+        try:
+            with captures.aside(self):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    for act in work:
+                        act()
+                finally:
+                    self._end(graph)
+        finally:
+            if collects:
+                gc.enable()
+        self.captured += 1
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def close(self) -> None:
+        """Gives back the memory, once no graph is left. Idempotent."""
+        for pool in (self._pool, self._workspaces):
+            if pool is not None:
+                torch._C._cuda_releasePool(self.device.index, pool)
+        self._pool = self._workspaces = None
+
+    def holds_only(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Are these, of those that lie in the graphs' memory, all that is allocated there?"""
+        if self._pool is None:
+            return True
+        addresses = {each.untyped_storage().data_ptr() for each in tensors}
+        mine = {
+            block["address"]
+            for segment in torch._C._cuda_memorySnapshot(None)["segments"]
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        }
+        return mine <= addresses
+
+    def _prepare(self) -> None:
+        """Makes the pools and the workspaces of the stream."""
+        if self._pool is not None:
+            return
+        self._workspaces = torch._C._graph_pool_handle()
+        small = torch.ones((16, 16), dtype=torch.bfloat16, device=self.device)
+        with captures.aside(self):
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._workspaces)
+            try:
+                for each in (small, small.float()):
+                    torch.addmm(each[0], each, each)
+                    torch.mm(each, each)
+            finally:
+                torch._C._cuda_endAllocateToPool(self.device.index, self._workspaces)
+        self._pool = torch._C._graph_pool_handle()
+        with torch.cuda.device(self.device):  # the pool outlives the first graph, whatever becomes of that
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+
+    def _end(self, graph: Any) -> None:
+        """Ends the capture, also one that has failed."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):  # torch has ended the stream's capture, but not the use of the pool
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            raise

@@ -1,0 +1,430 @@
+"""Programs: a recipe as CUDA graphs and the eager calls between them.
+
+Note [Owned]
+    Every tensor that crosses a cut (inputs, q, k and v, residuals, cos and sin, results of eager calls, what a layer
+    returns) belongs to the program for as long as it lives; what is made and used within one graph does not, and its
+    memory serves the graphs that are captured after it. A layer that was away when the others were captured is captured
+    later into the same memory: what crosses is never lent, and nothing within a graph is read by another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from .graph_pool import GraphPool
+from .recipe import (
+    OUTSIDE,
+    THE_CACHE,
+    Call,
+    Facts,
+    Fresh,
+    Given,
+    Layer,
+    Made,
+    Number,
+    Op,
+    OutputFields,
+    Recipe,
+    Step,
+    Weight,
+    operands,
+    read_by,
+    rebuild,
+)
+from .recorder import OUTPUT, Recorder
+
+_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INITIAL: Final = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))  # fill nothing
+
+
+class Stale(Exception):
+    """A program does not fit a forward, of which nothing was computed yet."""
+
+
+class Forward:
+    """One forward by a program: its cache, its keyword arguments, the layers that run on their own, and what its eager
+    calls have returned so far."""
+
+    __slots__ = ("away", "cache", "fresh", "given")
+
+    def __init__(self, cache: Any, given: Mapping[str, Any], away: Container[int]) -> None:
+        self.cache = cache
+        self.given = given
+        self.away = away
+        self.fresh: dict[tuple[int, int], Any] = {}
+
+
+Act = Callable[[Forward], object]
+Sequence_ = Sequence[tuple[Callable[[], object], Act]]  # (replays a graph, makes an eager call), in order
+
+
+def _nothing(forward: Forward | None = None) -> None:
+    """What is done where a sequence begins with an eager call, or ends with a graph."""
+
+
+class _EagerCall:
+    """An eager call of a program. `act(forward)` makes it; `put(forward, result)` takes what another one returned."""
+
+    def __init__(self, program: Program, call: Call) -> None:
+        self.call = call
+        self.cuts = [(made, program.tensors[made]) for made in read_by(call)]
+        self._targets: dict[Any, torch.Tensor] = {made: program.tensors[made] for made in call.facts}
+        self._places = list(operands(call.results))
+        self._absent = call.results is None
+        function, args, kwargs = call.function, program.bound(call.args), program.bound(call.kwargs)
+        self.act = self._update_act(function, args, kwargs) or self._attention_act(function, args, kwargs)
+        if self.act is None:
+            positional, named = _maker(args), _maker(kwargs)
+            self.act = lambda forward: self.put(forward, function(*positional(forward), **named(forward)))
+
+    def put(self, forward: Forward, result: Any) -> None:
+        """Takes what the call has returned: copies what graphs read. Stale where a mask has come or gone."""
+        if self.call.kind == "update":
+            forward.fresh[self.call.number] = result
+        elif self.call.kind == "mask":
+            if (result is None) is not self._absent:
+                raise Stale
+            forward.fresh[self.call.number] = [leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor)]
+        else:
+            for leaf, place in zip(operands(result), self._places, strict=True):
+                if (target := self._targets.get(place)) is not None:
+                    self._copy(target, leaf)
+
+    def _copy(self, target: torch.Tensor, found: torch.Tensor) -> None:
+        if found.shape != target.shape:
+            raise RuntimeError(f"{self.call} returned {list(found.shape)} in the place of {list(target.shape)}")
+        target.copy_(found)
+
+    def _update_act(self, function: Any, args: Any, kwargs: Any) -> Act | None:
+        """The usual update of a cache, with few calls."""
+        if self.call.kind != "update" or _varies(args[1:]) or _varies(kwargs):
+            return None
+        number, new = self.call.number, args[1:]
+
+        def update(forward: Forward) -> None:
+            forward.fresh[number] = function(forward.cache, *new, **kwargs)
+
+        return update
+
+    def _attention_act(self, function: Any, args: Any, kwargs: Any) -> Act | None:
+        """The usual attention, over one pair of keys and values and without a mask, with few calls."""
+        if self.call.kind != "attention" or _varies(args[:2]) or _varies(args[4:]) or _varies(kwargs):
+            return None
+        keys, values = args[2:4]
+        target = self._targets.get(self.call.results[0]) if isinstance(self.call.results, tuple) else None
+        if not (isinstance(keys, Fresh) and values == Fresh(keys.call, 1) and keys.leaf == 0) or target is None:
+            return None
+        (module, query), rest, pair, shape = args[:2], args[4:], keys.call, target.shape
+
+        def attend(forward: Forward) -> None:
+            keys, values = forward.fresh[pair]
+            found = function(module, query, keys, values, *rest, **kwargs)[0]
+            if found.shape != shape:
+                self._copy(target, found)  # which says what is wrong
+            target.copy_(found)
+
+        return attend
+
+
+def _varies(tree: Any) -> bool:
+    """Does a tree with a program's tensors differ from forward to forward?"""
+    return any(isinstance(leaf, (Fresh, Given)) or leaf is THE_CACHE for leaf in operands(tree))
+
+
+def _maker(tree: Any) -> Callable[[Forward], Any]:
+    """Returns the function that makes such a tree for a forward."""
+    if not _varies(tree):
+        return lambda forward: tree
+    if isinstance(tree, Fresh):
+        call, leaf = tree
+        return lambda forward: forward.fresh[call][leaf]
+    if isinstance(tree, Given):
+        name, _, kind = tree.name.partition(".")
+        return (lambda forward: forward.given[name][kind]) if kind else (lambda forward: forward.given[name])
+    if isinstance(tree, dict):
+        fixed = {name: part for name, part in tree.items() if not _varies(part)}
+        named = [(name, _maker(part)) for name, part in tree.items() if name not in fixed]
+        return lambda forward: fixed | {name: part(forward) for name, part in named}
+    if isinstance(tree, (tuple, list)):
+        kind_of, parts = type(tree), list(map(_maker, tree))
+        return lambda forward: kind_of([part(forward) for part in parts])
+    return lambda forward: forward.cache
+
+
+class _LayerCall:
+    """A decoder layer of a program: by graphs where it has them and is not away, else as one eager call."""
+
+    def __init__(self, program: Program, layer: Layer, sequence: Sequence_ | None) -> None:
+        self.layer = layer
+        self.whole = _EagerCall(program, layer.call)
+        self.sequence = sequence
+
+    def act(self, forward: Forward) -> None:
+        sequence = self.sequence
+        if sequence is None or self.layer.index in forward.away:
+            self.whole.act(forward)
+            return
+        for replay, act in sequence:
+            replay()
+            act(forward)
+
+
+class Program:
+    """A forward as graphs and eager calls, made of its recipe right after it was recorded."""
+
+    def __init__(self, recipe: Recipe, recorder: Recorder, pool: GraphPool) -> None:
+        """Captures on the current stream, which is the pool's. Raises what a capture raises; nothing is left then."""
+        self.recipe = recipe
+        self.pool = pool
+        self.tensors: dict[Made, torch.Tensor] = {}  # that cross a cut
+        self.layers: list[_LayerCall] = []
+        self._held = _crossing(recipe)
+        self._inputs: list[tuple[str, torch.Tensor]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for name, made in recipe.inputs.items():
+                self.tensors[made] = copied = _like(Facts.of(recorder.given[name]), pool.device)
+                self._inputs.append((name, copied))
+            self._calls: list[_EagerCall | _LayerCall | None] = []
+            self._calls_of: dict[int, list[_EagerCall | _LayerCall | None]] = {}  # of the layers that have graphs
+            self._sequence = self._build(recipe.steps, self._calls)
+        self._trim()
+        self._never_alone = [each.layer.index for each in self.layers if each.layer.why_not_alone]
+
+    def run(self, forward: Forward) -> None:
+        """Computes a forward. Stale, and nothing was changed, where the program does not fit it."""
+        if any(layer in forward.away for layer in self._never_alone):
+            raise Stale
+        for name, copied in self._inputs:
+            copied.copy_(forward.given[name])
+        for replay, act in self._sequence:
+            replay()
+            act(forward)
+
+    def output(self, forward: Forward) -> Any:
+        """Returns what the forward that was computed last returns, as new tensors."""
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, Made):
+                return self.tensors[value].clone()
+            return forward.cache if value is THE_CACHE else value
+
+        found = self.recipe.output
+        if isinstance(found, OutputFields):
+            return found.kind(**{name: rebuild(value, leaf) for name, value in found.fields.items()})
+        return rebuild(found, leaf)
+
+    def disagrees(self, recorder: Recorder) -> str:
+        """Computes the recorded forward a second time, with what its eager calls have returned then, and returns where a
+        bit differs; empty where none does. Touches no cache. Waits for the device."""
+        names: list[str] = []
+        differ: list[torch.Tensor] = []
+        forward = Forward(recorder.cache, {}, ())
+
+        def compare(name: str, mine: Iterable[tuple[Made, torch.Tensor]], theirs: Any) -> None:
+            known = dict(theirs)
+            for made, tensor in mine:
+                if (other := known.get(made)) is not None:
+                    names.append(name)
+                    differ.append((_bits(tensor) != _bits(other)).any())
+
+        def play(sequence: Sequence_, calls: Sequence[_EagerCall | _LayerCall | None], where: str) -> None:
+            for (replay, _), made in zip(sequence, calls, strict=True):
+                replay()
+                if made is None:
+                    continue
+                call = made.whole if isinstance(made, _LayerCall) else made
+                compare(f"{where}{call.call}", call.cuts, recorder.cuts[call.call.number])
+                if isinstance(made, _LayerCall) and made.sequence is not None and recorder.has_seen(made.layer):
+                    play(made.sequence, self._calls_of[made.layer.index], f"{made.layer}, ")
+                else:
+                    call.put(forward, recorder.results[call.call.number])
+
+        for name, copied in self._inputs:
+            copied.copy_(recorder.given[name])
+        play(self._sequence, self._calls, "")
+        made = [leaf for leaf in operands(self.recipe.output) if isinstance(leaf, Made)]
+        compare("the output", [(each, self.tensors[each]) for each in made], recorder.cuts.get(OUTPUT, ()))
+        return next((name for name, wrong in zip(names, _told(differ), strict=True) if wrong), "")
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Captures layers that were away until now and that the recipe, of the forward that has just been recorded, has
+        seen from within. Raises what a capture raises; those layers stay eager then."""
+        with torch.inference_mode(False), torch.no_grad():
+            for mine, layer in zip(self.layers, recipe.layers(), strict=True):
+                if mine.sequence is None and layer.body is not None and self._reads_known(layer):
+                    self._held |= _crossing(recipe)
+                    mine.sequence = self._capture_layer(layer, late=True)
+                    mine.layer = layer
+        self._trim()
+
+    @property
+    def lacks(self) -> list[int]:
+        """The decoder layers that have no graphs."""
+        return [each.layer.index for each in self.layers if each.sequence is None]
+
+    def _trim(self) -> None:
+        """Lets go of tensors that were only needed to capture."""
+        self.tensors = {made: tensor for made, tensor in self.tensors.items() if made in self._held}
+
+    # -- operands
+
+    def bound(self, tree: Any) -> Any:
+        """Returns the tree with the program's tensors in it; what changes from forward to forward stays as it is."""
+        return rebuild(tree, self._bound)
+
+    def _bound(self, value: Any) -> Any:
+        if isinstance(value, Made):
+            return self.tensors[value]
+        if isinstance(value, Weight):
+            return value.tensor()
+        return value.tensor if isinstance(value, Number) else value
+
+    # -- captures
+
+    def _build(self, steps: Sequence[Step], calls: list[_EagerCall | _LayerCall | None]) -> Sequence_:
+        """Captures what lies between the eager calls of the steps; adds those to `calls`, None for a graph at the
+        end."""
+        sequence: list[tuple[Callable[[], object], Act]] = []
+        ops: list[Op] = []
+        for step in steps:
+            if isinstance(step, Op):
+                ops.append(step)
+                continue
+            replay = self._capture(ops)
+            ops = []
+            made: _EagerCall | _LayerCall
+            if isinstance(step, Layer):
+                body = None if step.body is None else self._capture_layer(step)
+                self._own_results(step.call)
+                made = _LayerCall(self, step, body)
+                self.layers.append(made)
+            else:
+                self._own_results(step)
+                made = _EagerCall(self, step)
+            calls.append(made)
+            sequence.append((replay, made.act))
+        if ops:
+            calls.append(None)
+            sequence.append((self._capture(ops), _nothing))
+        return sequence
+
+    def _capture_layer(self, layer: Layer, late: bool = False) -> Sequence_:
+        """Captures the body of a layer. Its results are tensors of its body, or `late` are copied to those that others
+        read already."""
+        calls: list[_EagerCall | _LayerCall | None] = []
+        sequence = [*self._build(layer.body or (), calls)]
+        if late:
+            pairs = [(self.tensors[result], self.tensors[inner]) for result, inner in layer.made.items()]
+            copies = [functools.partial(target.copy_, source) for target, source in pairs]
+            sequence.append((self.pool.capture(copies), _nothing))
+            calls.append(None)
+        else:
+            self.tensors.update({result: self.tensors[inner] for result, inner in layer.made.items()})
+        self._calls_of[layer.index] = calls
+        return sequence
+
+    def _own_results(self, call: Call) -> None:
+        for made, facts in call.facts.items():
+            if made not in self.tensors:
+                self.tensors[made] = _like(facts, self.pool.device)
+
+    def _capture(self, ops: Sequence[Op]) -> Callable[[], object]:
+        if not ops:
+            return _nothing
+        last = {leaf: index for index, op in enumerate(ops) for leaf in _of(op)}
+
+        def work() -> Iterator[Callable[[], object]]:
+            for index, op in enumerate(ops):
+                yield lambda op=op: self._do(op)
+                for leaf in _of(op):
+                    if last[leaf] == index and leaf not in self._held:
+                        self.tensors.pop(leaf, None)
+
+        if not any(_launches(op) for op in ops):  # views of what is there
+            for act in work():
+                act()
+            return _nothing
+        return self.pool.capture(work())
+
+    def _do(self, op: Op) -> None:
+        args, kwargs = self.bound(op.args), self.bound(op.kwargs)
+        found = [leaf for leaf in operands(op.function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        for made, tensor, facts in zip(op.results, found, op.facts, strict=True):
+            if Facts.of(tensor) != facts:
+                raise RuntimeError(f"{op} made {Facts.of(tensor)} in a graph, and {facts} outside")
+            self.tensors[made] = tensor
+
+    def _reads_known(self, layer: Layer) -> bool:
+        """Does its body read only tensors that the program has?"""
+        read = {made for step in layer.body or () for made in read_by(step) if made.block == OUTSIDE}
+        return read <= self.tensors.keys()
+
+
+def _told(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Returns the values of flags on the device, for which it waits once."""
+    return torch.stack(list(flags)).tolist() if flags else []
+
+
+def _like(facts: Facts, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(facts.shape, facts.stride, dtype=facts.dtype, device=device)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as whole numbers, of which those that are equal have equal bits."""
+    if tensor.dtype == torch.bool:
+        return tensor
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(
+        _BITS[8 if tensor.dtype == torch.complex128 else 4 if tensor.is_complex() else tensor.element_size()]
+    )
+
+
+def _of(op: Op) -> Iterator[Made]:
+    """The tensors that an operator reads and makes."""
+    for leaf in operands((op.args, op.kwargs)):
+        if isinstance(leaf, Made):
+            yield leaf
+    yield from op.results
+
+
+def _launches(op: Op) -> bool:
+    """Does the operator launch a kernel, as far as is known?"""
+    if op.function._schema.name.partition("::")[2] in _INITIAL:
+        return False
+    returns = op.function._schema.returns
+    is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return not is_view
+
+
+def _crossing(recipe: Recipe) -> set[Made]:
+    """The tensors that are used elsewhere than in the graph that makes them."""
+    made_in: dict[Made, int] = {}
+    crossing: set[Made] = {*recipe.inputs.values()}
+    crossing.update(leaf for leaf in operands(recipe.output) if isinstance(leaf, Made))
+    graph = 0
+
+    def walk(steps: Sequence[Step]) -> None:
+        nonlocal graph
+        for step in steps:
+            if isinstance(step, Op):
+                crossing.update(leaf for leaf in read_by(step) if made_in.get(leaf) != graph)
+                for result in step.results:
+                    made_in.setdefault(result, graph)
+                    if made_in[result] != graph:
+                        crossing.add(result)
+                continue
+            graph += 1
+            crossing.update(read_by(step))
+            call = step.call if isinstance(step, Layer) else step
+            if isinstance(step, Layer) and step.body is not None:
+                walk(step.body)
+                graph += 1
+                crossing.update(step.made.values())
+            crossing.update(call.facts)
+            graph += 1
+
+    walk(recipe.steps)
+    return crossing

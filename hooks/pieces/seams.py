@@ -1,0 +1,120 @@
+"""Where a recorded forward leaves what graphs may hold: functions of transformers, replaced while a recording runs.
+
+Note [Seams]
+    `Cache.update`, the attention function that a module asks `AttentionInterface` for, and the mask functions by the names
+    under which modelling files have them. The replacements act on a thread that records and pass all other calls on. They
+    are put in with the first recording that runs and taken out with the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import nn
+from transformers import masking_utils, modeling_utils
+
+from ...allocator.patches import Patches, Seam, Undo
+from ..compat import Cache
+from .recipe import Fresh
+from .recorder import RecordedLayers, Recorder
+
+_MASKS: Final = "create_"  # how the names of mask functions begin
+
+
+class _Thread(threading.local):
+    recorder: Recorder | None = None
+
+
+_thread: Final = _Thread()
+
+
+def _recorder() -> Recorder | None:
+    """The recorder of this thread, if the call that is about to be made has to be noted."""
+    recorder = _thread.recorder
+    return recorder if recorder is not None and recorder.records else None
+
+
+@contextmanager
+def recording(recorder: Recorder, model: nn.Module, layers: RecordedLayers, fine: bool) -> Iterator[None]:
+    """A `with` block in which a forward of `model` on this thread is recorded. `fine`: attention is cut out; else only
+    the modules that `layers` names are."""
+    _recording.add(id(recorder), fine)
+    before = _thread.recorder
+    try:
+        for file in {type(module).__module__ for module in model.modules()}:
+            if file in sys.modules:
+                _recording.also(file, functools.partial(_patch_masks, sys.modules[file]))
+        _thread.recorder = recorder
+        recorder.fine = fine
+        with recorder:
+            yield
+    finally:
+        _thread.recorder = before
+        _recording.remove(id(recorder))
+        layers.remove()
+
+
+def _replace() -> Iterator[Undo]:
+    patches = Patches()
+    yield patches.restore
+    patches.replace(Cache, "update", _update(vars(Cache)["update"]))
+    interface = modeling_utils.AttentionInterface
+    patches.replace(interface, "get_interface", _get_interface(vars(interface)["get_interface"]))
+
+
+_recording: Final = Seam[bool](_replace)  # by the id of a recorder
+
+
+def _patch_masks(file: Any) -> Undo:
+    patches = Patches()
+    for name, function in list(vars(file).items()):
+        if name.startswith(_MASKS) and function is getattr(masking_utils, name, None):
+            patches.replace(file, name, _mask(function))
+    return patches.restore
+
+
+def _mask(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder()
+        return stock(*args, **kwargs) if recorder is None else recorder.call("mask", stock, args, kwargs)
+
+    return create
+
+
+def _update(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def update(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder()
+        if recorder is None or not recorder.fine:
+            return stock(cache, *args, **kwargs)
+        return recorder.call("update", stock, (cache, *args), kwargs)
+
+    return update
+
+
+def _get_interface(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_interface(*args: Any, **kwargs: Any) -> Any:
+        attention = stock(*args, **kwargs)
+        recorder = _recorder()
+        if recorder is None or not recorder.fine:
+            return attention
+
+        @functools.wraps(attention)
+        def attend(module: Any, query: Any, key: Any, value: Any, *more: Any, **given: Any) -> Any:
+            recorder = _recorder()
+            if recorder is None:
+                return attention(module, query, key, value, *more, **given)
+            if not all(isinstance(recorder.found(part), Fresh) for part in (key, value)):
+                recorder.refuse("attention reads something else than the cache has returned")
+            return recorder.call("attention", attention, (module, query, key, value, *more), given)
+
+        return attend
+
+    return get_interface
