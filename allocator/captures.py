@@ -45,7 +45,7 @@ class CaptureListener:
         return nullcontext()
 
 
-def aside(owner: object) -> ExitStack:
+def aside(owner: object) -> AbstractContextManager[object]:
     """A `with` block in which this thread captures for ballonet itself: who decides where it allocates steps aside."""
     around = ExitStack()
     for each in _listeners.users:

@@ -20,6 +20,9 @@ from .options import ManageOptions
 from .streaming.model_residency import ModelResidency
 
 if TYPE_CHECKING:
+    from .forward.forwards import Forwards
+    from .measure.pace import Pace
+    from .pieces.runner import PieceRunner
     from .prefix.store import PrefixStore
 
 
@@ -64,6 +67,38 @@ def attach_prefixes(
         store.close()
 
     return store, undo
+
+
+def attach_pieces(
+    model: nn.Module,
+    device: Device,
+    options: ManageOptions,
+    residency: ModelResidency,
+    forwards: Forwards,
+    pace: Pace,
+) -> tuple[PieceRunner | None, Callable[[], object]]:
+    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any. Returns (what
+    runs them, the function that undoes it)."""
+    config = getattr(model, "config", None)
+    if device.kind != "cuda" or options.pieces is None or config is None or getattr(config, "is_encoder_decoder", False):
+        return None, nothing
+    from .pieces import calls
+    from .pieces.runner import PieceRunner
+
+    governor = governors.of(device)
+    streaming, local_layers = residency.streaming, forwards.local_layers
+    runner = PieceRunner(
+        model,
+        device,
+        residency.name,
+        lambda: streaming.bound if local_layers.span is None else None,
+        lambda: governor.pages.scarce,
+        forwards.between_layers,
+        pace.forget,
+        options.priority,
+        governor.tuning.pieces,
+    )
+    return runner, calls.attach(model, runner)
 
 
 def attach_caches(

@@ -110,6 +110,7 @@ __all__ = [
     "settings_of",
     "slices_prompt",
     "takes_positions",
+    "tokens_of_prompt",
     "without_modules",
 ]
 
@@ -146,9 +147,14 @@ HybridSlidingLayer: Final = getattr(  # a layer with a recurrent state and a win
 def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: int) -> bool:
     """Does `generate()` compute only the part of a prompt of so many tokens that its cache does not hold? `config`,
     `given`: of the method that prepares the cache."""
+    return tokens_of_prompt(config, given) == tokens
+
+
+def tokens_of_prompt(config: GenerationConfig, given: Mapping[str, Any]) -> int:
+    """Returns the tokens of the prompt of `generate()`, with padding; -1 where they are not known. `config`, `given`: of
+    the method that prepares the cache."""
     mask = given.get("attention_mask")
-    length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    return bool(length == tokens)
+    return int(getattr(config, "_mask_length", -1) if mask is None else mask.shape[1])
 
 
 def reads_all_tokens(model: Any, ids: torch.Tensor, cache: Any) -> bool:

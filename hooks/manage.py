@@ -42,6 +42,7 @@ def manage(
     prefix_dir_limit: int | str | None = None,
     shared_budget: int | str | bool | None = None,
     batches: str = "fast",
+    pieces: Literal["auto"] | None = "auto",
     **unknown: object,
 ) -> Managed:
     """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by

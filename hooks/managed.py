@@ -46,6 +46,7 @@ from .weights.ranges import Weights
 from .weights.storages import in_graphs
 
 if TYPE_CHECKING:
+    from .pieces.runner import PieceRunner
     from .prefix.store import PrefixStore
     from .profile import Grid
 
@@ -128,6 +129,7 @@ class Managed:
         self._name = type(model).__name__
         self._options = options
         self._seed: int | None = None  # the chaos seed, if a test has set one
+        self._pieces: PieceRunner | None = None
         self._prefixes: PrefixStore | None = None
         self._forget_prefixes: Callable[[], object] = attaching.nothing
         self._model = weakref.ref(model)
@@ -182,6 +184,12 @@ class Managed:
             # now, as later looks would have layers read from their files
             self._record = None if options.slo else _kept(model, device)
             self._follow(model, len(plan.slot_pages))
+            self._pieces, self._forget_pieces = (
+                attaching.attach_pieces(generators[0], device, options, self._residency, self._forwards, self._pace)
+                if generators
+                else (None, attaching.nothing)
+            )
+            undo.callback(self._forget_pieces)
             self._prefixes, self._forget_prefixes = (
                 attaching.attach_prefixes(generators[0], device, options, self._residency)
                 if generators and options.kept_prefixes
@@ -191,6 +199,7 @@ class Managed:
         self._finalizer = Finalizer(
             model,
             self._forget_prefixes,
+            self._forget_pieces,
             partial(self._residency.stop, collected=True),
             self._follower.close,
             self._forwards.forget,
@@ -217,6 +226,7 @@ class Managed:
             unmanaged_tensors=dict(self._follower.left),
             released=self._released,
             options=self._options,
+            pieces=None if self._pieces is None else self._pieces.report(),
         )
 
     @property
@@ -255,6 +265,8 @@ class Managed:
     def _release(self, model: nn.Module) -> None:
         """Releases the model, while no forward runs or begins."""
         self._behind = True  # if this fails, the next forward makes layers stream again
+        if self._pieces is not None:
+            self._pieces.invalidate()
         self._residency.stop()
         self._residency.close()
         try:
@@ -265,6 +277,7 @@ class Managed:
             self._residency.resume()
             raise
         self._forget_prefixes()
+        self._forget_pieces()
         self._follower.close()
         self._detach()
         self._forwards.unhook()
@@ -356,6 +369,8 @@ class Managed:
 
     def _explain(self, error: torch.OutOfMemoryError) -> None:
         """Makes the out-of-memory error of a forward on this thread say which changes would have helped."""
+        if self._pieces is not None:
+            self._pieces.exhausted = True
         point, config = self._point.of, getattr(self._model(), "config", None)
         if point is None or config is None:
             return
@@ -370,6 +385,8 @@ class Managed:
         explain(error, partial(_changes, config, sizes))
 
     def _catch_up(self, model: nn.Module) -> None:
+        if self._pieces is not None:
+            self._pieces.invalidate()  # the addresses in graphs may be others'
         self._follower.catch_up(model)
         self._follow(model, 1)
 

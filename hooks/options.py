@@ -75,6 +75,15 @@ def _batches(value: object, name: str) -> str:
     raise ConfigError(f'{name} is {value!r}: give "fast" (the batch with the most tokens per second) or "full"')
 
 
+def _pieces(value: object, name: str) -> Literal["auto"] | None:
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text in (None, "none"):
+        return None
+    if text == "auto":
+        return "auto"
+    raise ConfigError(f'{name} is {value!r}: give "auto" (decode by CUDA graphs where that gives the same bits) or none')
+
+
 PREFIX_DIR_LIMIT: Final = 16 * 2**30  # bytes
 
 
@@ -137,6 +146,13 @@ class ManageOptions:
             _batches,
             "WHICH",
             "of continuous batching: fast, those with the most tokens per second; full, as many requests as fit",
+        ),
+    )
+
+    pieces: Literal["auto"] | None = field(
+        default="auto",
+        metadata=_row(
+            _pieces, "WHICH", "auto: decode by pieces of CUDA graphs, to the same bits; none: every kernel is launched"
         ),
     )
 

@@ -210,6 +210,13 @@ class Forwards:
         outermost.lease = outermost.turn = None
         outermost.call = 0  # last: an interrupt before this has all of it done again
 
+    def between_layers(self) -> None:
+        """Lets chaos move pages, and gives pages that other threads request."""
+        if self.chaos is not None:
+            self.move_pages_randomly(self.chaos)
+        if self.weights.device.page_request:
+            self.yield_pages()
+
     def move_pages_randomly(self, chaos: Chaos) -> None:
         """Moves pages between two layers of a forward, as `chaos` draws them."""
         lease = current()

@@ -9,6 +9,11 @@ Note [Who builds the cache]
     as a rule GenerationMixin, so that the model itself holds nothing that a copy or a pickle of it would take along.
     The cache's own type stays `DynamicCache`. When the last model is detached everything is undone; where other code
     has wrapped ballonet's function meanwhile, that stays below and passes calls on.
+
+Note [Around generate]
+    Kept prefixes and pieces have to know of each call of `generate()`. While there is any of them it is wrapped, on the
+    class, so that the model itself holds nothing; with the last one the wrapper is removed. If another one has been put
+    around it meanwhile, it stays below and passes calls on.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -29,7 +33,7 @@ from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Finalizer, guarded
 from ...allocator.patches import Seam, Undo
 from ...offload.timeline.recorder import mark
-from ..compat import PREPARE_CACHE, layer_types
+from ..compat import PREPARE_CACHE, GenerationMixin, layer_types
 from ..device.references import label
 from ..forward.lease import ForwardLease, opened
 from .grouping import CacheRanges
@@ -63,17 +67,28 @@ class Building:
         return ELASTIC[stock](self._ranges, number=self._left.pop(0), **kwargs)
 
 
-class CacheListener(Protocol):
-    """Is told of the first cache of a call of `generate()` on this thread."""
+class GenerateCall(Protocol):
+    """Is told of one call of `generate()` of `model`, on its thread."""
 
     model: Any
 
     def prepared(self, given: dict[str, Any]) -> None:
-        """Called once the cache of `model` was made. `given`: the arguments of PREPARE_CACHE by name."""
+        """Called once the first cache of the call was made. `given`: the arguments of PREPARE_CACHE by name."""
+
+    def ended(self, result: Any) -> None:
+        """Called with what `generate()` is about to return."""
+
+    def broken_off(self) -> None:
+        """Called where it raises."""
+
+
+# Makes the object that is told of a call of `generate(*args, **kwargs)` of `model`, from `(model, args, kwargs)`.
+Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], GenerateCall]
 
 
 class _Thread(threading.local):
-    listener: CacheListener | None = None  # until the first cache of its model was made
+    calls: tuple[GenerateCall, ...] = ()  # that run, the innermost last
+    waiting: tuple[GenerateCall, ...] = ()  # those of them whose models' first cache was not made yet
 
 
 class _Attached(NamedTuple):
@@ -134,18 +149,59 @@ def _building() -> Building | None:
     return next((each.building for each in opened() if isinstance(each, ModelLease)), None)
 
 
-def listening(listener: CacheListener) -> AbstractContextManager[None]:
-    """A `with` block in which the listener is told of the first cache that `generate()` of its model prepares on this
-    thread."""
-    before = _thread.listener
+def follow(model: nn.Module, make: Follow) -> Callable[[], object]:
+    """Has each call of `generate()` of the model told to what `make` returns, until the returned idempotent function is
+    called or the model is collected. See Note [Around generate]."""
+    key = id(make)
+    _followed.add(key, (id(model), make))
+    return Finalizer(model, partial(_followed.remove, key))
 
-    def begin() -> None:
-        _thread.listener = listener
 
-    def end(failed: bool) -> None:
-        _thread.listener = before
+def running() -> tuple[GenerateCall, ...]:
+    """The calls of `generate()` that run on this thread, the innermost last."""
+    return _thread.calls
 
-    return guarded(begin, end)
+
+def _patch_generate() -> Iterator[Undo]:
+    owner: Any = GenerationMixin
+    stock = vars(owner)["generate"]
+
+    @functools.wraps(stock)
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        # First, so that a compiler that traces this sees nothing else.
+        if torch.compiler.is_compiling():
+            return stock(model, *args, **kwargs)
+        calls = [make(model, args, kwargs) for of, make in _followed.users if of == id(model)]
+        if not calls:
+            return stock(model, *args, **kwargs)
+        before, waiting = _thread.calls, _thread.waiting
+
+        def begin() -> None:
+            _thread.calls, _thread.waiting = (*before, *calls), (*waiting, *calls)
+
+        def end(failed: bool) -> None:
+            _thread.calls, _thread.waiting = before, waiting
+
+        try:
+            with guarded(begin, end):
+                result = stock(model, *args, **kwargs)
+        except BaseException:
+            for call in reversed(calls):
+                call.broken_off()
+            raise
+        for call in reversed(calls):
+            call.ended(result)
+        return result
+
+    def undo() -> None:
+        if vars(owner).get("generate") is generate:
+            owner.generate = stock
+
+    owner.generate = generate
+    yield undo
+
+
+_followed: Final = Seam[tuple[int, Follow]](_patch_generate)  # by the id of what makes the calls
 
 
 def _replace_layers() -> Iterator[Undo]:
@@ -191,11 +247,9 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
             known = None
         # The greatest length of the cache: the last token generated is never put into it.
         expected = int(given.get("max_cache_length") or 0)
-        listener = _thread.listener
-        if listener is None or listener.model is not model:
-            listener = None
-        else:  # calls within the stock method are not reported
-            _thread.listener = None
+        told = [call for call in _thread.waiting if call.model is model]
+        if told:  # caches that are made within the stock method are not reported
+            _thread.waiting = tuple(call for call in _thread.waiting if call.model is not model)
         preparing = ModelLease()
         preparing.building = None if known is None else Building(*known, expected)
         preparing.open()
@@ -203,8 +257,8 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
             result = stock(model, *args, **kwargs)
         finally:
             preparing.close()
-        if listener is not None:
-            listener.prepared(given)
+        for call in told:
+            call.prepared(given)
         return result
 
     def undo() -> None:

@@ -9,7 +9,8 @@ Note [Launches]
 
 Note [What is not timed]
     Forwards inside a CUDA graph's capture are not timed, as their work is done later, nor those that end by an
-    exception or an interrupt, as they did not do all their work.
+    exception or an interrupt, as they did not do all their work, nor those that are recorded for pieces of graphs, which
+    takes longer. Of forwards by such pieces one in so many is (`forget`): to time it would be a good part of its cost.
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ class Pace:
             self._ended.append(forward)
             if len(self._ended) > self._pending:
                 self._marks.release(self._ended.popleft().marks)
+
+    def forget(self) -> None:
+        """Does not time the forward that this thread has begun."""
+        forward, self._thread.forward = self._thread.forward, None
+        if forward is not None:
+            self._marks.release(forward.marks)
 
     def drain(self) -> list[Measured]:
         """Returns the forwards measured since that are over on the device too, oldest first; empty during a

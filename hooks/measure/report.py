@@ -70,6 +70,26 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
+class PiecesReport:
+    """How a model decodes. `way`: where forwards are cut, "fine" (at the cache's update and at attention) or "coarse"
+    (at modules that are given the cache), or "eager", where no graphs are used; `why`: what kept it from finer ones.
+    `captures` of forwards so far, `graphs` that there are, forwards `replayed`, `pages` of the device under graphs."""
+
+    way: str
+    why: str
+    captures: int
+    graphs: int
+    replayed: int
+    pages: int
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        if self.way == "eager":
+            return f"eager{why}"
+        return f"{self.graphs} CUDA graphs, {self.way} cuts{why}, {self.captures} captures, {self.replayed:,} forwards"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The state of one model at one moment. `streamed`: the decoder layers whose parameters are on the host but for
     their own forward. `interval`: of every so many layers the last streams; None where nothing streams, or not at
@@ -82,7 +102,8 @@ class Report:
     `pages` of the device that hold weights of the model now, and `host_pages` that hold those of layers on the host.
     `unmanaged_tensors`: those that are not in the pool's ranges, and why: they cannot be moved, or were changed and
     could not be taken in again, as of the last look at the model, which is at the first forward after a change.
-    `released`: the model is managed no more, as it was released or collected. `options`: what it is managed with."""
+    `released`: the model is managed no more, as it was released or collected. `options`: what it is managed with.
+    `pieces`: how it decodes, None where CUDA graphs are not considered."""
 
     model: str
     page_size: int
@@ -106,6 +127,7 @@ class Report:
     unmanaged_tensors: Mapping[str, str] = field(default_factory=dict)
     released: bool = False
     options: ManageOptions = DEFAULTS
+    pieces: PiecesReport | None = None
 
     @classmethod
     def of(
@@ -171,6 +193,8 @@ class Report:
         if self.released:
             yield "managed", "no more"
             return
+        if self.pieces is not None:
+            yield "decoding", str(self.pieces)
         yield "layers", f"{self.layers}, {self._streams()}"
         yield "weights", self._pages()
         if self.streamed:

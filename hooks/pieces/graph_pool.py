@@ -19,13 +19,15 @@ Note [Captures of our own]
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ...allocator import captures
+from ...allocator.interrupts import Guarded, guarded
+from ..device.streams import raw_stream
 
 Pool = tuple[int, int]
 
@@ -36,45 +38,61 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self.handle: int = self.stream.cuda_stream
         self.captured = 0  # graphs so far
-        self._users: set[Any] = set()  # streams that steps were run for
+        self._users: dict[int, Any] = {}  # streams that steps were run for, by handle
+        self._came, self._went = torch.cuda.Event(), torch.cuda.Event()
         self._pool: Pool | None = None
         self._workspaces: Pool | None = None
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Guarded[None]:
         """A `with` block whose work is done on the stream, after that of the current one, which then waits for it."""
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        if current not in self._users:  # memory of the stream that another one has used may be used anew from now on
-            for other in self._users:
-                self.stream.wait_stream(other)
-            self._users.add(current)
-        torch.cuda.set_stream(self.stream)
-        try:
-            yield
-        finally:
+        current = self._current()
+
+        def begin() -> None:
+            self._came.record(current)
+            self.stream.wait_event(self._came)
+            torch.cuda.set_stream(self.stream)
+
+        def end(failed: bool) -> None:
             torch.cuda.set_stream(current)
-            current.wait_stream(self.stream)
+            self._went.record(self.stream)
+            current.wait_event(self._went)
+
+        return guarded(begin, end)
+
+    def _current(self) -> Any:
+        """Returns this thread's current stream. Where it is a new one, work of the others comes first: memory that one
+        has freed, and another one still reads, is used anew on ours."""
+        handle = raw_stream(self.device.index)
+        if (known := self._users.get(handle)) is None:
+            known = self._users[handle] = torch.cuda.current_stream(self.device)
+            for other in self._users.values():
+                self.stream.wait_stream(other)
+        return known
 
     def capture(self, work: Iterable[Callable[[], object]]) -> Callable[[], None]:
         """Captures the calls of `work` on the stream, which is current, and returns the function that replays them. After
         a failure, of whatever kind, nothing is being captured."""
         self._prepare()
         graph = torch._C._CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # what is collected may free graphs, or wait, which ends a capture
-        try:
-            with captures.aside(self):
+        capturing = False
+
+        def begin() -> None:
+            nonlocal capturing
+            if not capturing:
+                capturing = True
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    for act in work:
-                        act()
-                finally:
-                    self._end(graph)
-        finally:
-            if collects:
-                gc.enable()
+
+        def end(failed: bool) -> None:
+            nonlocal capturing
+            if capturing and torch.cuda.is_current_stream_capturing():
+                self._end(graph)
+            capturing = False
+
+        with _no_collection(), captures.aside(self), guarded(begin, end):
+            for act in work:
+                act()
         self.captured += 1
         replay: Callable[[], None] = graph.replay
         return replay
@@ -87,18 +105,24 @@ class GraphPool:
         self._pool = self._workspaces = None
 
     def holds_only(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Are these, of those that lie in the graphs' memory, all that is allocated there?"""
-        if self._pool is None:
-            return True
+        """Are these, of those that lie in the graphs' memory, all that is allocated there, as far as torch tells?"""
         addresses = {each.untyped_storage().data_ptr() for each in tensors}
-        mine = {
-            block["address"]
-            for segment in torch._C._cuda_memorySnapshot(None)["segments"]
-            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
-            for block in segment["blocks"]
-            if block["state"] != "inactive"
+        live = {
+            block["address"] for segment in self._segments() for block in segment["blocks"] if block["state"] != "inactive"
         }
-        return mine <= addresses
+        return live <= addresses
+
+    def nbytes(self) -> int:
+        """Bytes of the device that the graphs' memory takes, as far as torch tells."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def _segments(self) -> list[dict[str, Any]]:
+        pools = [tuple(pool) for pool in (self._pool, self._workspaces) if pool is not None]
+        try:
+            found = torch._C._cuda_memorySnapshot(None)["segments"] if pools else []
+        except RuntimeError:  # an allocator that has no snapshots
+            return []
+        return [segment for segment in found if tuple(segment["segment_pool_id"]) in pools[:1]]
 
     def _prepare(self) -> None:
         """Makes the pools and the workspaces of the stream."""
@@ -127,3 +151,10 @@ class GraphPool:
             with suppress(RuntimeError):  # torch has ended the stream's capture, but not the use of the pool
                 torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
             raise
+
+
+def _no_collection() -> Guarded[None]:
+    """A `with` block in which Python collects nothing: what is collected may free graphs or wait for the device, which
+    ends a capture."""
+    collects = gc.isenabled()
+    return guarded(gc.disable, lambda failed: gc.enable() if collects else None)

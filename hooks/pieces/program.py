@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import torch
 
+from ..kv.kinds import ELASTIC
+from .attention import as_one_function, makes_no_mask
 from .graph_pool import GraphPool
 from .recipe import (
     OUTSIDE,
@@ -31,12 +33,15 @@ from .recipe import (
     Recipe,
     Step,
     Weight,
+    eager_calls,
     operands,
     read_by,
     rebuild,
+    same,
 )
 from .recorder import OUTPUT, Recorder
 
+_ELASTIC: Final = frozenset(ELASTIC.values())  # classes of layers
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INITIAL: Final = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))  # fill nothing
 
@@ -49,21 +54,19 @@ class Forward:
     """One forward by a program: its cache, its keyword arguments, the layers that run on their own, and what its eager
     calls have returned so far."""
 
-    __slots__ = ("away", "cache", "fresh", "given")
+    __slots__ = ("away", "cache", "fresh", "given", "layers")
 
     def __init__(self, cache: Any, given: Mapping[str, Any], away: Container[int]) -> None:
         self.cache = cache
+        self.layers = getattr(cache, "layers", ())
         self.given = given
         self.away = away
         self.fresh: dict[tuple[int, int], Any] = {}
 
 
 Act = Callable[[Forward], object]
-Sequence_ = Sequence[tuple[Callable[[], object], Act]]  # (replays a graph, makes an eager call), in order
-
-
-def _nothing(forward: Forward | None = None) -> None:
-    """What is done where a sequence begins with an eager call, or ends with a graph."""
+Replay = Callable[[], object]
+Acts = Sequence[tuple[Replay | None, Act | None]]  # (replays a graph, makes an eager call), in order
 
 
 class _EagerCall:
@@ -76,10 +79,13 @@ class _EagerCall:
         self._places = list(operands(call.results))
         self._absent = call.results is None
         function, args, kwargs = call.function, program.bound(call.args), program.bound(call.kwargs)
-        self.act = self._update_act(function, args, kwargs) or self._attention_act(function, args, kwargs)
-        if self.act is None:
-            positional, named = _maker(args), _maker(kwargs)
-            self.act = lambda forward: self.put(forward, function(*positional(forward), **named(forward)))
+        positional, named = _maker(args), _maker(kwargs)
+        self._whole: Act = lambda forward: self.put(forward, function(*positional(forward), **named(forward)))
+        self._quick = self._update_act(function, args, kwargs) or self._attention_act(program)
+        self.act: Act | None = self._quick or self._whole
+        new = program.new_tokens
+        if new == 1 and makes_no_mask(call):
+            self.act = None
 
     def put(self, forward: Forward, result: Any) -> None:
         """Takes what the call has returned: copies what graphs read. Stale where a mask has come or gone."""
@@ -99,35 +105,31 @@ class _EagerCall:
             raise RuntimeError(f"{self.call} returned {list(found.shape)} in the place of {list(target.shape)}")
         target.copy_(found)
 
+    def settle(self, calls: Any) -> None:
+        """Calls the function itself from now on, unless it still makes these calls of torch."""
+        if self.call.calls is not None and not same(self.call.calls, calls):
+            self.call.calls, self.act = None, self._whole
+
     def _update_act(self, function: Any, args: Any, kwargs: Any) -> Act | None:
-        """The usual update of a cache, with few calls."""
-        if self.call.kind != "update" or _varies(args[1:]) or _varies(kwargs):
+        """The usual update of a cache, in few calls."""
+        if self.call.kind != "update" or _varies(args[1:]) or _varies(kwargs) or not isinstance(args[3], int):
             return None
-        number, new = self.call.number, args[1:]
+        number, new, layer = self.call.number, args[1:], args[3]
+        keys, values = args[1:3]
 
         def update(forward: Forward) -> None:
-            forward.fresh[number] = function(forward.cache, *new, **kwargs)
+            own = forward.layers[layer]
+            found = own.append_eagerly(keys, values) if type(own) in _ELASTIC else None
+            forward.fresh[number] = function(forward.cache, *new, **kwargs) if found is None else found
 
         return update
 
-    def _attention_act(self, function: Any, args: Any, kwargs: Any) -> Act | None:
-        """The usual attention, over one pair of keys and values and without a mask, with few calls."""
-        if self.call.kind != "attention" or _varies(args[:2]) or _varies(args[4:]) or _varies(kwargs):
+    def _attention_act(self, program: Program) -> Act | None:
+        """Attention as torch's own calls."""
+        if self.call.calls is None or len(self._targets) != 1:
             return None
-        keys, values = args[2:4]
-        target = self._targets.get(self.call.results[0]) if isinstance(self.call.results, tuple) else None
-        if not (isinstance(keys, Fresh) and values == Fresh(keys.call, 1) and keys.leaf == 0) or target is None:
-            return None
-        (module, query), rest, pair, shape = args[:2], args[4:], keys.call, target.shape
-
-        def attend(forward: Forward) -> None:
-            keys, values = forward.fresh[pair]
-            found = function(module, query, keys, values, *rest, **kwargs)[0]
-            if found.shape != shape:
-                self._copy(target, found)  # which says what is wrong
-            target.copy_(found)
-
-        return attend
+        (target,) = self._targets.values()
+        return as_one_function(self.call.calls, program.bound, functools.partial(self._copy, target), target)
 
 
 def _varies(tree: Any) -> bool:
@@ -158,7 +160,7 @@ def _maker(tree: Any) -> Callable[[Forward], Any]:
 class _LayerCall:
     """A decoder layer of a program: by graphs where it has them and is not away, else as one eager call."""
 
-    def __init__(self, program: Program, layer: Layer, sequence: Sequence_ | None) -> None:
+    def __init__(self, program: Program, layer: Layer, sequence: Acts | None) -> None:
         self.layer = layer
         self.whole = _EagerCall(program, layer.call)
         self.sequence = sequence
@@ -169,8 +171,10 @@ class _LayerCall:
             self.whole.act(forward)
             return
         for replay, act in sequence:
-            replay()
-            act(forward)
+            if replay is not None:
+                replay()
+            if act is not None:
+                act(forward)
 
 
 class Program:
@@ -188,10 +192,12 @@ class Program:
             for name, made in recipe.inputs.items():
                 self.tensors[made] = copied = _like(Facts.of(recorder.given[name]), pool.device)
                 self._inputs.append((name, copied))
+            self.new_tokens = _new_tokens(recorder.given)
             self._calls: list[_EagerCall | _LayerCall | None] = []
             self._calls_of: dict[int, list[_EagerCall | _LayerCall | None]] = {}  # of the layers that have graphs
             self._sequence = self._build(recipe.steps, self._calls)
         self._trim()
+        self._lacking = [each.layer.index for each in self.layers if each.sequence is None]  # and were not tried since
         self._never_alone = [each.layer.index for each in self.layers if each.layer.why_not_alone]
 
     def run(self, forward: Forward) -> None:
@@ -201,8 +207,10 @@ class Program:
         for name, copied in self._inputs:
             copied.copy_(forward.given[name])
         for replay, act in self._sequence:
-            replay()
-            act(forward)
+            if replay is not None:
+                replay()
+            if act is not None:
+                act(forward)
 
     def output(self, forward: Forward) -> Any:
         """Returns what the forward that was computed last returns, as new tensors."""
@@ -217,12 +225,13 @@ class Program:
             return found.kind(**{name: rebuild(value, leaf) for name, value in found.fields.items()})
         return rebuild(found, leaf)
 
-    def disagrees(self, recorder: Recorder) -> str:
-        """Computes the recorded forward a second time, with what its eager calls have returned then, and returns where a
+    def disagrees(self, recorder: Recorder, recipe: Recipe) -> str:
+        """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then, and returns where a
         bit differs; empty where none does. Touches no cache. Waits for the device."""
         names: list[str] = []
         differ: list[torch.Tensor] = []
         forward = Forward(recorder.cache, {}, ())
+        made_then = {call.number: call.calls for call in eager_calls(recipe.steps)}
 
         def compare(name: str, mine: Iterable[tuple[Made, torch.Tensor]], theirs: Any) -> None:
             known = dict(theirs)
@@ -231,12 +240,15 @@ class Program:
                     names.append(name)
                     differ.append((_bits(tensor) != _bits(other)).any())
 
-        def play(sequence: Sequence_, calls: Sequence[_EagerCall | _LayerCall | None], where: str) -> None:
+        def play(sequence: Acts, calls: Sequence[_EagerCall | _LayerCall | None], where: str) -> None:
             for (replay, _), made in zip(sequence, calls, strict=True):
-                replay()
+                if replay is not None:
+                    replay()
                 if made is None:
                     continue
                 call = made.whole if isinstance(made, _LayerCall) else made
+                if call.call.number in made_then:
+                    call.settle(made_then[call.call.number])
                 compare(f"{where}{call.call}", call.cuts, recorder.cuts[call.call.number])
                 if isinstance(made, _LayerCall) and made.sequence is not None and recorder.has_seen(made.layer):
                     play(made.sequence, self._calls_of[made.layer.index], f"{made.layer}, ")
@@ -255,16 +267,18 @@ class Program:
         seen from within. Raises what a capture raises; those layers stay eager then."""
         with torch.inference_mode(False), torch.no_grad():
             for mine, layer in zip(self.layers, recipe.layers(), strict=True):
-                if mine.sequence is None and layer.body is not None and self._reads_known(layer):
+                if mine.sequence is not None or layer.body is None:
+                    continue
+                self._lacking.remove(layer.index)
+                if self._reads_known(layer):
                     self._held |= _crossing(recipe)
                     mine.sequence = self._capture_layer(layer, late=True)
                     mine.layer = layer
         self._trim()
 
-    @property
-    def lacks(self) -> list[int]:
-        """The decoder layers that have no graphs."""
-        return [each.layer.index for each in self.layers if each.sequence is None]
+    def worth_recording(self, away: Container[int]) -> bool:
+        """Is there a layer without graphs that could get some, as it is not away any more?"""
+        return bool(self._lacking) and any(layer not in away for layer in self._lacking)
 
     def _trim(self) -> None:
         """Lets go of tensors that were only needed to capture."""
@@ -285,10 +299,10 @@ class Program:
 
     # -- captures
 
-    def _build(self, steps: Sequence[Step], calls: list[_EagerCall | _LayerCall | None]) -> Sequence_:
+    def _build(self, steps: Sequence[Step], calls: list[_EagerCall | _LayerCall | None]) -> Acts:
         """Captures what lies between the eager calls of the steps; adds those to `calls`, None for a graph at the
         end."""
-        sequence: list[tuple[Callable[[], object], Act]] = []
+        sequence: list[tuple[Replay | None, Act | None]] = []
         ops: list[Op] = []
         for step in steps:
             if isinstance(step, Op):
@@ -309,10 +323,10 @@ class Program:
             sequence.append((replay, made.act))
         if ops:
             calls.append(None)
-            sequence.append((self._capture(ops), _nothing))
+            sequence.append((self._capture(ops), None))
         return sequence
 
-    def _capture_layer(self, layer: Layer, late: bool = False) -> Sequence_:
+    def _capture_layer(self, layer: Layer, late: bool = False) -> Acts:
         """Captures the body of a layer. Its results are tensors of its body, or `late` are copied to those that others
         read already."""
         calls: list[_EagerCall | _LayerCall | None] = []
@@ -320,7 +334,7 @@ class Program:
         if late:
             pairs = [(self.tensors[result], self.tensors[inner]) for result, inner in layer.made.items()]
             copies = [functools.partial(target.copy_, source) for target, source in pairs]
-            sequence.append((self.pool.capture(copies), _nothing))
+            sequence.append((self.pool.capture(copies), None))
             calls.append(None)
         else:
             self.tensors.update({result: self.tensors[inner] for result, inner in layer.made.items()})
@@ -332,9 +346,9 @@ class Program:
             if made not in self.tensors:
                 self.tensors[made] = _like(facts, self.pool.device)
 
-    def _capture(self, ops: Sequence[Op]) -> Callable[[], object]:
+    def _capture(self, ops: Sequence[Op]) -> Replay | None:
         if not ops:
-            return _nothing
+            return None
         last = {leaf: index for index, op in enumerate(ops) for leaf in _of(op)}
 
         def work() -> Iterator[Callable[[], object]]:
@@ -347,7 +361,7 @@ class Program:
         if not any(_launches(op) for op in ops):  # views of what is there
             for act in work():
                 act()
-            return _nothing
+            return None
         return self.pool.capture(work())
 
     def _do(self, op: Op) -> None:
@@ -362,6 +376,12 @@ class Program:
         """Does its body read only tensors that the program has?"""
         read = {made for step in layer.body or () for made in read_by(step) if made.block == OUTSIDE}
         return read <= self.tensors.keys()
+
+
+def _new_tokens(given: Mapping[str, Any]) -> int:
+    """New tokens of each sequence."""
+    found = given.get("input_ids", given.get("inputs_embeds"))
+    return 0 if found is None else int(found.shape[1])
 
 
 def _told(flags: Sequence[torch.Tensor]) -> list[bool]:

@@ -17,6 +17,7 @@ Note [Operands]
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +150,7 @@ class Call:
     kwargs: dict[str, Any]
     results: Any = None
     facts: dict[Made, Facts] = field(default_factory=dict)  # of the `Made` leaves
+    calls: Any = None  # of torch, that the function consists of, where these are known (attention.py)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number[1]}"
@@ -194,6 +196,16 @@ class Recipe:
         return (step for step in self.steps if isinstance(step, Layer))
 
 
+def eager_calls(steps: Sequence[Step]) -> Iterator[Call]:
+    """Yields the eager calls of the steps, a layer's own before those of its body."""
+    for step in steps:
+        if isinstance(step, Call):
+            yield step
+        elif isinstance(step, Layer):
+            yield step.call
+            yield from eager_calls(step.body or ())
+
+
 def operands(tree: Any) -> Iterator[Any]:
     """Yields the leaves of a tree of operands and constants."""
     if isinstance(tree, (Made, Fresh, Given)):
@@ -231,30 +243,43 @@ def read_by(step: Step) -> Iterator[Made]:
     yield from (leaf for leaf in operands((step.args, step.kwargs)) if isinstance(leaf, Made))
 
 
-def all_steps(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yields the steps, and after each layer those of its body."""
-    for step in steps:
-        yield step
-        if isinstance(step, Layer):
-            yield from step.body or ()
-
-
 def without_unread(recipe: Recipe) -> Recipe:
-    """Marks results of eager calls that nothing reads: their shapes may change."""
-    read = {made for step in all_steps(recipe.steps) for made in read_by(step)}
-    read.update(leaf for leaf in operands(recipe.output) if isinstance(leaf, Made))
-    for step in all_steps(recipe.steps):
-        if isinstance(step, Layer):
-            read.update(inner for outer, inner in step.made.items() if outer in read)
-    for step in all_steps(recipe.steps):
-        if isinstance(step, Op):
-            continue
-        call = step.call if isinstance(step, Layer) else step
-        call.results = rebuild(call.results, lambda leaf: UNREAD if isinstance(leaf, Made) and leaf not in read else leaf)
-        call.facts = {made: facts for made, facts in call.facts.items() if made in read}
-        if isinstance(step, Layer):
-            step.made = {made: inner for made, inner in step.made.items() if made in read}
+    """Leaves out operators whose results nothing reads, and marks such results of eager calls: they may depend on the
+    length."""
+    read = {leaf for leaf in operands(recipe.output) if isinstance(leaf, Made)}
+    recipe.steps = _read_steps(recipe.steps, read)
     return recipe
+
+
+def _read_steps(steps: Sequence[Step], read: set[Made]) -> list[Step]:
+    """Returns the steps without what is not in `read`, or read by later ones; adds what they read to it."""
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Op):
+            if read.isdisjoint(step.results) and not writes(step.function):
+                continue
+        else:
+            call = step.call if isinstance(step, Layer) else step
+            call.results = rebuild(call.results, lambda leaf: UNREAD if type(leaf) is Made and leaf not in read else leaf)
+            call.facts = {made: facts for made, facts in call.facts.items() if made in read}
+            if isinstance(step, Layer):
+                step.made = {made: inner for made, inner in step.made.items() if made in read}
+                if step.body is not None:
+                    read.update(step.made.values())
+                    step.body = _read_steps(step.body, read)
+        read.update(read_by(step))
+        kept.append(step)
+    return kept[::-1]
+
+
+@functools.cache
+def writes(function: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes to: (position, name)."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def difference(first: Recipe, second: Recipe) -> str:
@@ -262,7 +287,7 @@ def difference(first: Recipe, second: Recipe) -> str:
     two has not seen from within count as equal."""
     if first.inputs != second.inputs:
         return "the forward takes other arguments"
-    return _steps_differ(first.steps, second.steps) or ("" if _same(first.output, second.output) else "another output")
+    return _steps_differ(first.steps, second.steps) or ("" if same(first.output, second.output) else "another output")
 
 
 def _steps_differ(first: Sequence[Step], second: Sequence[Step]) -> str:
@@ -287,7 +312,7 @@ def _differs(one: Step, other: Step) -> str:
     if isinstance(one, Op) and isinstance(other, Op):
         if one.function is not other.function:
             return f"{one} comes in the place of {other}"
-        if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
+        if not same((one.args, one.kwargs), (other.args, other.kwargs)):
             return f"{one} is called with {_first_other(one, other)}"
         if one.results != other.results or one.facts != other.facts:
             return f"{one} makes tensors of other shapes"
@@ -295,9 +320,9 @@ def _differs(one: Step, other: Step) -> str:
     if isinstance(one, Call) and isinstance(other, Call):
         if one.kind != other.kind or not _same_function(one.function, other.function):
             return f"{one} is another function"
-        if not _same((one.args, one.kwargs), (other.args, other.kwargs)):
+        if not same((one.args, one.kwargs), (other.args, other.kwargs)):
             return f"{one} is called with {_first_other(one, other)}"
-        if one.facts != other.facts or not _same(one.results, other.results):
+        if one.facts != other.facts or not same(one.results, other.results):
             return f"{one} returns something else"
         return ""
     return f"{one} comes in the place of {other}"
@@ -312,7 +337,7 @@ def _same_function(one: Any, other: Any) -> bool:
 
 def _first_other(one: Op | Call, other: Op | Call) -> str:
     for a, b in zip(operands((one.args, one.kwargs)), operands((other.args, other.kwargs)), strict=False):
-        if not _same(a, b):
+        if not same(a, b):
             return f"{_short(a)} and {_short(b)}"
     return "other arguments"
 
@@ -322,7 +347,8 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Are these trees equal?"""
     if one is other:
         return True
     if isinstance(one, nn.Module) or isinstance(other, nn.Module):
@@ -332,11 +358,11 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (Made, Fresh, Given, Weight, Number)):
         return bool(one == other)
     if isinstance(one, OutputFields):
-        return one.kind is other.kind and _same(one.fields, other.fields)
+        return one.kind is other.kind and same(one.fields, other.fields)
     if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return _same_scalar(one, other)
 
 

@@ -20,7 +20,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
@@ -32,6 +32,7 @@ from transformers import PreTrainedConfig
 
 from ..compat import Cache, TorchDispatchMode
 from ..forward.hook_base import remove_all
+from .attention import Listener
 from .recipe import (
     OUTSIDE,
     THE_CACHE,
@@ -50,6 +51,7 @@ from .recipe import (
     operands,
     rebuild,
     without_unread,
+    writes,
 )
 
 _UNKNOWN_SIZE: Final = "its result's shape is only known on the device"
@@ -171,7 +173,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_fresh(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes an operator on a mask: what it makes is as long as that, and is made anew each time."""
-        if _writes(function):
+        if writes(function):
             raise Refused(f"{function} writes to a mask")
         self.returned(self.began("mask", function, args, kwargs), result)
 
@@ -227,24 +229,28 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused -= 1
 
+    def aside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Makes a call that is of no use in a forward by graphs."""
+        with self._pause():
+            return function(*args, **kwargs)
+
     @property
     def records(self) -> bool:
         """Does an eager call that begins now have to be noted?"""
         return not self._paused and not self.refusal and threading.get_ident() == self.thread
 
-    def call(
-        self, kind: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], within: Any = None
-    ) -> Any:
-        """Makes an eager call and notes it: returns what `function(*args, **kwargs)` does. `within`: called in place of
-        `function` now, if that is another one."""
+    def call(self, kind: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Makes an eager call and notes it: returns what `function(*args, **kwargs)` does."""
         noted: Call | None = None
         try:
             noted = self.began(kind, function, args, kwargs)
         except Refused as why:
             self.refuse(str(why))
-        with self._pause():
-            result = (within or function)(*args, **kwargs)
+        listener = Listener(lambda tensor: self.found(tensor) or self._weight(tensor))
+        with self._pause(), listener if Listener.understands(function) else nullcontext():
+            result = function(*args, **kwargs)
         if noted is not None:
+            noted.calls = listener.returned(result)
             self.returned(noted, result)
         return result
 
@@ -402,18 +408,8 @@ def _by_numbers(indices: Any) -> bool:
     return not any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
-@functools.cache
-def _writes(function: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes to: (position, name)."""
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(function._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for place, name in _writes(function):
+    for place, name in writes(function):
         value = args[place] if place < len(args) else kwargs.get(name)
         yield from (leaf for leaf in operands(value) if leaf is not None)
 
@@ -430,14 +426,19 @@ class RecordedLayers:
     ) -> None:
         """`whole`: modules that are one eager call each. `away`: must this layer be one?"""
         self._recorder = recorder
+        self._layers = layers
+        self._whole = [module for module in whole if module not in layers]
         self._away = away
         self._handles: list[RemovableHandle] = []
         self._open: list[tuple[nn.Module, Call]] = []
-        for index, layer in enumerate(layers):
+
+    def add(self) -> None:
+        """Puts the hooks in, until `remove`."""
+        for index, layer in enumerate(self._layers):
             enter, leave = functools.partial(self._enter_layer, index), self._leave_layer
             self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(leave))
-        for module in (each for each in whole if each not in layers):
+        for module in self._whole:
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave))
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import masking_utils, modeling_utils
 
+from ...allocator.interrupts import Guarded, guarded
 from ...allocator.patches import Patches, Seam, Undo
 from ..compat import Cache
 from .recipe import Fresh
 from .recorder import RecordedLayers, Recorder
 
 _MASKS: Final = "create_"  # how the names of mask functions begin
+_WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt, for which it waits for the device
 
 
 class _Thread(threading.local):
@@ -39,24 +41,29 @@ def _recorder() -> Recorder | None:
     return recorder if recorder is not None and recorder.records else None
 
 
-@contextmanager
-def recording(recorder: Recorder, model: nn.Module, layers: RecordedLayers, fine: bool) -> Iterator[None]:
+def recording(recorder: Recorder, model: nn.Module, layers: RecordedLayers, fine: bool) -> Guarded[None]:
     """A `with` block in which a forward of `model` on this thread is recorded. `fine`: attention is cut out; else only
     the modules that `layers` names are."""
-    _recording.add(id(recorder), fine)
     before = _thread.recorder
-    try:
+
+    def begin() -> None:
+        _recording.add(id(recorder), fine)
         for file in {type(module).__module__ for module in model.modules()}:
             if file in sys.modules:
                 _recording.also(file, functools.partial(_patch_masks, sys.modules[file]))
-        _thread.recorder = recorder
         recorder.fine = fine
-        with recorder:
-            yield
-    finally:
+        layers.add()
+        _thread.recorder = recorder
+        recorder.__enter__()
+
+    def end(failed: bool) -> None:
+        if _get_current_dispatch_mode() is recorder:
+            recorder.__exit__(None, None, None)
         _thread.recorder = before
-        _recording.remove(id(recorder))
         layers.remove()
+        _recording.remove(id(recorder))
+
+    return guarded(begin, end)
 
 
 def _replace() -> Iterator[Undo]:
@@ -65,6 +72,8 @@ def _replace() -> Iterator[Undo]:
     patches.replace(Cache, "update", _update(vars(Cache)["update"]))
     interface = modeling_utils.AttentionInterface
     patches.replace(interface, "get_interface", _get_interface(vars(interface)["get_interface"]))
+    model = modeling_utils.PreTrainedModel
+    patches.replace(model, _WARNS, _warn(vars(model)[_WARNS]))
 
 
 _recording: Final = Seam[bool](_replace)  # by the id of a recorder
@@ -85,6 +94,18 @@ def _mask(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(*args, **kwargs) if recorder is None else recorder.call("mask", stock, args, kwargs)
 
     return create
+
+
+def _warn(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def warn(*args: Any, **kwargs: Any) -> None:
+        recorder = _recorder()
+        if recorder is None:
+            stock(*args, **kwargs)
+        else:
+            recorder.aside(stock, *args, **kwargs)
+
+    return warn
 
 
 def _update(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,9 @@
-"""Wraps `generate()` for models that keep prefixes: it starts from stored tokens, and keeps its own.
+"""Follows `generate()` of models that keep prefixes: it starts from stored tokens, and keeps its own.
 
-Note [Around generate]
-    While any such model is managed, `generate` of GenerationMixin is wrapped, on the class, so that the model itself
-    holds nothing. Stock code does everything: the cache that it has just made (`generation.listening`) is filled with
-    the stored beginning of the prompt, which is the documented way to go on from a cache. When it returns, the layers
-    are kept. So the result is that of a `DynamicCache` held by hand. With the last model the wrapper is removed; if
-    another one has been put around it meanwhile, it stays below and passes calls on.
+Note [Stock code does everything]
+    The cache that `generate()` has just made (hooks/kv/generation.py, Note [Around generate]) is filled with the stored
+    beginning of the prompt, which is the documented way to go on from a cache. When it returns, the layers are kept. So
+    the result is that of a `DynamicCache` held by hand.
 
 Note [Whose cache]
     Layers are kept as they are if no other code can have them: one sequence without padding, and the cache is freed
@@ -14,7 +12,6 @@ Note [Whose cache]
 
 from __future__ import annotations
 
-import functools
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
-from ..compat import GenerationMixin, cache_name
+from ..compat import cache_name
 from ..kv import generation
 from ..kv.grouping import CacheRanges
 from ..kv.layer import ElasticLayer
@@ -49,11 +46,11 @@ def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
     """Makes `generate()` of the model use the store until the returned function is called (idempotent) or the model is
     collected."""
     _stores.add(id(model), store)
-    return Finalizer(model, partial(_stores.remove, id(model)))
+    detach = generation.follow(model, partial(_Request, store))
+    return Finalizer(model, detach, partial(_stores.remove, id(model)))
 
 
 def _replace() -> Iterator[Undo]:
-    yield _patch()
     yield register_optimizer_step_post_hook(_stepped).remove
 
 
@@ -65,34 +62,6 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for store in _stores.users:
         store.looks.stepped(parameters)
-
-
-def _patch() -> Callable[[], None]:
-    owner: Any = GenerationMixin
-    stock = vars(owner)["generate"]
-
-    @functools.wraps(stock)
-    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-        # First, so that a compiler that traces this sees nothing else.
-        store = None if torch.compiler.is_compiling() else _stores.get(id(model))
-        if store is None:
-            return stock(model, *args, **kwargs)
-        request = _Request(store, model, args, kwargs)
-        try:
-            with generation.listening(request):
-                result = stock(model, *args, **kwargs)
-        except BaseException:
-            request.broken_off()
-            raise
-        request.ended(result)
-        return result
-
-    def undo() -> None:
-        if vars(owner).get("generate") is generate:
-            owner.generate = stock
-
-    owner.generate = generate
-    return undo
 
 
 class _Request:
@@ -117,7 +86,7 @@ class _Request:
         self._watch: Watch | None = None  # where layers keep a state
 
     def prepared(self, given: dict[str, Any]) -> None:
-        """Fills the cache from the store: implements `generation.CacheListener`."""
+        """Fills the cache from the store: implements `generation.GenerateCall`."""
         config, kwargs = given["generation_config"], given["model_kwargs"]
         expand = max(config.num_beams or 1, config.num_return_sequences or 1)
         ids = self._ids if isinstance(self._ids, torch.Tensor) else None

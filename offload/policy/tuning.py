@@ -305,6 +305,20 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """Which forwards run as pieces of CUDA graphs (hooks/pieces). All chosen."""
+
+    # New tokens of each sequence: assisted decoding checks up to 21 at once. Longer forwards hide their launches.
+    tokens: int = 32
+    # New tokens of all sequences: what their graphs keep grows with them, by some 40 KiB a token and layer of an 8B model.
+    rows: int = 512
+    # Kinds of forwards (batch, new tokens, arguments) whose graphs are kept.
+    keys: int = 16
+    # One in so many forwards by graphs is timed: a hundred calls of Python, beside the thousand that such a token takes.
+    timed: int = 16
+
+
+@dataclass(frozen=True, slots=True)
 class Timelines:
     """How much of a run a timeline keeps (timeline/recorder.py). Chosen for a page that a browser draws at once."""
 
@@ -625,6 +639,7 @@ class Tuning:
     prefixes: Prefixes = field(default_factory=Prefixes)
     files: WeightsFiles = field(default_factory=WeightsFiles)
     waiting: Waiting = field(default_factory=Waiting)
+    pieces: Pieces = field(default_factory=Pieces)
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
     replicas: Replicas = field(default_factory=Replicas)

@@ -1,0 +1,96 @@
+"""Where a managed model's forwards within `generate()` go to its pieces.
+
+Note [Forward of a class]
+    The `forward` of the model's class is wrapped, not that of the model, so that a copy or a pickle takes nothing along;
+    the hooks of the model stay around it. A direct call of the model is passed on: a program may keep what that
+    returns, and may look at modules on its way. With the last model the wrapper is removed; if another one has been put
+    around it meanwhile, it stays below and passes calls on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ...allocator.interrupts import Finalizer
+from ...allocator.patches import Seam, Undo
+from ..compat import cache_name, tokens_of_prompt
+from ..kv import generation
+from .runner import PieceRunner
+
+class PiecesCall:
+    """One call of `generate()` of a model that runs by pieces: a `generation.GenerateCall`."""
+
+    def __init__(self, runner: PieceRunner, model: Any, args: Any, kwargs: Any) -> None:
+        self.model = model
+        self.cache_name = cache_name(model)
+        self.runner = runner
+        self.eager = False  # is all of the call, as something watches the model's modules?
+        self.forwards = 0  # so far
+        self._new = 0  # tokens that are likely to be made of each sequence
+        runner.calls[id(self)] = weakref.ref(self)
+
+    def prepared(self, given: dict[str, Any]) -> None:
+        config = given["generation_config"]
+        self._new = config.max_new_tokens or given["max_cache_length"] + 1 - tokens_of_prompt(config, given["model_kwargs"])
+
+    def ended(self, result: Any) -> None:
+        self.runner.calls.pop(id(self), None)
+
+    def broken_off(self) -> None:
+        self.runner.calls.pop(id(self), None)
+
+    @property
+    def left(self) -> int:
+        """Forwards that are likely to come, with the present one."""
+        return self._new - self.forwards + 1
+
+
+def attach(model: nn.Module, runner: PieceRunner) -> Callable[[], object]:
+    """Has forwards of the model within `generate()` run by pieces, until the returned idempotent function is called or
+    the model is collected."""
+    _runners.add(id(model), runner)
+    owner = next(each for each in type(model).__mro__ if "forward" in vars(each))
+    _runners.also(owner, functools.partial(_patch_forward, owner))
+    detach = generation.follow(model, functools.partial(PiecesCall, runner))
+    return Finalizer(model, detach, functools.partial(_runners.remove, id(model)), runner.close)
+
+
+_runners: Final = Seam[PieceRunner](lambda: iter(()))  # by the id of a live model
+
+
+def _patch_forward(owner: Any) -> Undo:
+    stock = vars(owner)["forward"]
+
+    @functools.wraps(stock)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        call = None if args or torch.compiler.is_compiling() else _call_of(model)
+        if call is None:
+            return stock(model, *args, **kwargs)
+        call.forwards += 1
+        return call.runner.forward(stock, model, kwargs, call)
+
+    def undo() -> None:
+        if vars(owner).get("forward") is forward:
+            owner.forward = stock
+
+    owner.forward = forward
+    return undo
+
+
+def _call_of(model: Any) -> PiecesCall | None:
+    """Returns the innermost call of `generate()` on this thread, if it is one of that model, and by pieces."""
+    for call in reversed(generation.running()):
+        if call.model is not model:
+            return None
+        if isinstance(call, PiecesCall):
+            return call
+    return None
+
+

@@ -1,0 +1,84 @@
+"""What is known of the forwards of one key, and from that what the next one does. No device, no model.
+
+Note [Steps of a key]
+    The first forward of a key is recorded, and that is all. The second is recorded too: where both computed the same, at
+    two lengths, it is captured, and computed again by its graphs, to the bit. The third, at another length again, is the
+    proof: recorded, and computed again. From then on graphs are replayed. In each later call of `generate()` the first
+    forward is recorded and compared anew, which finds adapters that were switched, attention that was set, weights that
+    were replaced: each is a variant of the key, with graphs of its own, and one that comes back is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+PROOFS: Final = 2  # comparisons, at two lengths, to the bit that a variant has passed before its graphs are replayed
+CHANGES: Final = 3  # of what one call of `generate()` computes: beyond that its length is in it
+
+
+class Act(Enum):
+    """What a forward does."""
+
+    EAGER = "eager"  # nothing of it is looked at
+    RECORD = "record"  # eager, and written down
+    REPLAY = "replay"  # by graphs
+
+
+@dataclass(slots=True, eq=False)
+class Variant:
+    """Forwards that compute the same. `program`: None until it is captured."""
+
+    recipe: Any
+    program: Any = None
+    proofs: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """The forwards of one key: the variants, that of the last recorded forward first."""
+
+    variants: list[Variant] = field(default_factory=list)
+    call: object = None  # the call of `generate()` that has recorded one last
+    changes: int = 0  # how often what is computed has changed in that call
+
+    def replays(self, call: object) -> bool:
+        """Is the next forward of `call` one by graphs?"""
+        if self.call is not call or not self.variants:
+            return False
+        first = self.variants[0]
+        return first.program is not None and first.proofs >= PROOFS
+
+    def next(self, call: object, left: int, wanted: bool) -> Act:
+        """Returns what the next forward of `call` does. `left`: forwards that the call is likely to make, this one too.
+        `wanted`: may graphs be captured now?"""
+        if self.replays(call):
+            return Act.REPLAY
+        first = self.variants[0] if self.variants else None
+        if first is not None and first.program is not None:
+            return Act.RECORD if left > max(1, PROOFS - first.proofs) else Act.EAGER
+        seen = first is not None and self.call is call
+        return Act.RECORD if wanted and left > PROOFS + (not seen) else Act.EAGER
+
+    def recorded(self, call: object, recipe: Any, difference: Callable[[Any, Any], str]) -> tuple[Variant, str]:
+        """Notes a recorded forward of `call`. Returns its variant, and why this call computes something else again and
+        again; empty where it does not."""
+        before = self.variants[0] if self.variants and self.call is call else None
+        if self.call is not call:
+            self.call, self.changes = call, 0
+        found = next((each for each in self.variants if not difference(each.recipe, recipe)), None)
+        if found is None:
+            found = Variant(recipe)
+        else:
+            self.variants.remove(found)
+        self.variants.insert(0, found)
+        why = ""
+        if before is not None and before is not found:
+            self.changes += 1
+            if self.changes >= CHANGES:
+                why = difference(before.recipe, recipe)
+            if before.program is None:
+                self.variants.remove(before)
+        return found, why

@@ -1,0 +1,365 @@
+"""The pieces of one model: which forwards are recorded, captured, replayed, and why others are eager.
+
+Note [Cuts]
+    Two ways of cutting are tried in turn: *fine*, where the cache's update and the attention function are eager; and
+    *coarse*, where the innermost modules that are given the cache are. What a model does is seen while it is recorded,
+    and a way that does not fit is refused before anything is captured. Where graphs and eager code differ by a bit,
+    though both compute the same, the next way is taken, with one warning. What is left is eager.
+
+Note [One at a time]
+    One thread at a time runs a model by pieces; a forward of another thread is eager meanwhile.
+
+Note [Shortage]
+    While device pages are scarce nothing is captured. Graphs that no call uses are given up when pages are asked for
+    (hooks/device/pressure.py), those in use at the next forward after one has found no memory at all.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from ...allocator._native import Device
+from ...allocator.interrupts import guarded
+from ...offload.policy.tuning import Pieces
+from ..compat import Cache
+from ..device import pressure
+from ..device.streams import torch_device
+from ..forward.hook_base import Hook, remove_all
+from ..measure.report import PiecesReport
+from ..weights.layers import decoder_layers
+from .graph_pool import GraphPool
+from .plans import Act, Plan, Variant
+from .program import Forward, Program, Stale
+from .recipe import difference
+from .recorder import RecordedLayers, Recorder
+from .seams import recording
+
+GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
+WAYS: Final = ("fine", "coarse", "eager")
+
+
+class _Replayed(NamedTuple):
+    output: Any
+
+
+class PieceRunner:
+    """Runs forwards of one model by pieces."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        name: str,
+        away: Callable[[], Container[int] | None],
+        scarce: Callable[[], bool],
+        between: Callable[[], object],
+        untimed: Callable[[], object],
+        priority: int,
+        tuning: Pieces,
+    ) -> None:
+        """`away`: returns the decoder layers that run on their own, as they are read from slots; None where no forward
+        may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
+        of what hooks do between two layers. `untimed`: called in a forward that is not to be timed. `priority`: of the
+        model."""
+        self.priority = priority
+        self.calls: dict[int, weakref.ref[Any]] = {}  # of generate() that run, by id
+        self.exhausted = False  # has a forward found no memory since?
+        self.replayed = self.captures = 0
+        self.way = WAYS[0]
+        self.acted: Act = Act.EAGER  # what the last forward did
+        self._model = weakref.ref(model)
+        self._device = device
+        self._name = name
+        self._away = away
+        self._scarce = scarce
+        self._between = between
+        self._untimed = untimed
+        self._tuning = tuning
+        self._torch_device = torch_device(device)
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()  # by key, the one used last at the end
+        self._pool: GraphPool | None = None
+        self._whole: Sequence[nn.Module] | None = None  # never captured, where the way is coarse
+        self._why: dict[str, str] = {}  # by way
+        self._running = threading.Lock()
+        self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
+        pressure.add(device, self)
+
+    # -- forwards
+
+    def forward(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any) -> Any:
+        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first one
+        reads the prompt."""
+        key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
+        away = None if key is None else self._away()
+        if away is None or not self._running.acquire(blocking=False):
+            self.acted = Act.EAGER
+            return stock(model, **given)
+        with guarded(bool, self._release):
+            self._obey()
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = Plan()
+            self._plans.move_to_end(key)
+            if plan.replays(call) and (found := self._replay(plan, given, call, away)) is not None:
+                return found.output
+            act = plan.next(call, call.left, not self._scarce())
+            self.acted = Act.EAGER if act is Act.EAGER else Act.RECORD
+            if self.acted is Act.RECORD:
+                return self._record(stock, model, given, call, plan, away)
+        return stock(model, **given)
+
+    def _release(self, failed: bool) -> None:
+        if self._running.locked():
+            self._running.release()
+
+    def _replay(self, plan: Plan, given: dict[str, Any], call: Any, away: Container[int]) -> _Replayed | None:
+        """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
+        program = plan.variants[0].program
+        if program.worth_recording(away) and not self._scarce():
+            return None
+        if RemovableHandle.next_id != self._hooks:  # somebody has registered a hook somewhere
+            if self._watched(call.model):
+                call.eager = True
+                return None
+            self._hooks = RemovableHandle.next_id
+        self._between()
+        forward = Forward(given[call.cache_name], given, away)
+        pool = program.pool
+        try:
+            with pool.entered():
+                self._device.note_stream(pool.handle)
+                program.run(forward)
+        except Stale:
+            return None
+        self.acted = Act.REPLAY
+        self.replayed += 1
+        if self.replayed % self._tuning.timed:
+            self._untimed()
+        return _Replayed(program.output(forward))
+
+    def _watched(self, model: nn.Module) -> bool:
+        """Does other code watch calls of modules, or replace what they do? Then all of them have to be called."""
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return True
+        for module in model.modules():
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
+                return True
+        return False
+
+    def _record(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any, plan: Plan, away: Container[int]) -> Any:
+        """Computes a forward eagerly, and finds out what pieces of it can be made."""
+        if call.eager or self._watched(model):
+            call.eager = True
+            return stock(model, **given)
+        self._untimed()
+        if self.way == "coarse" and self._whole is None:
+            output, self._whole = _given_the_cache(model, lambda: stock(model, **given))
+            if not self._whole:
+                self._degrade("no module of it is given the cache")
+            return output
+        pool = self._opened()
+        layers = decoder_layers(model)
+        given = {name: _dense(value) if name not in GROWS else value for name, value in given.items()}
+        whole = [*(self._whole or ()), *_deciding_by_length(model)]
+        recorder = Recorder(_weights(model), self._torch_device, given, given[call.cache_name], GROWS)
+        hooks = RecordedLayers(recorder, layers, whole, lambda layer: layer in away)
+        with pool.entered():
+            self._device.note_stream(pool.handle)
+            with recording(recorder, model, hooks, self.way == "fine"):
+                output = stock(model, **given)
+            recipe = recorder.recipe(output)
+            if recipe is None:
+                self._degrade(recorder.refusal)
+            else:
+                variant, why = plan.recorded(call, recipe, difference)
+                if why:
+                    self._degrade(why)
+                else:
+                    self._prove(variant, recipe, recorder, pool, away)
+        for leaf in _tensors(output):
+            leaf.record_stream(torch.cuda.current_stream(self._torch_device))
+        self._hooks = RemovableHandle.next_id
+        return output
+
+    def _prove(
+        self, variant: Variant, recipe: Any, recorder: Recorder, pool: GraphPool, away: Container[int]
+    ) -> None:
+        """Captures a variant that was seen for the second time, and compares graphs with what was recorded."""
+        try:
+            new = variant.program is None
+            if new and (variant.recipe is recipe or self._scarce()):
+                return  # seen for the first time, or at a bad time
+            if new:
+                variant.program = Program(recipe, recorder, pool)
+                self.captures += 1
+            elif variant.program.worth_recording(away):
+                variant.program.adopt(recipe)
+                new = True
+            if found := variant.program.disagrees(recorder, recipe):
+                self._degrade(f"graphs and eager code differ in {found}", unexplained=True)
+                return
+            variant.proofs += 1
+            self._evict()
+            if new and not pool.holds_only(self._tensors()):
+                self._degrade("a module keeps a tensor that was made in a graph")
+        except torch.OutOfMemoryError:
+            self._drop()  # and again when the shortage is over
+            self.exhausted = True
+        except (RuntimeError, LookupError, NotImplementedError, TypeError) as error:
+            self._degrade(f"it cannot be captured: {_first_line(error)}")
+
+    # -- what there is
+
+    def _opened(self) -> GraphPool:
+        if self._pool is None:
+            self._pool = GraphPool(self._torch_device)
+        return self._pool
+
+    def _key(self, given: Mapping[str, Any]) -> Any:
+        """Returns what forwards have in common that may run by the same graphs; None for one that is eager."""
+        parts: list[Any] = []
+        rows, cache = 0, None
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                if name in GROWS:
+                    parts.append((name, value.dim()))
+                    continue
+                shape = value.shape
+                if name in _TOKENS:
+                    rows = shape[0] * shape[1]
+                    if shape[1] > self._tuning.tokens or rows > self._tuning.rows:
+                        return None
+                parts.append((name, shape, value.dtype))
+            elif isinstance(value, Cache):
+                cache = value
+                parts.append((name, type(value)))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                parts.append((name, value))
+            elif name not in GROWS:
+                return None
+        if not rows or cache is None or torch.is_grad_enabled() or torch.is_autocast_enabled() or _capturing():
+            return None
+        return (*parts, torch.is_inference_mode_enabled())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        programs = (each.program for plan in self._plans.values() for each in plan.variants if each.program is not None)
+        return [tensor for program in programs for tensor in program.tensors.values()]
+
+    def _evict(self) -> None:
+        """Drops the plans that were not used for longest, beyond so many."""
+        while len(self._plans) > self._tuning.keys:
+            self._plans.popitem(last=False)
+
+    def _degrade(self, why: str, *, unexplained: bool = False) -> None:
+        """Goes to the next coarser cut."""
+        self._why[self.way] = why
+        self.way = WAYS[WAYS.index(self.way) + 1]
+        self._drop()
+        if unexplained:
+            warnings.warn(f"{self._name} decodes with fewer graphs from now on: {why}", RuntimeWarning, stacklevel=2)
+
+    def _drop(self) -> None:
+        """Drops all graphs, which no kernel reads any more."""
+        self._plans.clear()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _obey(self) -> None:
+        """Gives up graphs where a forward has found no memory."""
+        if self.exhausted:
+            self.exhausted = False
+            self._drop()
+
+    def invalidate(self) -> None:
+        """Drops all graphs, as the model has changed. No forward of it runs."""
+        self._drop()
+        self._whole = None
+        self.way, self._why = WAYS[0], {}
+
+    def give_up(self, pages: int) -> int:
+        """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
+        if any(call() is not None for call in list(self.calls.values())) or self._pool is None or not self._running.acquire(blocking=False):
+            return 0
+        with guarded(bool, self._release):
+            before = self._device.available
+            self._drop()
+            self._device.reap(wait=True)
+            return max(0, int(self._device.available - before))
+
+    def close(self) -> None:
+        """Ends with the management of the model. Idempotent."""
+        self.way = "eager"
+        self._drop()
+
+    def report(self) -> PiecesReport:
+        """Returns how the model decodes."""
+        why = "; ".join(f"{way}: {reason}" for way, reason in self._why.items())
+        pool = self._pool
+        graphs = 0 if pool is None else pool.captured
+        pages = 0 if pool is None else -(-pool.nbytes() // self._device.page_size)
+        return PiecesReport(self.way, why, self.captures, graphs, self.replayed, pages)
+
+
+_capturing: Final = torch.cuda.is_current_stream_capturing
+_TOKENS: Final = ("input_ids", "inputs_embeds")
+
+
+def _dense(value: Any) -> Any:
+    """Returns the tensor, as one whose elements share no memory."""
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(output: Any) -> Sequence[torch.Tensor]:
+    values = output.values() if isinstance(output, Mapping) else (output,)
+    return [each for each in values if isinstance(each, torch.Tensor) and each.is_cuda]
+
+
+def _weights(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
+    """The model's parameters and buffers, by the address of their storage."""
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        address = tensor.untyped_storage().data_ptr()
+        found[address] = (*found.get(address, ()), tensor)
+    return found
+
+
+def _deciding_by_length(model: nn.Module) -> list[nn.Module]:
+    """Modules of rotary positions that compute something else for longer sequences."""
+    kinds = ("dynamic", "longrope")
+    return [each for each in model.modules() if any(kind in str(getattr(each, "rope_type", "")) for kind in kinds)]
+
+
+def _given_the_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[nn.Module]]:
+    """Calls `run`, a forward of the model on this thread, and returns its result and the innermost modules that were
+    given a cache."""
+    given: dict[nn.Module, None] = {}
+    thread, handles = threading.get_ident(), list[RemovableHandle]()
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == thread and any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+            given[module] = None
+
+    try:
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
+        result = run()
+    finally:
+        remove_all(handles)
+    inner = [module for module in given if not any(part in given for part in module.modules() if part is not module)]
+    return result, [module for module in inner if module is not model]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
