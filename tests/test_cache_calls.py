@@ -127,7 +127,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         getattr(cache, name)
         for name in ("is_compileable", "is_croppable", "is_initialized", "is_sliding", "is_linear", "batch_size")
     ],
-    "layers": lambda cache: [(layer.dtype, layer.device, layer.is_sliding) for layer in cache.layers],
+    "layers": lambda cache: [(layer.keys.dtype, layer.device, layer.is_sliding) for layer in cache.layers],
     "recording": lambda cache: (cache.activate_past_recording(), [hasattr(x, "record_past") for x in cache.layers]),
     "parts": lambda cache: [[part.clone() for part in parts if part is not None] for parts in cache],
     "count": len,

@@ -3,8 +3,8 @@
 Note [What is replaced]
     A generation loop makes its cache, its scheduler and its offloading manager by names of one module of transformers.
     These names are replaced by functions that give a managed model ballonet's parts, and any other model stock's. The
-    parameters that they rely on are checked first; where they differ, and in transformers before 5.18, continuous
-    batching stays stock, and a warning says why. With the last managed model everything is put back.
+    parameters that they rely on are checked first; where they differ, continuous batching stays stock, and a warning
+    says why. With the last managed model everything is put back.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from torch import nn
 
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
-from ..compat import release
 from ..device import governors
 from .batched import Batched
-
-OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
 
 # (module, name, parameters that are relied on)
 _NEEDED: Final = (
@@ -47,8 +44,7 @@ _NEEDED: Final = (
     (
         "cache",
         "PagedAttentionCache.update",
-        ("key_states", "value_states", "layer_idx")
-        + (("kwargs",) if release() >= (5, 19) else ("read_index", "write_index")),
+        ("key_states", "value_states", "layer_idx", "kwargs"),
     ),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     ("cache_allocators", "CachePool.allocate_sector", ("index",)),
@@ -95,8 +91,6 @@ def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
 @functools.cache
 def why_stock() -> str | None:
     """Returns why continuous batching cannot be elastic with this transformers; None where it can."""
-    if release() < OLDEST:
-        return "it needs transformers {}.{} or newer".format(*OLDEST)
     from importlib import import_module
 
     for module, name, parameters in _NEEDED:

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 
 from ...offload.record.record import Point
+from ..cache_argument import given_cache
 
-_CACHES: Final = ("past_key_values", "cache_params", "state")  # models' names for the cache
 _PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
 
 
@@ -29,7 +29,7 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
         if value is not None:
             given[name] = value
     if not _PACKED.isdisjoint(given):
-        return getattr(given.get("cache"), "point", None)
+        return getattr(given_cache(given), "point", None)
     ids, encoded = given.get("input_ids", given.get("inputs_embeds")), 0
     if ids is None and args:
         first = args[0]  # tokens, [batch, tokens], or something else
@@ -40,14 +40,12 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
         return None
     batch, new = ids.shape[0], ids.shape[1]
     held: int | None = 0
-    for name in _CACHES:
-        if (cache := given.get(name)) is not None:
-            try:
-                held = cache.get_seq_length()
-            except (AttributeError, ValueError):  # one of states, not of tokens
-                held = None
-            held = held if isinstance(held, int) else None  # only the device knows it
-            break
+    if (cache := given_cache(given)) is not None:
+        try:
+            held = cache.get_seq_length()
+        except (AttributeError, ValueError):  # one of states, not of tokens
+            held = None
+        held = held if isinstance(held, int) else None  # only the device knows it
     if new == 1 and held != 0:
         return Point("decode", batch, held or _masked(given.get("attention_mask")) or 1)
     return Point("prefill", batch, max(new, encoded))

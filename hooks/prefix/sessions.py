@@ -29,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
-from ..compat import GenerationMixin, cache_name
+from ..cache_argument import given_cache
+from ..compat import GenerationMixin
 from ..kv import generation
 from ..kv.grouping import CacheRanges
 from ..kv.layer import ElasticLayer
@@ -128,7 +129,7 @@ class _Request:
         mask = kwargs.get("attention_mask")
         pads = [0] * len(ids) * expand if mask is None else (mask == 0).sum(dim=1).tolist()
         rows = [row for row in map(numbers, ids) for _ in range(expand)]
-        cache = kwargs[cache_name(self.model)]
+        cache = given_cache(kwargs)
         self._beams = config.num_beams or 1
         self._ends = _ends(config.eos_token_id)
         self._pads = pads

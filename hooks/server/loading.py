@@ -33,9 +33,11 @@ class Models(ModelManager):
         if self.process_model_name(name) not in self._names:
             raise HTTPException(404, f"no model {name!r} here: {', '.join(self.served)}")
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """Lists the served models, in OpenAI's format."""
         return [{"id": name, "object": "model", "created": self._began, "owned_by": "ballonet"} for name in self.served]
+
+    get_gen_models = list_models  # its name in transformers 5.23
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
         """Returns a served model and its processor. HTTPException where no such model is served."""
