@@ -17,7 +17,7 @@ import ballonet
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .caches import filled, forget, same, tensors
+from .caches import filled, same, tensors
 from .models import build
 from .pool import in_pool
 from .programs import run
@@ -136,7 +136,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "early": lambda cache: cache.early_initialization(3, 2, 8, torch.float32, torch.device("cpu")),
     "copy": lambda cache: changed(cache, copy.deepcopy),
     "pickle": lambda cache: changed(cache, lambda cache: pickle.loads(pickle.dumps(cache))),
-    "reset": lambda cache: [(layer.reset(), forget(layer)) for layer in cache.layers],
+    "reset": lambda cache: [layer.reset() for layer in cache.layers],
     "crop": lambda cache: cache.crop(-3),
     "crop what is recorded": crop_what_is_recorded,
     "crop by nothing": lambda cache: cache.crop(0),

@@ -22,7 +22,7 @@ from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, filled, forget, is_elastic, same, tensors
+from .caches import BUDGET, filled, is_elastic, same, tensors
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -75,7 +75,7 @@ def drop_more_than_all(cache: Any) -> None:
 
 def start_again(cache: Any) -> None:
     for layer in cache.layers:
-        forget(layer)
+        layer.reset()
 
 
 def swap(cache: Any) -> None:

@@ -66,6 +66,7 @@ _NEEDED: Final = (
     ("continuous_api", "ContinuousBatchProcessor._generation_step", ("model",)),
     ("continuous_api", "ContinuousBatchProcessor.prepare_next_batch", ()),
     ("continuous_api", "ContinuousBatchProcessor._handle_request_error", ("error", "state")),
+    ("continuous_api", "ContinuousBatchProcessor._update_tp_group_state", ()),
 )
 
 
@@ -168,10 +169,9 @@ def _replace() -> Iterator[Undo]:
         (model_runner.ModelRunner, "compute_batch", steps.launching(model_runner.ModelRunner.compute_batch)),
         (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
         (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
+        (processor, "_update_tp_group_state", steps.receiving(processor._update_tp_group_state)),
     ):
         yield _put(owner, name, mine)
-    if hasattr(processor, "_update_tp_group_state"):
-        yield _put(processor, "_update_tp_group_state", steps.receiving(processor._update_tp_group_state))
 
 
 def others_run(model: Batched) -> bool:

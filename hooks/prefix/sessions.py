@@ -15,10 +15,11 @@ Note [Whose cache]
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...allocator.interrupts import Finalizer
+from ...allocator.interrupts import Finalizer, guarded
 from ...allocator.patches import Seam, Undo
 from ..cache_argument import given_cache
 from ..compat import GenerationMixin
@@ -46,11 +47,31 @@ from .store import PrefixStore, numbers
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError)
 
 
+class _Thread(threading.local):
+    uses_stores = True
+
+
+_thread: Final = _Thread()
+
+
 def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
     """Makes `generate()` of the model use the store until the returned function is called (idempotent) or the model is
     collected."""
     _stores.add(id(model), store)
     return Finalizer(model, partial(_stores.remove, id(model)))
+
+
+def without_stores() -> AbstractContextManager[None]:
+    """A `with` block in which `generate()` on this thread computes whole prompts, and keeps no tokens."""
+    before = _thread.uses_stores
+
+    def begin() -> None:
+        _thread.uses_stores = False
+
+    def end(failed: bool) -> None:
+        _thread.uses_stores = before
+
+    return guarded(begin, end)
 
 
 def _replace() -> Iterator[Undo]:
@@ -75,7 +96,7 @@ def _patch() -> Callable[[], None]:
     @functools.wraps(stock)
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         # First, so that a compiler that traces this sees nothing else.
-        store = None if torch.compiler.is_compiling() else _stores.get(id(model))
+        store = None if torch.compiler.is_compiling() or not _thread.uses_stores else _stores.get(id(model))
         if store is None:
             return stock(model, *args, **kwargs)
         request = _Request(store, model, args, kwargs)

@@ -171,7 +171,7 @@ class Splice:
         with self._now.running(Run(given, cache)) as run:
             try:
                 output = self.model(**inputs)
-                made = given_cache(output) if isinstance(output, dict) else None
+                made = output.get(self.cache_name) if isinstance(output, dict) else None
                 found = Logits(output, run.cache if made is None else made)
             except Leaving as leaving:
                 if leaving.run is not run:

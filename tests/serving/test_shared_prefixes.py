@@ -25,7 +25,7 @@ from ballonet.hooks.sectors.pages import SectorPages
 from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
-from .batches import BLOCK, Answer, answers, ask, beside_a_loop, looping, prompts
+from .batches import BLOCK, Answer, answers, ask, looping, prompts
 
 PAGE = 65536
 NEW = 6  # tokens of a turn's answer, and of what is said next
@@ -241,7 +241,6 @@ def test_little_room(pages: int, tmp_path: Path) -> None:
         assert managed.prefixes.counts.on_disk > 0
 
 
-@beside_a_loop
 def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
     """Either finds what the other has computed, and another thread writes both to files meanwhile. In transformers
     generate() gives other tokens while a step of a loop is computed: so it is called between them."""
