@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from ...allocator.interrupts import Finalizer
@@ -136,11 +137,12 @@ def _replace() -> Iterator[Undo]:
         tuning = governors.of(_thread.attached.device).tuning.serving
         make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, tuning=tuning, **kwargs)
         loop_caches = _thread.attached.loop_caches
-        return (
-            make()
-            if loop_caches is None
-            else loop_caches.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
-        )
+        with torch.inference_mode(False):  # the loop runs in its caller's mode, and the next one may be another's
+            return (
+                make()
+                if loop_caches is None
+                else loop_caches.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
+            )
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 

@@ -115,6 +115,18 @@ def questions() -> list[list[int]]:
 WAYS = {"batch": batch, "generate": single}
 
 
+def test_kept_blocks_serve_loops_in_and_outside_of_inference_mode() -> None:
+    """A loop runs in the mode of who started it, and its cache goes to the next one."""
+    model, asked = build("llama"), questions()
+    expected = single(model, asked)
+    with managing(model, prefix_cache=True):
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                assert batch(model, asked) == expected
+            with torch.inference_mode(not inference):
+                assert single(model, asked) == expected
+
+
 @pytest.mark.parametrize("ways", [("batch", "batch"), ("generate", "batch"), ("batch", "generate")])
 def test_a_turn_finds_the_one_before(ways: tuple[str, str], seen: list[int]) -> None:
     model, asked = build("llama"), questions()
