@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
@@ -43,6 +44,14 @@ class Models(ModelManager):
         """Returns a served model and its processor. HTTPException where no such model is served."""
         self.check(model_id_and_revision)
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+
+
+def parts_of(name: str) -> tuple[str, str | None]:
+    """Splits a model's name, as a ModelManager has it, into that of its repository or folder, and its revision."""
+    if Path(name).exists():  # a folder has no revision, and may have an @ in its name
+        return name, None
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
 
 
 def models_on(device: Device, names: Iterable[str]) -> Models:
