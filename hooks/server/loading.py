@@ -46,12 +46,12 @@ class Models(ModelManager):
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
 
-def parts_of(name: str) -> tuple[str, str | None]:
+def parts_of(name: str) -> tuple[str, str]:
     """Splits a model's name, as a ModelManager has it, into that of its repository or folder, and its revision."""
     if Path(name).exists():  # a folder has no revision, and may have an @ in its name
-        return name, None
+        return name, "main"
     repository, _, revision = name.partition("@")
-    return repository, revision or None
+    return repository, revision or "main"
 
 
 def models_on(device: Device, names: Iterable[str]) -> Models:
