@@ -12,7 +12,7 @@ from .errors import UnsupportedVersion
 Release = tuple[int, int]
 
 
-class Span(NamedTuple):
+class Releases(NamedTuple):
     """From the oldest release that is supported to the newest that was tested."""
 
     oldest: Release
@@ -20,8 +20,8 @@ class Span(NamedTuple):
 
 
 SUPPORTED: Final = {  # pyproject.toml has the same bounds
-    "torch": Span((2, 11), (2, 15)),
-    "transformers": Span((5, 23), (5, 24)),
+    "torch": Releases((2, 11), (2, 15)),
+    "transformers": Releases((5, 23), (5, 24)),
 }
 
 _told: Final[set[str]] = set()
