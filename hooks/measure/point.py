@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from ...offload.record.record import Point
-from ..cache_argument import given_cache
+from ..cache_argument import CACHE_NAMES, given_cache
 
 _PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
 
@@ -40,12 +40,14 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
         return None
     batch, new = ids.shape[0], ids.shape[1]
     held: int | None = 0
-    if (cache := given_cache(given)) is not None:
-        try:
-            held = cache.get_seq_length()
-        except (AttributeError, ValueError):  # one of states, not of tokens
-            held = None
-        held = held if isinstance(held, int) else None  # only the device knows it
+    for name in CACHE_NAMES:  # `given_cache` without its call
+        if (cache := given.get(name)) is not None:
+            try:
+                held = cache.get_seq_length()
+            except (AttributeError, ValueError):  # one of states, not of tokens
+                held = None
+            held = held if isinstance(held, int) else None  # only the device knows it
+            break
     if new == 1 and held != 0:
         return Point("decode", batch, held or _masked(given.get("attention_mask")) or 1)
     return Point("prefill", batch, max(new, encoded))
