@@ -9,13 +9,14 @@ LOG := build/setup.log
 JOBS ?= 2
 RESULTS ?= benchmarks/results
 VLLM ?= build/vllm
-TRANSFORMERS ?= 5.18.0
+# The release of transformers that is supported beside that of constraints.txt
+OLDER := 5.23.0
 # Many tests and benchmarks are processes of their own: without bytecode each would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-release test-serving test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
+.PHONY: help demo test test-cuda test-release test-versions test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,8 +33,9 @@ test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's
 test-vllm: build $(VLLM)/.ready  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
 
-test-serving: build build/transformers-$(TRANSFORMERS)/.ready  ## the tests of batches and of the server under another transformers than constraints.txt names; TRANSFORMERS=5.18.0, the oldest one that is elastic
-	@PYTHONPATH=$(CURDIR)/build/transformers-$(TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist worksteal tests/serving
+test-versions: build build/transformers-$(OLDER)/.ready  ## every test on both supported releases of transformers
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal
+	@PYTHONPATH=$(CURDIR)/build/transformers-$(OLDER) $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 test-release: build  ## the sdist and the wheel, each installed and used in a fresh environment, with a compiler and without
 	@$(call extra,auditwheel,release)

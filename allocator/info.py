@@ -11,11 +11,10 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from . import _native, cuda_headers, device_choice, findings, ram
+from . import _native, cuda_headers, device_choice, findings, ram, versions
 from .config import Config, cache_dir
 from .errors import BallonetError, CoreMissing, DriverUnavailable
 from .units import format_size
@@ -36,7 +35,7 @@ def gather(config: Config, ballonet: str) -> Facts:
     return {
         "ballonet": ballonet,
         "python": sys.version.split()[0],
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: versions.installed(name) for name in PACKAGES},
         "device": _device(target),
         "defaults": _defaults(config, target),
         "memory": {"total": ram.total(), "available": ram.available()},
@@ -139,8 +138,8 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
     yield "companion for torch", *_companion(config)
     if cuda := _cuda_of_torch():
         yield "torch's whole CUDA allocator", *_torch_allocator(config, cuda)
-    yield "transformers", *_at_least("transformers", (5, 17))
-    yield "torch", *_at_least("torch", (2, 11))
+    for package in versions.SUPPORTED:
+        yield package, *_supported(package)
 
 
 def _host_pages(config: Config, target: device_choice.Target) -> tuple[bool, str]:
@@ -201,26 +200,19 @@ def _torch_allocator(config: Config, cuda: str) -> tuple[bool, str]:
         missing = "there is no C++ compiler"
     elif headers is not None:
         return True, f"compiled by install(), with CUDA's headers in {headers}"
-    kept = sorted(cache_dir(config).glob(f"torch-allocator-torch{_version('torch')}*.so"))
+    kept = sorted(cache_dir(config).glob(f"torch-allocator-torch{versions.installed('torch')}*.so"))
     if kept:
         return True, f"{missing}; one compiled before: {kept[-1]}"
     return False, f"{missing}. So {cuda_headers.WITHOUT}"
 
 
-def _at_least(name: str, oldest: tuple[int, int]) -> tuple[bool, str]:
-    found = _version(name)
-    wanted = ".".join(map(str, oldest))
+def _supported(package: str) -> tuple[bool, str]:
+    found = versions.installed(package)
     if found is None:
-        return False, f"not installed; {wanted} or newer is needed"
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    return numbers >= oldest, f"{found} is installed" + ("" if numbers >= oldest else f"; {wanted} or newer is needed")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+        return False, "not installed"
+    old = versions.too_old(package, found)
+    why = old or versions.untested(package, found)
+    return not old, f"{found} is installed" + (f"; {why}" if old else f", {why}" if why else "")
 
 
 def _torch_has_cuda() -> bool:

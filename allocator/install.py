@@ -7,16 +7,15 @@ device is the host stand-in, and what torch allocates on the CPU from then on li
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from . import _native, control, device_choice, devices
+from . import _native, control, device_choice, devices, versions
 from .budget import set_budget_of
 from .companion import Companion, TorchAllocator, load, load_allocator
 from .config import Config, cache_dir
@@ -27,14 +26,11 @@ from .errors import (
     CompanionUnavailable,
     DriverError,
     InstallError,
-    UnsupportedVersion,
 )
 from .interrupts import Guarded
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
 from .torch_stats import TorchStatistics
-
-OLDEST_TORCH: Final = (2, 11)
 
 
 @dataclass
@@ -216,7 +212,8 @@ def _started(asked: Config, settings: Config) -> _Installed:
     if _installed is not None:
         _check_same(asked, _installed)
         return _installed
-    _check_torch()
+    versions.require("torch", torch.__version__)
+    versions.warn_of_untested(stacklevel=3)
     late = device_choice.choose(settings, _torch_has_cuda()).kind == "cuda" and cuda_used()
     if late:
         torch.cuda.empty_cache()  # memory that torch caches is not free, and a default budget is made of free memory
@@ -347,15 +344,6 @@ def _torch_allocator(settings: Config, device: _native.Device) -> TorchAllocator
 
 def _torch_has_cuda() -> bool:
     return torch.version.cuda is not None and torch.cuda.is_available()
-
-
-def _check_torch() -> None:
-    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if match is None or (int(match[1]), int(match[2])) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise UnsupportedVersion(
-            f"this is torch {torch.__version__}, and ballonet needs {oldest} or newer: upgrade torch"
-        )
 
 
 def _check_same(asked: Config, installed: _Installed) -> None:

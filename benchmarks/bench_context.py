@@ -185,14 +185,16 @@ def computed(held: Held, most: int, chunk: int) -> tuple[int, int, float]:
     from generating import words
     from peer import synchronize
 
+    from ballonet.hooks.compat import cache_name
+
     text = words(held.model, (1, MOST), seed=2).to(held.device)
-    cache = held.cache()
+    given = {cache_name(held.model): held.cache()}
     tokens, seconds, following = 0, 0.0, -1
     begin = time.perf_counter()
     with torch.no_grad(), suppress(torch.OutOfMemoryError):
         while tokens < most:
             part = text[:, tokens : min(tokens + chunk, most)]
-            logits = held.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = held.model(part, use_cache=True, logits_to_keep=1, **given).logits
             following = int(logits[0, -1].argmax())
             synchronize(held.device)
             tokens, seconds = tokens + part.shape[1], time.perf_counter() - begin

@@ -38,12 +38,14 @@ def prefill(peer: str, model: PreTrainedModel, tokens: int, device: str) -> floa
     from transformers import DynamicCache
 
     import ballonet
+    from ballonet.hooks.compat import cache_name
 
     config = model.config
     prompt = torch.randint(0, config.vocab_size, (1, tokens), device=device)
     cache = ballonet.KVCache(config=config) if peer == "ballonet" else DynamicCache(config=config)
+    given = {cache_name(model): cache, "use_cache": True, "logits_to_keep": 1}
     with torch.no_grad():
-        return seconds(device, lambda: model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)) * 1e3
+        return seconds(device, lambda: model(prompt, **given)) * 1e3
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import torch
 from peer import synchronize
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 
+from ballonet.hooks.compat import cache_name
+
 
 class Clock(StoppingCriteria):
     """Never stops anything; notes the time, and a count, after each token."""
@@ -64,7 +66,7 @@ def timed(
     wherever weights are meanwhile."""
     batch, held = size
     prompt = torch.randint(0, model.config.vocab_size, (batch, held + 1), device=device)
-    answer(model, prompt, tokens, clock, past_key_values=cache)
+    answer(model, prompt, tokens, clock, **{cache_name(model): cache})
     if len(clock.times) != tokens:
         raise RuntimeError(f"generate() stopped after {len(clock.times)} of {tokens} tokens")
     return clock

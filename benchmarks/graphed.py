@@ -18,6 +18,8 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel, StaticCache
 
+from ballonet.hooks.compat import cache_name
+
 
 class GraphedDecode:
     """Decodes from a cache of random keys and values. A context manager: within it the layers' `forward` are others."""
@@ -27,13 +29,14 @@ class GraphedDecode:
         self._model = model
         self._cuda = model.device.type == "cuda"
         config = model.config
-        self._cache = StaticCache(config=config, max_cache_len=held + room)
+        cache = StaticCache(config=config, max_cache_len=held + room)
+        self._given = {cache_name(model): cache}
         head = config.hidden_size // config.num_attention_heads
         with torch.no_grad():
             shape = (batch, config.num_key_value_heads, held, head)
             states = torch.randn(shape, dtype=model.dtype, device=model.device)
             for layer in range(config.num_hidden_layers):
-                self._cache.update(states, states, layer)
+                cache.update(states, states, layer)
         self._token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         layers = model.get_submodule("model.layers")
         runs: list[list[Any]] = [[]]
@@ -47,7 +50,7 @@ class GraphedDecode:
     def step(self) -> torch.Tensor:
         """One more token of each sequence, int64[batch, 1]. The host does not wait for it."""
         with torch.no_grad():
-            logits = self._model(self._token, past_key_values=self._cache, use_cache=True).logits
+            logits = self._model(self._token, use_cache=True, **self._given).logits
         self._token = logits[:, -1].argmax(-1, keepdim=True)
         return self._token
 

@@ -10,6 +10,9 @@ import torch
 from generating import answer
 from transformers import PreTrainedModel
 
+from ballonet.hooks.cache_argument import given_cache
+from ballonet.hooks.compat import cache_name
+
 PROMPTS = ((1, 150), (1, 24), (4, 60), (6, 100))  # sequences and tokens
 TOKENS = 16  # new ones
 WAYS: dict[str, dict[str, Any]] = {
@@ -51,8 +54,8 @@ class Speaker:
         """Greedy, in two halves, with something else between them while the cache lies idle."""
         begun = self._generate(self.prompts[number], TOKENS // 2)
         meanwhile()
-        more = TOKENS - TOKENS // 2
-        found: torch.Tensor = self._generate(begun.sequences, more, past_key_values=begun.past_key_values).sequences
+        more, given = TOKENS - TOKENS // 2, {cache_name(self.model): given_cache(begun)}
+        found: torch.Tensor = self._generate(begun.sequences, more, **given).sequences
         return found.cpu()
 
     def breaks_off(self, number: int, layer: int) -> None:

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator.errors import BudgetInUse
+from ballonet.hooks.compat import cache_name
 from ballonet.hooks.prefix.store import PrefixStore
 
 HELD = ("by hand", "offloaded")  # ways that hold a cache of stock's between calls
@@ -73,7 +74,7 @@ class Talk:
         begin = time.perf_counter()
         if cache is not None and cache.get_seq_length():
             cache.crop(self._history.shape[1] - cache.get_seq_length())
-        more = {} if cache is None else {"past_key_values": cache}
+        more = {} if cache is None else {cache_name(self._model): cache}
         clock, found = said(self._model, prompt, tokens, self._chosen.device, **more)
         return (clock.times[1] - begin) * 1e3, found
 

@@ -306,6 +306,8 @@ def alone(worker: str, options: argparse.Namespace, given: list[tuple[list[int],
     """What a worker does: see `WORKERS`."""
     from transformers import DynamicCache
 
+    from ballonet.hooks.compat import cache_name
+
     model, _, _ = loaded(options)
     warm_up(model)
     turns: list[Turn] = []
@@ -315,7 +317,7 @@ def alone(worker: str, options: argparse.Namespace, given: list[tuple[list[int],
         if worker == "by hand":
             same = takewhile(lambda pair: pair[0] == pair[1], zip(held, prompt[:-1], strict=False))
             cache.crop(len(list(same)) - cache.get_seq_length())
-            more = {"past_key_values": cache}
+            more = {cache_name(model): cache}
         turn = answered(model, prompt, tokens, lambda _: None, **more)
         held = [*prompt, *turn.answer][: cache.get_seq_length()]
         turns.append(turn)

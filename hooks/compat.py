@@ -1,13 +1,12 @@
 """The one adapter to names that change between versions of transformers, and to torch's less public names.
 
-Supported are transformers 5.17 and newer. Importing this module checks that; the other hooks take the names from here.
+Importing this module raises UnsupportedVersion where transformers is too old; the other hooks take the names from here.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +20,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..allocator import versions
 from ..allocator.errors import ConfigError, UnsupportedVersion
-
-OLDEST: Final = (5, 17)
-_OLDEST: Final = ".".join(map(str, OLDEST))
+from .cache_argument import CACHE_NAMES
 
 # Where a configuration may give every layer a shape of its own.
 _SHAPES: Final = ("num_key_value_heads", "num_attention_heads", "num_kv_heads", "head_dim", "block_configs")
@@ -32,21 +30,7 @@ _SHAPES: Final = ("num_key_value_heads", "num_attention_heads", "num_kv_heads", 
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
 
 
-def release(version: str = transformers.__version__) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
-
-
-def require_supported(version: str = transformers.__version__) -> None:
-    """Raises UnsupportedVersion unless `version` of transformers has caches made of the layers known here."""
-    if release(version) < OLDEST:
-        raise UnsupportedVersion(
-            f"transformers {version} is not supported: the elastic KV cache is made for the cache layers of "
-            f"{_OLDEST} and newer. pip install 'transformers>={_OLDEST}'"
-        )
-
-
-require_supported()
+versions.require("transformers", transformers.__version__)
 
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
 from transformers.cache_utils import (  # noqa: E402  # noqa: E402
@@ -57,8 +41,12 @@ from transformers.cache_utils import (  # noqa: E402  # noqa: E402
     LinearAttentionLayer,
     StaticLayer,
 )
+from transformers.cache_utils import DummyLayer as NoAttention  # noqa: E402
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
+from transformers.cache_utils import (  # noqa: E402
+    LinearAttentionAndSlidingWindowAttentionLayer as HybridSlidingLayer,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode  # noqa: E402
@@ -70,7 +58,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 __all__ = [
     "PLAIN_MODES",
     "PREPARE_CACHE",
-    "RESTARTS_CHUNKS",
     "Cache",
     "DynamicCache",
     "DynamicLayer",
@@ -89,6 +76,7 @@ __all__ = [
     "cache_name",
     "causal_model",
     "checkpoint_folder",
+    "computes_whole_prompt",
     "cropped",
     "generating_class",
     "layer_classes",
@@ -105,7 +93,6 @@ __all__ = [
     "prepared_caches",
     "quantization",
     "reads_all_tokens",
-    "require_supported",
     "run_without_values",
     "settings_of",
     "slices_prompt",
@@ -135,12 +122,6 @@ PLAIN_MODES: Final = frozenset(
         GenerationMode.BEAM_SEARCH,
         GenerationMode.BEAM_SAMPLE,
     }
-)
-# Does `prefill_chunk_size` go on from what a cache holds? In older versions it begins with the first token.
-RESTARTS_CHUNKS: Final = release() >= (5, 23)
-NoAttention: Final = getattr(cache_utils, "DummyLayer", None)  # a layer that holds nothing, where there is such a class
-HybridSlidingLayer: Final = getattr(  # a layer with a recurrent state and a window, where there is such a class
-    cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None
 )
 
 
@@ -208,10 +189,24 @@ def length_of_positions(model: Any) -> int | None:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the model's name for its cache: `cache_params` where it has only recurrent states, in which case
-    `generate()` computes the whole of each prompt, whatever the cache holds."""
-    known = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in known else "past_key_values"
+    """Returns the name of the cache among the arguments of the model's forward, as `generate()` has it where that takes
+    any."""
+    for takes in (model.forward, GenerationMixin.prepare_inputs_for_generation):
+        known = inspect.signature(takes).parameters
+        if (name := next((name for name in CACHE_NAMES if name in known), None)) is not None:
+            return name
+    raise UnsupportedVersion(
+        f"transformers {transformers.__version__} gives models their caches under a name that ballonet does not know. "
+        "Use an older transformers, or a newer ballonet"
+    )
+
+
+def computes_whole_prompt(cache: Cache) -> bool:
+    """Does `generate()` give the model all of a prompt, whatever this cache of it holds? So it is with recurrent states
+    alone."""
+    return all(
+        isinstance(layer, LinearAttentionLayer) and not isinstance(layer, DynamicLayer) for layer in cache.layers
+    )
 
 
 def layer_types() -> dict[str, Any]:
@@ -409,7 +404,7 @@ def run_without_values(model_class: type[GenerationMixin], config: Any) -> list[
         caches = prepared_caches(model, 2)
         given: dict[str, Any] = {"use_cache": True}
         if len(caches) == 2:
-            given |= {"past_key_values": EncoderDecoderCache(*caches), "decoder_input_ids": token}
+            given |= {cache_name(model): EncoderDecoderCache(*caches), "decoder_input_ids": token}
             given |= _encoded(model, token)
         else:
             given |= {cache_name(model): caches[0], "input_ids": token}

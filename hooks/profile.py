@@ -4,7 +4,8 @@ Note [How it is measured]
     `generate()` is called for random prompts of each size: it makes one prefill, and then decode steps at the length
     of the prompt and a little above. The first call is to warm up; of the others the median counts. The model is
     measured as it is; waits for streamed layers are subtracted (pace.py). Small sizes come first, so that sizes that
-    take too long, or do not fit in memory, are left out; the record has no time for them.
+    take too long, or do not fit in memory, are left out; the record has no time for them. Prefixes are not reused: the
+    prefill of a prompt that was seen before would be one of a single token.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ..offload.record.record import Phase, Point, Record
 from . import compat
 from .device.key import key_of
 from .measure.pace import Measured, Pace
+from .prefix import sessions
 from .weights.layers import text_config
 
 Size = tuple[int, int]  # sequences, tokens of each
@@ -191,7 +193,7 @@ def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase
     settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
     seen: list[Measured] = []
     for round_ in range(1 + grid.rounds):
-        with pace.listening() as heard:
+        with sessions.without_stores(), pace.listening() as heard:
             began = time.perf_counter()
             model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
             if prompt["input_ids"].is_cuda:

@@ -78,12 +78,3 @@ def same(ours: Any, theirs: Any) -> None:
             same(mine, other)
     else:
         assert ours == theirs
-
-
-def forget(layer: Any) -> None:
-    """`reset()` as transformers has it from 5.23 on; before, the tokens stayed, as zeros."""
-    if isinstance(layer, ElasticLayer):
-        layer.reset()
-    else:
-        layer.keys = layer.values = None
-        layer.is_initialized = False

@@ -7,13 +7,15 @@ input token alone; so weights are drawn ten times as wide and the head has weigh
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
 from transformers import GenerationMixin, PreTrainedModel
+
+from ballonet.hooks.cache_argument import given_cache
+from ballonet.hooks.compat import cache_name
 
 from . import architectures
 from .architectures import LAYERS, PAD, VOCABULARY
@@ -129,13 +131,10 @@ def ask(model: Any, name: str, way: str, tokens: int = 10) -> Output:
         more = inputs | {"decoder_input_ids": begun.sequences}
     else:
         more = {"input_ids": begun.sequences, "attention_mask": torch.ones_like(begun.sequences)}
-    takes = inspect.signature(model.forward).parameters
-    cache = "cache_params" if "cache_params" in takes else "past_key_values"
-    return generate(model, "greedy", more, half, **{cache: begun.past_key_values})
+    return generate(model, "greedy", more, half, **{cache_name(model): begun.past_key_values})
 
 
 Hook = Callable[[int, Any], None]
-_CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call it
 
 
 def before_each_forward(model: PreTrainedModel, act: Hook) -> Any:
@@ -143,7 +142,7 @@ def before_each_forward(model: PreTrainedModel, act: Hook) -> Any:
     step = iter(range(10**9))
 
     def hook(_: Any, args: Any, kwargs: Any) -> None:
-        act(next(step), next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None))
+        act(next(step), given_cache(kwargs))
 
     inner = getattr(model, "language_model", None)  # some call the `generate()` of a model inside them
     speaker = inner if isinstance(inner, GenerationMixin) else model

@@ -17,7 +17,7 @@ import ballonet
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .caches import filled, forget, same, tensors
+from .caches import filled, same, tensors
 from .models import build
 from .pool import in_pool
 from .programs import run
@@ -127,7 +127,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         getattr(cache, name)
         for name in ("is_compileable", "is_croppable", "is_initialized", "is_sliding", "is_linear", "batch_size")
     ],
-    "layers": lambda cache: [(layer.dtype, layer.device, layer.is_sliding) for layer in cache.layers],
+    "layers": lambda cache: [(layer.keys.dtype, layer.device, layer.is_sliding) for layer in cache.layers],
     "recording": lambda cache: (cache.activate_past_recording(), [hasattr(x, "record_past") for x in cache.layers]),
     "parts": lambda cache: [[part.clone() for part in parts if part is not None] for parts in cache],
     "count": len,
@@ -136,7 +136,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "early": lambda cache: cache.early_initialization(3, 2, 8, torch.float32, torch.device("cpu")),
     "copy": lambda cache: changed(cache, copy.deepcopy),
     "pickle": lambda cache: changed(cache, lambda cache: pickle.loads(pickle.dumps(cache))),
-    "reset": lambda cache: [(layer.reset(), forget(layer)) for layer in cache.layers],
+    "reset": lambda cache: [layer.reset() for layer in cache.layers],
     "crop": lambda cache: cache.crop(-3),
     "crop what is recorded": crop_what_is_recorded,
     "crop by nothing": lambda cache: cache.crop(0),

@@ -18,10 +18,11 @@ from transformers import DynamicCache, TextIteratorStreamer
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
+from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, filled, forget, is_elastic, same, tensors
+from .caches import BUDGET, filled, is_elastic, same, tensors
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -74,7 +75,7 @@ def drop_more_than_all(cache: Any) -> None:
 
 def start_again(cache: Any) -> None:
     for layer in cache.layers:
-        forget(layer)
+        layer.reset()
 
 
 def swap(cache: Any) -> None:
@@ -162,7 +163,7 @@ def streamed_from_a_thread(model: Any) -> torch.Tensor:
 
 def greedy_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """A decoding of one's own, for `custom_generate=`."""
-    cache = kwargs["past_key_values"]
+    cache = given_cache(kwargs)
     step = input_ids
     for _ in range(15):
         step = model(step, past_key_values=cache).logits[:, -1:].argmax(-1)

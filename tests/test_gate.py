@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator.errors import ModelInUse
+from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.forward import gate as gates
 from ballonet.hooks.forward.gate import Gate
 from ballonet.hooks.forward.stacks import stack_of
@@ -416,7 +417,7 @@ def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeyp
         return managed(model, options)
 
     def note(_: Any, args: Any, kwargs: Any) -> None:
-        kinds.append(type(kwargs["past_key_values"].layers[0]))
+        kinds.append(type(given_cache(kwargs).layers[0]))
 
     monkeypatch.setattr(first_use, "managed", manage)
     watching = FirstUse()

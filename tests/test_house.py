@@ -32,6 +32,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "offload/governor",
     "offload/timeline",
     "offload",
+    "hooks/cache_argument",
     "hooks/compat",
     "hooks/options",
     "hooks/device",
@@ -484,6 +485,7 @@ PROCESS = {
     },
     "allocator/interrupts.py": {"_watched": "Python calls back only as long as somebody keeps the reference"},
     "allocator/devices.py": {"_runtimes": "the registry of runtimes by number, where what users call looks"},
+    "allocator/versions.py": {"_told": "a warning is given once per process"},
     "allocator/shared_ledger.py": {"_here": "locks of files are of a process, this one is between its threads"},
     "hooks/batching/seams.py": {
         "_attached": "names of transformers are replaced once",
@@ -511,7 +513,10 @@ PROCESS = {
     },
     "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
     "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},
-    "hooks/prefix/sessions.py": {"_stores": "`generate` of transformers is wrapped once"},
+    "hooks/prefix/sessions.py": {
+        "_stores": "`generate` of transformers is wrapped once",
+        "_thread": "of one thread: may what it computes be stored?",
+    },
     "hooks/programs/notebook.py": {
         "_installed": "a notebook loads the extension once",
         "_watching": "the same",

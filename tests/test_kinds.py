@@ -52,7 +52,7 @@ def layers_of_a_cache(model: Any) -> list[type]:
         ("deepseek_v3", [FULL] * 2, []),
         ("gemma2", [FULL, WINDOW], []),
         ("mistral-window", [WINDOW] * 2, []),
-        ("llama4", [FULL, ("chunked_attention", *WINDOW[1:])], []),
+        ("llama4_text", [FULL, ("chunked_attention", *WINDOW[1:])], []),
         ("gemma4_text", [FULL, WINDOW, NOTHING, NOTHING], []),
         ("falcon_h1", [HYBRID] * 2, []),
         ("zamba2", [STATE, HYBRID] * 2, []),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ballonet.hooks.cache_argument import CACHE_NAMES
 from ballonet.hooks.device import marks as marking
 from ballonet.hooks.device.marks import CudaMarks, HostMarks
 from ballonet.hooks.measure.pace import Measured, Pace
@@ -312,8 +313,9 @@ def test_what_is_no_such_forward() -> None:
     assert point_of((ids,), {}) == Point("prefill", 2, 7)
     assert point_of((), {"input_ids": None, "inputs_embeds": states}) == Point("prefill", 2, 7)
     cache = SimpleNamespace(get_seq_length=lambda: 5)
-    assert point_of((ids,), {"past_key_values": cache}) == Point("prefill", 2, 7), "several new tokens"
-    assert point_of((ids[:, :1],), {"past_key_values": cache}) == Point("decode", 2, 5)
+    for name in CACHE_NAMES:
+        assert point_of((ids,), {name: cache}) == Point("prefill", 2, 7), "several new tokens"
+        assert point_of((ids[:, :1],), {name: cache}) == Point("decode", 2, 5)
     assert point_of((), {"cu_seq_lens_q": ids, "input_ids": ids}) is None
     for wrong in ((), (states,), (states[0],), (ids[0],), (ids[:, :0],), ("a",), (None,)):
         assert point_of(wrong, {}) is None

@@ -13,6 +13,7 @@ import torch
 import ballonet
 from ballonet.allocator import devices, install
 from ballonet.allocator.config import Config
+from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.device.key import key_for
 from ballonet.hooks.plan.planner import Planner
 from ballonet.hooks.plan.shape import shape_of
@@ -95,7 +96,7 @@ def run(model: Any, setting: Setting) -> Seen:
     device, found = devices.require(), list[Seen]()
 
     def look(_: Any, __: Any, given: dict[str, Any], ___: Any) -> None:
-        if given["past_key_values"].get_seq_length() == setting.context:
+        if given_cache(given).get_seq_length() == setting.context:
             streamed = len(ballonet.manage(model).report().streamed)
             while True:
                 seen, exist = device.snapshot(), bytes_that_exist() // setting.page

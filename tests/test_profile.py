@@ -34,7 +34,7 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link, record
 from ballonet.offload.record.record import Point, Record, load
 
-from .models import build
+from .models import build, prompts
 from .pool import bytes_that_exist, take_out
 from .tuned import Tuned
 
@@ -192,6 +192,20 @@ def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest
         anew = load_or_measure(model, pace_of(managed), device, SMALL, force=True)
         assert set(anew.record.seconds) == set(first.record.seconds)
         assert load(path, anew.record.key) == anew.record
+
+
+def test_a_model_that_keeps_prefixes_is_measured_without_them(model: Any, folder: Path) -> None:
+    """A prompt that was seen before would have a prefill of one token, which is a decode step."""
+    with ballonet.manage(model, prefix_cache=True, tpot_slo="60s") as managed:
+        assert set(load_or_measure(model, pace_of(managed), devices.require(), SMALL).record.seconds) >= {
+            Point("prefill", 1, 8),
+            Point("decode", 1, 8),
+        }
+        store = managed.prefixes
+        assert store is not None
+        assert store.counts.requests == 0, "what is measured is not kept for prompts of users"
+        model.generate(**prompts(1, 9), max_new_tokens=2)
+        assert store.counts.requests == 1
 
 
 @pytest.mark.parametrize(

@@ -250,34 +250,23 @@ class ElasticPagedCache(PagedAttentionCache):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         layer_idx: int,
-        kwargs: dict[str, Any] | None = None,
-        **indices: Any,
+        kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Updates the cache under a lease, the forward's if there is one. `kwargs`: of the forward; transformers 5.18
-        gives `indices` alone, and returns [tokens, heads, dim] where later ones return [1, heads, tokens, dim]."""
+        """Updates the cache under a lease, the forward's if there is one. `kwargs`: of the forward. Returns keys and
+        values, [1, heads, tokens, dim]."""
         found: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
             client = self._uses()
-            given = indices if kwargs is None else {"kwargs": kwargs}
-            found = super().update(key_states, value_states, layer_idx, **given)
+            found = super().update(key_states, value_states, layer_idx, kwargs=kwargs)
             allocator: Any = self.layer_to_allocator[layer_idx]
-            tables = kwargs is not None and kwargs.get("block_table") is not None
-            if not tables and (blocks := self.new_blocks.get(allocator.index)):
+            if kwargs.get("block_table") is None and (blocks := self.new_blocks.get(allocator.index)):
                 new, read = (
-                    [each.squeeze(0).transpose(0, 1) if each.dim() == 4 else each for each in pair]
+                    [tokens.squeeze(0).transpose(0, 1) for tokens in pair]
                     for pair in ((key_states, value_states), found)
                 )
                 caches = allocator._kv_token_views[layer_idx]
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
         return found
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def get_cache_for_block_table(self, layer_idx: int) -> Any:
-        """Returns the tensors of a layer under a lease, the forward's if there is one. transformers 5.18 calls this in
-        place of `update` where kernels write by tables of blocks."""
-        with GroupLease(self.group):
-            self._uses()
-            return super().get_cache_for_block_table(layer_idx)
 
     def _uses(self) -> SectorClient:
         """Notes, under a lease, that kernels of the current stream use the cache. Returns its client."""

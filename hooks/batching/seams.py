@@ -3,8 +3,8 @@
 Note [What is replaced]
     A generation loop makes its cache, its scheduler and its offloading manager by names of one module of transformers.
     These names are replaced by functions that give a managed model ballonet's parts, and any other model stock's. The
-    parameters that they rely on are checked first; where they differ, and in transformers before 5.18, continuous
-    batching stays stock, and a warning says why. With the last managed model everything is put back.
+    parameters that they rely on are checked first; where they differ, continuous batching stays stock, and a warning
+    says why. With the last managed model everything is put back.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
-from ..compat import release
 from ..device import governors
 from .batched import Batched
-
-OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
 
 # (module, name, parameters that are relied on)
 _NEEDED: Final = (
@@ -47,8 +45,7 @@ _NEEDED: Final = (
     (
         "cache",
         "PagedAttentionCache.update",
-        ("key_states", "value_states", "layer_idx")
-        + (("kwargs",) if release() >= (5, 19) else ("read_index", "write_index")),
+        ("key_states", "value_states", "layer_idx", "kwargs"),
     ),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     ("cache_allocators", "CachePool.allocate_sector", ("index",)),
@@ -70,6 +67,7 @@ _NEEDED: Final = (
     ("continuous_api", "ContinuousBatchProcessor._generation_step", ("model",)),
     ("continuous_api", "ContinuousBatchProcessor.prepare_next_batch", ()),
     ("continuous_api", "ContinuousBatchProcessor._handle_request_error", ("error", "state")),
+    ("continuous_api", "ContinuousBatchProcessor._update_tp_group_state", ()),
 )
 
 
@@ -95,8 +93,6 @@ def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
 @functools.cache
 def why_stock() -> str | None:
     """Returns why continuous batching cannot be elastic with this transformers; None where it can."""
-    if release() < OLDEST:
-        return "it needs transformers {}.{} or newer".format(*OLDEST)
     from importlib import import_module
 
     for module, name, parameters in _NEEDED:
@@ -141,11 +137,12 @@ def _replace() -> Iterator[Undo]:
         tuning = governors.of(_thread.attached.device).tuning.serving
         make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, tuning=tuning, **kwargs)
         loop_caches = _thread.attached.loop_caches
-        return (
-            make()
-            if loop_caches is None
-            else loop_caches.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
-        )
+        with torch.inference_mode(False):  # the loop runs in its caller's mode, and the next one may be another's
+            return (
+                make()
+                if loop_caches is None
+                else loop_caches.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
+            )
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 
@@ -174,10 +171,9 @@ def _replace() -> Iterator[Undo]:
         (model_runner.ModelRunner, "compute_batch", steps.launching(model_runner.ModelRunner.compute_batch)),
         (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
         (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
+        (processor, "_update_tp_group_state", steps.receiving(processor._update_tp_group_state)),
     ):
         yield _put(owner, name, mine)
-    if hasattr(processor, "_update_tp_group_state"):
-        yield _put(processor, "_update_tp_group_state", steps.receiving(processor._update_tp_group_state))
 
 
 def others_run(model: Batched) -> bool:

@@ -13,8 +13,8 @@ Note [In flight]
 
 Note [Inputs of a step]
     Stock writes the inputs of a step on the current stream and computes on another, which does not wait for the first.
-    Where the device is behind, the first kernels read indices of the step before: other tokens (transformers 5.18,
-    `prepare_batch_tensors`). With asynchronous batching only the initial zeros are written there, which may come after
+    Where the device is behind, the first kernels read indices of the step before: other tokens
+    (`prepare_batch_tensors`). With asynchronous batching only the initial zeros are written there, which may come after
     the first inputs. So the stream that computes, or copies the inputs, waits.
 """
 

@@ -1,4 +1,4 @@
-"""`KVCache`: the elastic cache for programs that pass `past_key_values=` themselves."""
+"""`KVCache`: the elastic cache for programs that make a model's cache themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .layer import ElasticLayer
 
 
 class KVCache(DynamicCache):
-    """A cache for `past_key_values=` whose growing layers are elastic; the others are transformers' own.
+    """A cache for `cache=` (transformers 5.23: `past_key_values=`) whose growing layers are elastic; others are stock.
 
     Works with any model on the installed device, managed or not. NotInstalled before `ballonet.install()`.
     """

@@ -82,8 +82,9 @@ class GenerateCall(Protocol):
         """Called where it raises."""
 
 
-# Makes the object that is told of a call of `generate(*args, **kwargs)` of `model`, from `(model, args, kwargs)`.
-Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], GenerateCall]
+# Makes what is told of a call of `generate(*args, **kwargs)` of `model`, from `(model, args, kwargs)`; None for one that
+# need not be told of.
+Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], GenerateCall | None]
 
 
 class _Thread(threading.local):
@@ -171,7 +172,8 @@ def _patch_generate() -> Iterator[Undo]:
         # First, so that a compiler that traces this sees nothing else.
         if torch.compiler.is_compiling():
             return stock(model, *args, **kwargs)
-        calls = [make(model, args, kwargs) for of, make in _followed.users if of == id(model)]
+        made = [make(model, args, kwargs) for of, make in _followed.users if of == id(model)]
+        calls = [call for call in made if call is not None]
         if not calls:
             return stock(model, *args, **kwargs)
         before, waiting = _thread.calls, _thread.waiting

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 
 from ...offload.record.record import Point
+from ..cache_argument import CACHE_NAMES, given_cache
 
-_CACHES: Final = ("past_key_values", "cache_params", "state")  # models' names for the cache
 _PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
 
 
@@ -29,7 +29,7 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
         if value is not None:
             given[name] = value
     if not _PACKED.isdisjoint(given):
-        return getattr(given.get("cache"), "point", None)
+        return getattr(given_cache(given), "point", None)
     ids, encoded = given.get("input_ids", given.get("inputs_embeds")), 0
     if ids is None and args:
         first = args[0]  # tokens, [batch, tokens], or something else
@@ -40,7 +40,7 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
         return None
     batch, new = ids.shape[0], ids.shape[1]
     held: int | None = 0
-    for name in _CACHES:
+    for name in CACHE_NAMES:  # `given_cache` without its call
         if (cache := given.get(name)) is not None:
             try:
                 held = cache.get_seq_length()

@@ -10,9 +10,8 @@ Note [Forward of a class]
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -20,16 +19,16 @@ from torch import nn
 
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
-from ..compat import cache_name, tokens_of_prompt
+from ..compat import tokens_of_prompt
 from ..kv import generation
 from .runner import PieceRunner
+
 
 class PiecesCall:
     """One call of `generate()` of a model that runs by pieces: a `generation.GenerateCall`."""
 
     def __init__(self, runner: PieceRunner, model: Any, args: Any, kwargs: Any) -> None:
         self.model = model
-        self.cache_name = cache_name(model)
         self.runner = runner
         self.eager = False  # is all of the call, as something watches the model's modules?
         self.forwards = 0  # so far

@@ -27,7 +27,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-
 OUTSIDE: Final = -1  # the block of what is in no decoder layer
 
 

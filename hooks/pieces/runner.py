@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator._native import Device
 from ...allocator.interrupts import guarded
 from ...offload.policy.tuning import Pieces
+from ..cache_argument import given_cache
 from ..compat import Cache
 from ..device import pressure
 from ..device.streams import torch_device
@@ -133,7 +134,7 @@ class PieceRunner:
                 return None
             self._hooks = RemovableHandle.next_id
         self._between()
-        forward = Forward(given[call.cache_name], given, away)
+        forward = Forward(given_cache(given), given, away)
         pool = program.pool
         try:
             with pool.entered():
@@ -172,7 +173,7 @@ class PieceRunner:
         layers = decoder_layers(model)
         given = {name: _dense(value) if name not in GROWS else value for name, value in given.items()}
         whole = [*(self._whole or ()), *_deciding_by_length(model)]
-        recorder = Recorder(_weights(model), self._torch_device, given, given[call.cache_name], GROWS)
+        recorder = Recorder(_weights(model), self._torch_device, given, given_cache(given), GROWS)
         hooks = RecordedLayers(recorder, layers, whole, lambda layer: layer in away)
         with pool.entered():
             self._device.note_stream(pool.handle)

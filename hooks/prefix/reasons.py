@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import torch
 
+from ..cache_argument import CACHE_NAMES, given_cache
 from ..compat import (
     PLAIN_MODES,
-    RESTARTS_CHUNKS,
     DynamicCache,
     NoAttention,
-    cache_name,
+    computes_whole_prompt,
     length_of_positions,
     slices_prompt,
     takes_positions,
@@ -25,7 +25,7 @@ from .snapshot import STATES, keeps_state
 
 # Arguments of a model on which keys and values do not depend, or which are checked below
 _KNOWN: Final = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "return_dict"}
+    {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep", "return_dict"}
 )
 _KEPT: Final = (ElasticLayer, *STATES)  # layers that hold keys and values of every token, or a state
 _DYNAMIC: Final = (None, "dynamic")
@@ -40,12 +40,11 @@ def why_not(
     method that prepares the cache. `expand`: sequences that are generated for each prompt.
     """
     config, kwargs = given["generation_config"], given["model_kwargs"]
-    name = cache_name(model)
-    cache = kwargs.get(name)
+    cache = given_cache(kwargs)
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
-    if user.get(name) is not None:
-        return f"{name} was given"
+    if given_cache(user) is not None:
+        return "a cache was given"
     if not config.use_cache:
         return "use_cache is off"
     if config.cache_implementation not in _DYNAMIC or type(cache) is not DynamicCache:
@@ -56,8 +55,6 @@ def why_not(
         return "neither sampling, greedy nor beam search"
     if config.is_assistant or config.token_healing:
         return "an assistant, or token healing"
-    if config.prefill_chunk_size is not None and not RESTARTS_CHUNKS:
-        return "this transformers prefills from the start in chunks"
     if not slices_prompt(config, kwargs, ids.shape[1]):
         return "this transformers would prefill the whole prompt"
     if user.get("position_ids") is not None:
@@ -81,7 +78,7 @@ def why_not(
             return "several sequences, of which layers keep a window or a state"
         if mask is not None and not bool((mask != 0).all()):
             return "an attention mask, where layers keep a window or a state"
-        if name != "past_key_values" and getattr(model, "_compiled_call_impl", None) is not None:
+        if computes_whole_prompt(cache) and getattr(model, "_compiled_call_impl", None) is not None:
             return "the whole prompt is computed in a compiled graph"
     return "" if mask is None else _mask(model, mask, ids, expand)
 

@@ -12,10 +12,11 @@ Note [Whose cache]
 
 from __future__ import annotations
 
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -24,9 +25,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...allocator.interrupts import Finalizer
+from ...allocator.interrupts import Finalizer, guarded
 from ...allocator.patches import Seam, Undo
-from ..compat import cache_name
+from ..cache_argument import given_cache
 from ..kv import generation
 from ..kv.grouping import CacheRanges
 from ..kv.layer import ElasticLayer
@@ -42,12 +43,32 @@ from .store import PrefixStore, numbers
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError)
 
 
+class _Thread(threading.local):
+    uses_stores = True
+
+
+_thread: Final = _Thread()
+
+
 def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
     """Makes `generate()` of the model use the store until the returned function is called (idempotent) or the model is
     collected."""
     _stores.add(id(model), store)
-    detach = generation.follow(model, partial(_Request, store))
+    detach = generation.follow(model, partial(_request, store))
     return Finalizer(model, detach, partial(_stores.remove, id(model)))
+
+
+def without_stores() -> AbstractContextManager[None]:
+    """A `with` block in which `generate()` on this thread computes whole prompts, and keeps no tokens."""
+    before = _thread.uses_stores
+
+    def begin() -> None:
+        _thread.uses_stores = False
+
+    def end(failed: bool) -> None:
+        _thread.uses_stores = before
+
+    return guarded(begin, end)
 
 
 def _replace() -> Iterator[Undo]:
@@ -62,6 +83,10 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for store in _stores.users:
         store.looks.stepped(parameters)
+
+
+def _request(store: PrefixStore, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Request | None:
+    return _Request(store, model, args, kwargs) if _thread.uses_stores else None
 
 
 class _Request:
@@ -97,7 +122,7 @@ class _Request:
         mask = kwargs.get("attention_mask")
         pads = [0] * len(ids) * expand if mask is None else (mask == 0).sum(dim=1).tolist()
         rows = [row for row in map(numbers, ids) for _ in range(expand)]
-        cache = kwargs[cache_name(self.model)]
+        cache = given_cache(kwargs)
         self._beams = config.num_beams or 1
         self._ends = _ends(config.eos_token_id)
         self._pads = pads

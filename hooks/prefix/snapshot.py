@@ -33,9 +33,7 @@ from ..kv.hybrid import ElasticHybridLayer
 from ..kv.layer import ElasticLayer
 from .state_pages import StatePages
 
-STATES: Final = tuple(  # classes of layers that keep a state
-    each for each in (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer) if each is not None
-)
+STATES: Final = (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer)  # layers that keep a state
 _OF_TOKENS: Final = ("device", "dtype")  # attributes that both halves of a hybrid layer have
 
 Part = dict[str, Any]  # attributes of a layer by name

@@ -23,7 +23,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator.interrupts import Finalizer
-from ..compat import cache_name
+from ..cache_argument import given_cache
+from ..compat import computes_whole_prompt
 from ..forward.hook_base import Hook, remove_all
 from .snapshot import StateSnapshot
 
@@ -38,7 +39,7 @@ class Watch:
         self.read = 0  # tokens that the layers stand behind
         self.at_prompt: StateSnapshot | None = None
         self._model = model
-        self._name = cache_name(model)
+        self._reads_all = computes_whole_prompt(cache)
         self._cache = weakref.ref(cache)
         self.prompt = prompt
         self._salt = salt
@@ -49,7 +50,7 @@ class Watch:
     def begin(self, columns: int) -> None:
         """Begins with a cache of so many tokens, before the first forward."""
         self.read = columns
-        self._surplus = columns if self._name != "past_key_values" else 0
+        self._surplus = columns if self._reads_all else 0
         before, after = _Before(self), _After(self)
         self._handles.append(self._model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(after, with_kwargs=True))
@@ -77,7 +78,7 @@ class Watch:
 
     def _ours(self, kwargs: dict[str, Any]) -> bool:
         """Is the forward one with this cache? Other threads may run the model as well."""
-        cache = kwargs.get(self._name)
+        cache = given_cache(kwargs)
         return cache is not None and cache is self._cache()
 
 

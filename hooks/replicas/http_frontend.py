@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ...allocator.errors import ManageError, SLOError
 from ..server import length
-from ..server.loading import Models
+from ..server.loading import Models, parts_of
 from ..server.names import check_ended
 from ..server.tenants import asked_seed, asked_slo
 from .microbatch_plan import Sampling
@@ -227,7 +227,7 @@ class ShapeOnly(Models):
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-        name, revision = model_id_and_revision.split("@", 1)
+        name, revision = parts_of(model_id_and_revision)
         try:
             config = AutoConfig.from_pretrained(name, revision=revision)
             with torch.device("meta"):

@@ -21,12 +21,12 @@ from jinja2 import TemplateError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
 from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError
-from ..compat import release
 from ..device import governors
 from ..watch import registry
 from . import body, length
@@ -118,7 +118,7 @@ class Application:
             response_handler=Responses(models, loops),
             transcription_handler=TranscriptionHandler(models, loops),
             generation_state=loops,
-            **_newer_handlers(models, loops),
+            systemone_handler=SystemOneHandler(models, loops),
         )
         stock = app.router.lifespan_context
 
@@ -201,15 +201,6 @@ class _Checked:
             return came.pop() if came else await receive()
 
         await self._app(scope, again, send)
-
-
-def _newer_handlers(models: Models, loops: GenerationState) -> dict[str, Any]:
-    """Handlers that transformers' application takes from 5.20 on, by the names of parameters."""
-    if release() < (5, 20):
-        return {}
-    from transformers.cli.serving.systemone import SystemOneHandler
-
-    return {"systemone_handler": SystemOneHandler(model_manager=models, generation_state=loops)}
 
 
 async def _unfit(_: Request, error: TemplateError) -> JSONResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
@@ -33,14 +34,24 @@ class Models(ModelManager):
         if self.process_model_name(name) not in self._names:
             raise HTTPException(404, f"no model {name!r} here: {', '.join(self.served)}")
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """Lists the served models, in OpenAI's format."""
         return [{"id": name, "object": "model", "created": self._began, "owned_by": "ballonet"} for name in self.served]
+
+    get_gen_models = list_models  # its name in transformers 5.23
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
         """Returns a served model and its processor. HTTPException where no such model is served."""
         self.check(model_id_and_revision)
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Splits a model's name, as a ModelManager has it, into that of its repository or folder, and its revision."""
+    if Path(name).exists():  # a folder has no revision, and may have an @ in its name
+        return name, "main"
+    repository, _, revision = name.partition("@")
+    return repository, revision or "main"
 
 
 def models_on(device: Device, names: Iterable[str]) -> Models:

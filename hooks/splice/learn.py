@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ...allocator.errors import SpliceError
+from ..cache_argument import CACHE_NAMES
 from .elsewhere import marks
 from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
 from .results import Logits
 from .running import cache_of
 from .trees import Call, TreePath, copied_leaves, same_bits
+
+_CACHES: Final = frozenset(CACHE_NAMES)
 
 
 class SeenLayer:
@@ -28,11 +31,9 @@ class SeenLayer:
         self.caches: tuple[int, ...] = ()  # the layers of the cache that it has written to
 
 
-def record(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str
-) -> tuple[list[SeenLayer], Logits]:
-    """Runs the model as it is. Returns the call of each layer, and the model's result. `cache`: the model's name for
-    its cache. SpliceError where its forward does not call its layers one after the other, each once."""
+def record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> tuple[list[SeenLayer], Logits]:
+    """Runs the model as it is. Returns the call of each layer, and the model's result. SpliceError where its forward
+    does not call its layers one after the other, each once."""
     order: list[int] = []
     seen: list[SeenLayer] = []
     written: list[tuple[object, ...]] = []
@@ -40,9 +41,9 @@ def record(
 
     def before(index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         call = Call(args, kwargs)
-        tensors = copied_leaves(call, frozenset((cache,)))
+        tensors = copied_leaves(call, _CACHES)
         order.append(index)
-        caches.append(cache_of(call, cache))
+        caches.append(cache_of(call))
         written.append(marks(caches[-1]))
         seen.append(SeenLayer(tensors, _states(tensors, index)))
 
@@ -62,10 +63,10 @@ def record(
 
 
 def forms_of(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], seen: Sequence[SeenLayer]
 ) -> tuple[LayerForm, ...]:
     """Runs the model with all layers passing their input through, and compares with the calls that were `seen`."""
-    through = _passed(model, layers, inputs, cache, seen)
+    through = _passed(model, layers, inputs, seen)
     forms = []
     for index, each in enumerate(seen):
         more = (path for path, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(path)))
@@ -75,13 +76,13 @@ def forms_of(
 
 
 def _passed(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[SeenLayer]
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], seen: Sequence[SeenLayer]
 ) -> dict[int, dict[TreePath, torch.Tensor]]:
     """Returns the tensors of each layer's call when all layers pass their input through."""
     found: dict[int, dict[TreePath, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
-        found[index] = copied_leaves(Call(args, kwargs), frozenset((cache,)))
+        found[index] = copied_leaves(Call(args, kwargs), _CACHES)
         return pass_through(seen[index].answer, Call(args, kwargs))
 
     with ExitStack() as undo:

@@ -77,10 +77,10 @@ def _prove(splice: Splice) -> tuple[LayerForm, ...]:
     model, name, stages = splice.model, splice.cache_name, len(splice.layers)
     prompt = _prompt(model, _PROMPT)
     try:
-        seen, first = record(model, splice.layers, prompt, name)
+        seen, first = record(model, splice.layers, prompt)
         step = _step(model, prompt, first.cache)
         second = Logits(model(**step, **{name: first.cache}))
-        forms = forms_of(model, splice.layers, prompt, name, seen)
+        forms = forms_of(model, splice.layers, prompt, seen)
     except _NO_MEMORY:
         raise
     except Exception as error:  # any error: the model's forward may not take such tokens and masks

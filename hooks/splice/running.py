@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from torch import nn
-
+from ..cache_argument import given_cache
 from ..compat import Cache
 from .results import Hidden
 from .trees import Call
-
-CACHES: Final = ("past_key_values", "cache_params", "state")  # models' names for the cache
 
 
 @dataclass(slots=True)
@@ -61,16 +57,10 @@ class _Within:
         self._now.run = self._before
 
 
-def cache_name(model: nn.Module) -> str:
-    """Returns the name of the cache among the model's arguments."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in CACHES if name in known), CACHES[0])
-
-
-def cache_of(call: Call, name: str) -> Any:
+def cache_of(call: Call) -> Any:
     """The cache among the arguments of a layer; None where there is none."""
     found = (each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
-    return next(found, call.kwargs.get(name))
+    return next(found, given_cache(call.kwargs))
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> int:

@@ -25,13 +25,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
+from ..cache_argument import given_cache
+from ..compat import cache_name
 from ..forward.hook_base import remove_all
 from ..forward.local_layers import LocalLayers, local_layers_of
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
 from .results import Hidden, Logits
-from .running import Leaving, Now, Run, cache_name, cache_of, tokens_of
+from .running import Leaving, Now, Run, cache_of, tokens_of
 from .trees import Call, TreePath, get, put
 
 
@@ -163,7 +165,7 @@ class Splice:
 
     @torch.no_grad()
     def _run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        cache = inputs.get(self.cache_name)
+        cache = given_cache(inputs)
         lengths = None if self._span == self.whole else Lengths(cache, *self._used)
         found: Hidden | Logits
         with self._now.running(Run(given, cache)) as run:
@@ -189,7 +191,7 @@ class Splice:
         run = self._check_run()
         given = run.given
         assert given is not None
-        run.cache = cache_of(Call(args, kwargs), self.cache_name)
+        run.cache = cache_of(Call(args, kwargs))
         call: Any = Call(args, kwargs)._asdict()
         own = get(call, form.travels[0])
         if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
@@ -206,7 +208,7 @@ class Splice:
         """The hook before the first layer behind the span."""
         run, call = self._check_run(), Call(args, kwargs)._asdict()
         tensors = tuple(get(call, path) for path in form.travels)
-        raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
+        raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs))))
 
     def _check_run(self) -> Run:
         run = self._now.run

@@ -121,6 +121,11 @@ DECODERS: Final = {
 }
 
 EXPERT_MODELS: Final = {
+    "llama4_text": Architecture(  # in transformers 5.24 the one with images lacks a field of its output
+        HEADS_OF_8
+        | {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+        | {"attention_chunk_size": 6, "layer_types": ["full_attention", "chunked_attention"]},
+    ),
     "mixtral": Architecture(MOE | {"sliding_window": None}),
     "qwen2_moe": Architecture(MOE | {"sliding_window": None}),
     "qwen3_moe": Architecture(MOE),

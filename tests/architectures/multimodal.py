@@ -113,18 +113,6 @@ MULTIMODAL: Final = {
         | {"image_token_index": IMAGE, "vision_feature_layer": -1},
         FROM_IMAGE,
     ),
-    "llama4": Architecture(
-        {
-            "text_config": HEADS_OF_8
-            | {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
-            | {"attention_chunk_size": 6, "layer_types": ["full_attention", "chunked_attention"]},
-            "vision_config": VISION
-            | {"pixel_shuffle_ratio": 0.5, "projector_input_dim": 16, "projector_output_dim": 16}
-            | {"vision_output_dim": 16},
-            "image_token_index": IMAGE,
-        },
-        FROM_IMAGE,
-    ),
     "chameleon": Architecture(
         TWO
         | {"vocabulary_map": {"<image>": IMAGE}}

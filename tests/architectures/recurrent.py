@@ -66,6 +66,6 @@ RECURRENT: Final = {
     "minimax": Architecture(MOE | HYBRID | {"head_dim": 8, "block_size": 4}, refuses={"assisted": "requires a cache"}),
     "rwkv": Architecture(
         {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 64},
-        refuses=STATEFUL | {"beam": "cannot be reordered", "continued": "_is_user_defined"},
+        refuses=STATEFUL | {"beam": "cannot be reordered"},
     ),
 }

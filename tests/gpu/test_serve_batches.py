@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 import ballonet
 from ballonet import testing
-from ballonet.hooks.batching import seams
-from ballonet.hooks.compat import release
 
 from ..models import build
 from ..serving.batches import BLOCK, answers, kv_to_the_host, prompts
@@ -25,9 +22,6 @@ from ..tuned import tuning
 from .scene import Place, play, scene
 
 NEW = 24
-pytestmark = pytest.mark.skipif(
-    release(transformers.__version__) < seams.OLDEST, reason="continuous batching stays transformers' own before 5.18"
-)
 
 
 @contextmanager

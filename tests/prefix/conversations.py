@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet import testing
 from ballonet.allocator import install
+from ballonet.hooks.compat import cache_name, computes_whole_prompt
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix import sessions
 from ballonet.hooks.prefix.prefix_index import PrefixIndex
@@ -230,13 +230,12 @@ class Sides:
     def _of_stock(self, asked: Asked, ids: torch.Tensor, settings: dict[str, Any]) -> tuple[torch.Tensor, DynamicCache]:
         """The tokens, and the cache. States are noted behind the prompt and behind the answer."""
         mask = settings.get("attention_mask")
-        recurrent = "cache_params" in inspect.signature(self.stock.forward).parameters
-        skipped = asked.columns if recurrent else 0  # such a model is given only what is new
+        skipped = asked.columns if computes_whole_prompt(self.empty) else 0  # such a model is given only what is new
         states = any(type(each) is not DynamicLayer for each in self.empty.layers)
         for new in (1, settings["max_new_tokens"]) if states else (settings["max_new_tokens"],):
             cache = copy.deepcopy(self.empty if asked.began is None else asked.began)
             given = settings | {"max_new_tokens": new, "min_new_tokens": min(new, settings["min_new_tokens"])}
-            given |= {"cache_params" if recurrent else "past_key_values": cache}
+            given |= {cache_name(self.stock): cache}
             if mask is not None:
                 given["attention_mask"] = mask[:, skipped:]
             torch.manual_seed(5)

@@ -102,26 +102,28 @@ class Talker(Sides):
 
 
 def add_adapters(model: Any) -> None:
-    """Two, of which none is on."""
-    from peft import LoraConfig
+    """Two, of which none is on. By peft itself: transformers' `add_adapter` may want a newer one."""
+    from peft import LoraConfig, inject_adapter_in_model
 
     target = "c_attn" if hasattr(model, "transformer") else "v_proj"
     for number in (1, 2):
         torch.manual_seed(number)
-        model.add_adapter(LoraConfig(r=2, target_modules=[target], init_lora_weights=False), f"adapter{number}")
-    model.disable_adapters()
-    model.eval()
+        config = LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+        inject_adapter_in_model(config, model, f"adapter{number}")
+    switch((model,), 0)
 
 
 def switch(models: Iterable[Any], adapter: int) -> None:
     """To one of `add_adapters`, or to none for 0."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for model in models:
-        if adapter:
-            model.enable_adapters()
-            model.set_adapter(f"adapter{adapter}")
-            model.eval()
-        else:
-            model.disable_adapters()
+        for layer in model.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.enable_adapters(bool(adapter))
+                if adapter:
+                    layer.set_adapter(f"adapter{adapter}")
+        model.eval()
 
 
 class Life:

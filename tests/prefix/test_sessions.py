@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import ManageError
+from ballonet.hooks.cache_argument import given_cache
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -199,7 +200,7 @@ def test_generate_is_left_as_it_was() -> None:
     ("options", "reason"),
     [
         ({"use_cache": False}, "use_cache is off"),
-        ({"past_key_values": "cache"}, "past_key_values was given"),
+        ({"past_key_values": "cache"}, "a cache was given"),
         ({"cache_implementation": "static"}, "the cache is not dynamic"),
         ({"inputs_embeds": "embeds"}, "no input_ids were given"),
         ({"prompt_lookup_num_tokens": 2}, "neither sampling, greedy nor beam search"),
@@ -357,10 +358,9 @@ def test_positions_that_depend_on_the_length(kind: dict[str, Any], last: int) ->
 def test_whoever_holds_the_cache_keeps_it(name: str) -> None:
     """A hook that keeps the cache: what is stored is a copy."""
     generator, held = torch.Generator().manual_seed(4), []
-    cache = "cache_params" if name == "mamba2" else "past_key_values"
 
     def hold(module: Any, args: Any, kwargs: Any) -> None:
-        held.append(kwargs[cache])
+        held.append(given_cache(kwargs))
 
     with sides(name) as both:
         ids = words(generator, 9)

@@ -272,7 +272,7 @@ def test_a_state_in_a_module_is_refused(model: Any, unknown: None) -> None:
 def test_layers_in_another_order_are_refused(model: Any) -> None:
     layers = decoder_layers(model)
     with torch.no_grad(), pytest.raises(SpliceError, match=r"in the order \[3, 2, 1, 0\]"):
-        record(model, layers[::-1], INPUTS, "past_key_values")
+        record(model, layers[::-1], INPUTS)
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in layers)
 
 

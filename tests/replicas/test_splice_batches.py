@@ -41,9 +41,9 @@ class InParts:
         for number, span in enumerate(self.spans):
             self.splice.span = span
 
-            def noting(*args: Any, number: int = number, **kwargs: Any) -> Any:
-                self.updated[number].add(kwargs["layer_idx"])
-                return update(*args, **kwargs)
+            def noting(keys: Any, values: Any, layer_idx: int, number: int = number, **kwargs: Any) -> Any:
+                self.updated[number].add(layer_idx)
+                return update(keys, values, layer_idx, **kwargs)
 
             cache.update = noting
             try:

@@ -8,22 +8,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ballonet
 from ballonet.hooks.batching import selection
-from ballonet.hooks.compat import release
 from ballonet.offload.policy.admission import Admission, Demand, Memory
 
 BLOCK = 16  # tokens
 PAGE = 65536
-
-beside_a_loop = pytest.mark.skipif(
-    release() < (5, 19), reason="before transformers 5.19 other forwards cannot use the attention of a model in a loop"
-)
 
 
 class Answer(NamedTuple):

@@ -16,7 +16,7 @@ from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.sectors.host_writes import HostWrites
 
 from ..models import build
-from .batches import BLOCK, PAGE, answers, beside_a_loop, kv_to_the_host, looping, prompts, stock
+from .batches import BLOCK, PAGE, answers, kv_to_the_host, looping, prompts, stock
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("nothing_is_left")]
 
@@ -87,7 +87,6 @@ def test_blocks_are_copied_beside_the_computation(
         assert devices.require().snapshot()["pages"]["kv"] == 0
 
 
-@beside_a_loop
 def test_what_is_on_its_way_is_not_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts end before their copies do, and `generate()` begins with what they have left."""
     for name, value in testing.environment(link="1MB/s").items():  # a tenth of a second for a layer

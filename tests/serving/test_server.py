@@ -39,7 +39,6 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import ballonet
 from ballonet.allocator import control, devices
-from ballonet.hooks.compat import release
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
@@ -469,8 +468,7 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     text = client.completions.create(model=model, prompt="w3 w4 w9", max_tokens=TOKENS, temperature=0).choices[0].text
     chat: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "w3 w4"}], "temperature": 0}
     whole = client.chat.completions.create(**chat, max_tokens=TOKENS)
-    limit = "max_completion_tokens" if release() >= (5, 23) else "max_tokens"
-    pieces = list(client.chat.completions.create(**chat, **{limit: TOKENS}, stream=True))
+    pieces = list(client.chat.completions.create(**chat, max_completion_tokens=TOKENS, stream=True))
     assert whole.choices[0].message.content == text
     assert "".join(each.choices[0].delta.content or "" for each in pieces) == text
     assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "length"

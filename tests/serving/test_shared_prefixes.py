@@ -25,7 +25,7 @@ from ballonet.hooks.sectors.pages import SectorPages
 from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
-from .batches import BLOCK, Answer, answers, ask, beside_a_loop, looping, prompts
+from .batches import BLOCK, Answer, answers, ask, looping, prompts
 
 PAGE = 65536
 NEW = 6  # tokens of a turn's answer, and of what is said next
@@ -113,6 +113,18 @@ def questions() -> list[list[int]]:
 
 
 WAYS = {"batch": batch, "generate": single}
+
+
+def test_kept_blocks_serve_loops_in_and_outside_of_inference_mode() -> None:
+    """A loop runs in the mode of who started it, and its cache goes to the next one."""
+    model, asked = build("llama"), questions()
+    expected = single(model, asked)
+    with managing(model, prefix_cache=True):
+        for inference in (True, False, True):
+            with torch.inference_mode(inference):
+                assert batch(model, asked) == expected
+            with torch.inference_mode(not inference):
+                assert single(model, asked) == expected
 
 
 @pytest.mark.parametrize("ways", [("batch", "batch"), ("generate", "batch"), ("batch", "generate")])
@@ -241,7 +253,6 @@ def test_little_room(pages: int, tmp_path: Path) -> None:
         assert managed.prefixes.counts.on_disk > 0
 
 
-@beside_a_loop
 def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
     """Either finds what the other has computed, and another thread writes both to files meanwhile. In transformers
     generate() gives other tokens while a step of a loop is computed: so it is called between them."""
