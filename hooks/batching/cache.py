@@ -8,6 +8,7 @@ tensor is ballonet's.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from ...allocator.errors import DriverError
 from ...offload.policy.tuning import DEFAULT, Serving
@@ -26,6 +28,7 @@ from ..sectors.host_writes import NewBlock
 from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
+from .attention import BY_REQUEST, Batch, Pair, Way, attend_alone, attend_packed, together, where_they_lie
 from .batched import Batched
 from .request_pages import RequestPages
 from .sizes import Sizes, largest_batch, masks_of, readable
@@ -44,14 +47,18 @@ class ElasticPagedCache(PagedAttentionCache):
         continuous_batching_config: Any,
         *args: Any,
         model: Batched,
+        way: Way | None = None,
         tuning: Serving = DEFAULT.serving,
         **kwargs: Any,
     ) -> None:
-        """PagedAttentionCache works out the geometry. torch.OutOfMemoryError, DriverError."""
+        """PagedAttentionCache works out the geometry. `way`: of attention by request (attention.py), None for that of
+        transformers. torch.OutOfMemoryError, DriverError."""
         given = copy.copy(continuous_batching_config)
         given.num_blocks, given.max_batch_tokens = 1, 16  # sizes of stock's own tensor, which is dropped
         super().__init__(config, given, *args, **kwargs)
         self.model = model
+        self.way = way
+        self.batch = Batch((), False)  # the next step's requests
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # the next batch's
@@ -69,6 +76,8 @@ class ElasticPagedCache(PagedAttentionCache):
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=kwargs.get("model_supports_logits_to_keep", False),
         )
+        if way is not None:  # nothing is repeated for heads that share keys, or masked
+            handler.num_attention_masks, handler.kv_heads_at_peak = 0, 2 * find_num_key_value_heads(config)
         self.sizes = Sizes.of_handler(handler, config.num_hidden_layers)
         masks, size, budget = masks_of(handler), self.dtype.itemsize, reach(on)
         most, part = handler._default_max_batch_tokens, tuning.statics
@@ -228,8 +237,13 @@ class ElasticPagedCache(PagedAttentionCache):
         rows = [len(each) for each in write_index]
         if not any(rows):
             self.new_blocks = {}  # a batch begins
+            self.batch = Batch(self.cache_allocators.values(), reads=read_index is not None)
         reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
+        self.batch.rows.append(query_length)
+        for keys, each in zip(self.batch.keys, self.cache_allocators.values(), strict=True):
+            count = each.get_seqlen_k(past_length, query_length)
+            keys.add(count, each.block_table[request_id])
         if not self.pages.client.displaced:
             return
         for n, (kind, allocator) in enumerate(self.cache_allocators.items()):
@@ -258,9 +272,10 @@ class ElasticPagedCache(PagedAttentionCache):
         found: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
             client = self._uses()
+            allocator: Any = self.layer_to_allocator[layer_idx]
+            attend = None if kwargs is None or self.way is None else self._prepare_attention(layer_idx, kwargs)
             given = indices if kwargs is None else {"kwargs": kwargs}
             found = super().update(key_states, value_states, layer_idx, **given)
-            allocator: Any = self.layer_to_allocator[layer_idx]
             tables = kwargs is not None and kwargs.get("block_table") is not None
             if not tables and (blocks := self.new_blocks.get(allocator.index)):
                 new, read = (
@@ -269,7 +284,61 @@ class ElasticPagedCache(PagedAttentionCache):
                 )
                 caches = allocator._kv_token_views[layer_idx]
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
+        if kwargs is not None and attend is not None:
+            starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+            kwargs[BY_REQUEST] = functools.partial(attend, found, starts)
         return found
+
+    def _prepare_attention(self, layer: int, kwargs: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        """Returns what attends by request in a layer: `_attend` after its first two arguments. Where keys are read in
+        place, `update` is to write alone. `kwargs`: of the forward."""
+        kind = self.layer_to_allocator[layer].index
+        keys, index = self.batch.keys[kind], kwargs["read_index"][kind]
+        keys.in_place = self.batch.reads and kind not in self.new_blocks and keys.readable(self.way)
+        if keys.in_place:
+            kwargs["read_index"] = [each[:0] for each in kwargs["read_index"]]
+        return functools.partial(self._attend, layer, index)
+
+    def without_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the model's inputs for the batch with empty masks, where attention is by request: models take a mask
+        of four dimensions as it is, and without one would make their own."""
+        if self.way is None:
+            return inputs
+        mask = inputs["input_ids"].new_empty((1, 1, 0, 0), dtype=self.dtype)
+        kinds = list(inputs["cu_seq_lens_k"])
+        return {
+            **inputs,
+            "attention_mask": mask if len(kinds) == 1 else dict.fromkeys(kinds, mask),
+            "is_causal": False,  # as transformers says of what has masks
+        }
+
+    def _attend(
+        self,
+        layer: int,
+        index: torch.Tensor,
+        found: Pair,
+        starts: tuple[torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        scale: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Attends to the keys of each request in a layer. `index`: rows of the cache that attention reads; `found`:
+        what `update` returns; `starts`: first row of each request and of its keys in `found`. Returns [1, rows, heads,
+        dim]."""
+        allocator: Any = self.layer_to_allocator[layer]
+        keys, rows = self.batch.keys[allocator.index], self.batch.rows
+        states = tuple(each[0].transpose(0, 1) for each in found)
+        with GroupLease(self.group):
+            if self.way == "alone":
+                caches = allocator._kv_token_views[layer]
+                each = where_they_lie(caches, keys, index) if keys.in_place else together(states, keys.counts)
+                return attend_alone(query, each, rows, keys, scale, dropout)
+            used = table = None
+            if keys.in_place:
+                first, used, table = keys.tensors(query.device)
+                starts = starts[0], first
+                states = allocator._kv_token_views[layer] if table is None else allocator._kv_page_views[layer]
+            return attend_packed(query, states, starts, (max(rows), keys.most), keys.window, scale, dropout, used, table)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_cache_for_block_table(self, layer_idx: int) -> Any:
