@@ -133,38 +133,38 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def together(pair: Pair, counts: Sequence[int]) -> Iterator[Pair]:
-    """Yields the keys and values of each request from those of all, [tokens, heads, dim]."""
-    yield from zip(*(states.split(list(counts)) for states in pair), strict=True)
+    """Yields the keys and values of each request from those of all, [1, heads, tokens, dim]."""
+    yield from zip(*(states.split(list(counts), 2) for states in pair), strict=True)
 
 
 def where_they_lie(caches: Pair, keys: Keys, index: torch.Tensor) -> Iterator[Pair]:
-    """Yields the keys and values of each request from a layer's views of the cache [rows, heads, dim]. `index`: the
-    rows of all requests. Valid until the next ones are yielded."""
-    buffers = None
-    start = 0
+    """Yields the keys and values of each request, [1, heads, tokens, dim], from a layer's views of the cache, [rows,
+    heads, dim]. `index`: the rows of all requests. Valid until the next ones are yielded."""
+    key, value = (each.transpose(0, 1)[None] for each in caches)
+    copies, start = None, 0
     for count, first in zip(keys.counts, keys.firsts, strict=True):
         if first is not None:
-            yield caches[0].narrow(0, first, count), caches[1].narrow(0, first, count)
+            yield key.narrow(2, first, count), value.narrow(2, first, count)
         else:
-            if buffers is None:
-                most, *shape = keys.most, *caches[0].shape[1:]
-                buffers = caches[0].new_empty((most, *shape)), caches[1].new_empty((most, *shape))
+            if copies is None:  # one for all: memory that is new is slow
+                shape = keys.most, *caches[0].shape[1:]
+                copies = caches[0].new_empty(shape), caches[1].new_empty(shape)
+                views = [each.transpose(0, 1)[None] for each in copies]
             rows = index.narrow(0, start, count)
-            copies = buffers[0].narrow(0, 0, count), buffers[1].narrow(0, 0, count)
             for cache, copy in zip(caches, copies, strict=True):
-                torch.index_select(cache, 0, rows, out=copy)
-            yield copies
+                torch.index_select(cache, 0, rows, out=copy.narrow(0, 0, count))
+            yield views[0].narrow(2, 0, count), views[1].narrow(2, 0, count)
         start += count
 
 
 def attend_alone(
-    query: torch.Tensor, states: Iterator[Pair], rows: list[int], keys: Keys, scale: float | None, dropout: float
+    query: torch.Tensor, states: Iterable[Pair], rows: list[int], keys: Keys, scale: float | None, dropout: float
 ) -> torch.Tensor:
     """Attends request by request. `query`: [1, heads, rows, dim], so many `rows` of each; `states`: yields the keys and
-    values of each, [tokens, heads, dim]. Returns [1, rows, heads, dim]."""
+    values of each, [1, heads, tokens, dim]. Returns [1, rows, heads, dim]."""
     results = []
     for own, (key, value) in zip(query[0].transpose(0, 1).split(rows), states, strict=True):
-        mask = keys.mask(len(own), len(key), query.device)
+        mask = keys.mask(len(own), key.shape[2], query.device)
         results.append(attend_one(own, key, value, mask, scale, dropout))
     return torch.cat(results).unsqueeze(0)
 
@@ -177,16 +177,14 @@ def attend_one(
     scale: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attends the rows of a request [rows, heads, dim] to its keys and values [tokens, KV heads, dim]: all heads that
-    share one of those read it once. `mask`: of `Keys.mask`. Returns [rows, heads, dim]."""
+    """Attends the rows of a request, [rows, heads, dim], to its keys and values, [1, KV heads, tokens, dim]: all heads
+    that share one of those read it once. `mask`: of `Keys.mask`. Returns [rows, heads, dim]."""
     (count, heads, dim), shared = query.shape, key.shape[1]
-    key, value = key.transpose(0, 1), value.transpose(0, 1)
-    if count == 1:  # its heads take the place of rows
-        query = query.reshape(1, shared, heads // shared, dim)
-        found = scaled_dot_product_attention(query, key[None], value[None], dropout_p=dropout, scale=scale)
-        return found.reshape(1, heads, -1)
-    query = query.transpose(0, 1).reshape(shared, heads // shared, count, dim)
-    key, value = (each.unsqueeze(1).expand(-1, heads // shared, -1, -1) for each in (key, value))
+    if count == 1:  # heads take the place of rows
+        query = query.view(1, shared, heads // shared, dim)
+        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale).reshape(1, heads, -1)
+    query = query.transpose(0, 1).unflatten(0, (shared, -1))
+    key, value = (each.transpose(0, 1).expand(-1, heads // shared, -1, -1) for each in (key, value))
     found = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )

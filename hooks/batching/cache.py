@@ -327,13 +327,13 @@ class ElasticPagedCache(PagedAttentionCache):
         dim]."""
         allocator: Any = self.layer_to_allocator[layer]
         keys, rows = self.batch.keys[allocator.index], self.batch.rows
-        states = tuple(each[0].transpose(0, 1) for each in found)
         with GroupLease(self.group):
             if self.way == "alone":
                 caches = allocator._kv_token_views[layer]
-                each = where_they_lie(caches, keys, index) if keys.in_place else together(states, keys.counts)
-                return attend_alone(query, each, rows, keys, scale, dropout)
+                pairs = where_they_lie(caches, keys, index) if keys.in_place else together(found, keys.counts)
+                return attend_alone(query, pairs, rows, keys, scale, dropout)
             used = table = None
+            states: Any = [each[0].transpose(0, 1) for each in found]
             if keys.in_place:
                 first, used, table = keys.tensors(query.device)
                 starts = starts[0], first

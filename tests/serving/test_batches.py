@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import continuous_api, scheduler
+from transformers.generation.continuous_batching import continuous_api, input_outputs, scheduler
+from transformers.modeling_utils import AttentionInterface
 
 import ballonet
 from ballonet import testing
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.chaos
 
 SEAMS = (
     lambda: vars(continuous_api)["PagedAttentionCache"],
+    lambda: vars(input_outputs)["attn_mask_is_needed"],
+    lambda: AttentionInterface._global_mapping["sdpa"],
     lambda: scheduler.SCHEDULER_MAPPING["fifo"],
     lambda: continuous_api.ContinuousBatchingManager._create_batch_processor,
 )
