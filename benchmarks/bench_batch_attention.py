@@ -1,6 +1,6 @@
 """Attention of a decode step of continuous batching: time per token and layer, for few and for many requests.
 
-Lengths are mixed, so that every row has as many keys on average, and the cache is far larger than what a CPU keeps near.
+Lengths are mixed, so that every row has as many keys on average, and the cache is larger than what a CPU keeps near.
 Stock is transformers' "sdpa" attention: the keys of all requests, copied together, under a mask, without the time to
 build that. ballonet attends by request, to keys where they lie (hooks/batching/attention.py). On a GPU in half
 precision its kernel gets all at once.

@@ -233,7 +233,8 @@ def attending(stock: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        if BY_REQUEST not in kwargs and getattr(cache := kwargs.get("cache"), "way", None) is not None:
+        cache: Any = kwargs.get("cache")
+        if BY_REQUEST not in kwargs and getattr(cache, "way", None) is not None:
             cache.update(key, value, module.layer_idx, kwargs)
         if (by_request := kwargs.get(BY_REQUEST)) is None:
             found: tuple[torch.Tensor, None] = stock(module, query, key, value, attention_mask, *args, **kwargs)

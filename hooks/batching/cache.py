@@ -337,8 +337,10 @@ class ElasticPagedCache(PagedAttentionCache):
             if keys.in_place:
                 first, used, table = keys.tensors(query.device)
                 starts = starts[0], first
-                states = allocator._kv_token_views[layer] if table is None else allocator._kv_page_views[layer]
-            return attend_packed(query, states, starts, (max(rows), keys.most), keys.window, scale, dropout, used, table)
+                views = allocator._kv_token_views if table is None else allocator._kv_page_views
+                states = [each[: len(views[layer][1])] for each in views[layer]]  # keys have a block more
+            most = max(rows), keys.most
+            return attend_packed(query, states, starts, most, keys.window, scale, dropout, used, table)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_cache_for_block_table(self, layer_idx: int) -> Any:

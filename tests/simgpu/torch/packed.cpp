@@ -22,13 +22,13 @@ constexpr int64_t WIDEST = 256;  // dimension of a head
 
 // A queued call. The tensors are of the CPU, over the device's memory.
 struct Call {
-  at::Tensor query, key, value;              // [rows, heads, dim]; keys with a table [blocks, tokens, heads, dim]
-  at::Tensor starts_q, starts_k;             // [sequences + 1]
-  at::Tensor used, table;                    // [sequences], [sequences, blocks]; undefined where not given
-  int64_t most_q = 0, most_k = 0;            // rows and keys of a sequence, at most
-  int64_t left = -1, right = -1;             // keys that a row sees beside its own; -1: all
+  at::Tensor query, key, value;    // [rows, heads, dim]; keys with a table [blocks, tokens, heads, dim]
+  at::Tensor starts_q, starts_k;   // [sequences + 1]
+  at::Tensor used, table;          // [sequences], [sequences, blocks]; undefined where not given
+  int64_t most_q = 0, most_k = 0;  // rows and keys of a sequence, at most
+  int64_t left = -1, right = -1;   // keys that a row sees beside its own; -1: all
   double scale = 0;
-  at::Tensor out, sums;                      // [rows, heads, dim], [heads, rows]
+  at::Tensor out, sums;  // [rows, heads, dim], [heads, rows]
 };
 
 // Where the keys of a sequence are in the first dimensions of the tensor, key by key: (address of a row, its bytes).
@@ -158,8 +158,7 @@ void check(const Arguments& given) {
   const int64_t dim = query.size(-1), sequences = starts.size(0) - 1;
   TORCH_CHECK(dim % 8 == 0 && dim <= WIDEST && key.size(-1) == dim,
               "head dimension must be a multiple of 8 and at most 256, got ", dim);
-  TORCH_CHECK(query.size(1) % key.size(-2) == 0,
-              "Number of heads in key/value must divide number of heads in query");
+  TORCH_CHECK(query.size(1) % key.size(-2) == 0, "Number of heads in key/value must divide number of heads in query");
   TORCH_CHECK(sequences > 0, "batch size must be positive");
   check_index(starts, "cu_seqlens_q", {sequences + 1});
   check_index(given.tensor("cum_seq_k"), "cu_seqlens_k", {sequences + 1});
