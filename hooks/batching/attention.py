@@ -31,6 +31,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 Way = Literal["alone", "packed"]  # SDPA per request, the kernel for packed sequences
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 BY_REQUEST: Final = "by_request"  # argument of attention: (query, scale, dropout) -> [1, rows, heads, dim]
 TABLE: Final = 256  # a kernel that reads tables of blocks takes blocks of a multiple of so many tokens
@@ -52,7 +53,6 @@ def choose_way(config: Any, settings: Any, device: torch.device, dtype: torch.dt
     return "packed" if there and fits else None
 
 
-@functools.cache
 def takes_tables() -> bool:
     """Does torch's kernel for packed sequences take tables of blocks?"""
     return any(each.name == "block_table" for each in _KERNEL._schema.arguments)
@@ -81,11 +81,11 @@ class Keys:
         self.firsts.append(firsts[0] if firsts and follow else None)
         self._tables.append([first // self._tokens for first in firsts])
 
-    def readable(self, way: Way | None) -> bool:
-        """Can attention computed in this way read the cache?"""
+    def readable(self, way: Way, tables: bool) -> bool:
+        """Can attention computed in this way read the cache? `tables`: does the kernel take tables of blocks?"""
         if self.window:
             return False
-        return way == "alone" or None not in self.firsts or (takes_tables() and self._tokens % TABLE == 0)
+        return way == "alone" or None not in self.firsts or (tables and self._tokens % TABLE == 0)
 
     def mask(self, rows: int, count: int, device: torch.device) -> torch.Tensor | None:
         """Returns which of `count` keys the last `rows` tokens of a request see, [rows, keys]; None where SDPA needs no
@@ -117,19 +117,6 @@ class Keys:
         return self._tensors
 
     _tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
-
-
-class Batch:
-    """The requests of a step. `reads`: has any request tokens in the cache already? Without, new keys are all keys."""
-
-    def __init__(self, allocators: Iterable[Any], reads: bool) -> None:
-        """`allocators`: of the blocks of each kind of layer."""
-        self.rows: list[int] = []  # new tokens of each request
-        self.keys = [Keys(each) for each in allocators]
-        self.reads = reads
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def together(pair: Pair, counts: Sequence[int]) -> Iterator[Pair]:
@@ -196,7 +183,7 @@ _KERNEL: Final = torch.ops.aten._flash_attention_forward.default
 
 def attend_packed(
     query: torch.Tensor,
-    states: Pair,
+    states: Sequence[torch.Tensor],
     starts: tuple[torch.Tensor, torch.Tensor],
     most: tuple[int, int],
     window: int,
@@ -219,6 +206,81 @@ def attend_packed(
     return found.unsqueeze(0)
 
 
+class RequestAttention:
+    """Attention by request in the loop of one cache, and the requests of its next step."""
+
+    def __init__(self, way: Way, allocators: Sequence[Any]) -> None:
+        """`allocators`: transformers' allocators of the blocks of each kind of layer."""
+        self._way: Way = way
+        self._allocators = allocators
+        self._tables = takes_tables()
+        self.begin(reads=False)
+
+    def begin(self, reads: bool) -> None:
+        """Forgets the requests of the step before. `reads`: has any of the next ones tokens in the cache already?
+        Without, new keys are all keys."""
+        self._reads = reads
+        self._rows: list[int] = []  # new tokens of each request
+        self._keys = [Keys(each) for each in self._allocators]
+
+    def add(self, request: str, past: int, new: int) -> None:
+        """Adds a request to the step, with so many `new` tokens after `past` ones."""
+        self._rows.append(new)
+        for keys, each in zip(self._keys, self._allocators, strict=True):
+            keys.add(each.get_seqlen_k(past, new), each.block_table[request])
+
+    def without_masks(self, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the model's inputs for the step with empty masks: models take one of four dimensions as it is, and
+        without one would make their own."""
+        mask = inputs["input_ids"].new_empty((1, 1, 0, 0), dtype=dtype)
+        kinds = list(inputs["cu_seq_lens_k"])
+        masks = mask if len(kinds) == 1 else dict.fromkeys(kinds, mask)
+        return {**inputs, "attention_mask": masks, "is_causal": False}  # as transformers says of what has masks
+
+    def prepare(self, layer: int, kind: int, kwargs: dict[str, Any], on_the_way: bool) -> Callable[[Pair], None]:
+        """Has the cache's `update` of a layer write alone, where attention reads keys in place, which are not all `on
+        the way` to the host. Returns what puts attention into the arguments `kwargs`, given what `update` returned."""
+        keys, index = self._keys[kind], kwargs["read_index"][kind]
+        keys.in_place = self._reads and not on_the_way and keys.readable(self._way, self._tables)
+        if keys.in_place:
+            kwargs["read_index"] = [each[:0] for each in kwargs["read_index"]]
+
+        def put(found: Pair) -> None:
+            starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+            kwargs[BY_REQUEST] = functools.partial(self._attend, layer, kind, index, found, starts)
+
+        return put
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend(
+        self,
+        layer: int,
+        kind: int,
+        index: torch.Tensor,
+        found: Pair,
+        starts: tuple[torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        scale: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Attends to the keys of each request in a layer, under the forward's lease. `index`: rows of the cache that
+        attention reads; `found`: what `update` returned; `starts`: first row of each request and of its keys in
+        `found`. Returns [1, rows, heads, dim]."""
+        keys, allocator = self._keys[kind], self._allocators[kind]
+        if self._way == "alone":
+            views = allocator._kv_token_views[layer]
+            pairs = where_they_lie(views, keys, index) if keys.in_place else together(found, keys.counts)
+            return attend_alone(query, pairs, self._rows, keys, scale, dropout)
+        states, used, table = [each[0].transpose(0, 1) for each in found], None, None
+        if keys.in_place:
+            first, used, table = keys.tensors(query.device)
+            starts = starts[0], first
+            views = (allocator._kv_token_views if table is None else allocator._kv_page_views)[layer]
+            states = [each[: len(views[1])] for each in views]  # keys have a block more
+        most = max(self._rows), keys.most
+        return attend_packed(query, states, starts, most, keys.window, scale, dropout, used, table)
+
+
 def attending(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps transformers' "sdpa" attention: in a loop that attends by request it calls what the cache has put into the
     arguments, everything else is as it was. The cache is updated here, in newer transformers by the model before."""
@@ -234,7 +296,7 @@ def attending(stock: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         cache: Any = kwargs.get("cache")
-        if BY_REQUEST not in kwargs and getattr(cache, "way", None) is not None:
+        if BY_REQUEST not in kwargs and getattr(cache, "by_request", None) is not None:
             cache.update(key, value, module.layer_idx, kwargs)
         if (by_request := kwargs.get(BY_REQUEST)) is None:
             found: tuple[torch.Tensor, None] = stock(module, query, key, value, attention_mask, *args, **kwargs)

@@ -8,7 +8,6 @@ tensor is ballonet's.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -28,7 +27,7 @@ from ..sectors.host_writes import NewBlock
 from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
-from .attention import BY_REQUEST, Batch, Pair, Way, attend_alone, attend_packed, together, where_they_lie
+from .attention import RequestAttention, Way
 from .batched import Batched
 from .request_pages import RequestPages
 from .sizes import Sizes, largest_batch, masks_of, readable
@@ -58,7 +57,7 @@ class ElasticPagedCache(PagedAttentionCache):
         super().__init__(config, given, *args, **kwargs)
         self.model = model
         self.way = way
-        self.batch = Batch((), False)  # the next step's requests
+        self.by_request = None if way is None else RequestAttention(way, [*self.cache_allocators.values()])
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # the next batch's
@@ -237,13 +236,12 @@ class ElasticPagedCache(PagedAttentionCache):
         rows = [len(each) for each in write_index]
         if not any(rows):
             self.new_blocks = {}  # a batch begins
-            self.batch = Batch(self.cache_allocators.values(), reads=read_index is not None)
+            if self.by_request is not None:
+                self.by_request.begin(reads=read_index is not None)
         reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
-        self.batch.rows.append(query_length)
-        for keys, each in zip(self.batch.keys, self.cache_allocators.values(), strict=True):
-            count = each.get_seqlen_k(past_length, query_length)
-            keys.add(count, each.block_table[request_id])
+        if self.by_request is not None:
+            self.by_request.add(request_id, past_length, query_length)
         if not self.pages.client.displaced:
             return
         for n, (kind, allocator) in enumerate(self.cache_allocators.items()):
@@ -273,7 +271,10 @@ class ElasticPagedCache(PagedAttentionCache):
         with GroupLease(self.group):
             client = self._uses()
             allocator: Any = self.layer_to_allocator[layer_idx]
-            attend = None if kwargs is None or self.way is None else self._prepare_attention(layer_idx, kwargs)
+            put = None
+            if self.by_request is not None and kwargs is not None:
+                kind = allocator.index
+                put = self.by_request.prepare(layer_idx, kind, kwargs, on_the_way=kind in self.new_blocks)
             given = indices if kwargs is None else {"kwargs": kwargs}
             found = super().update(key_states, value_states, layer_idx, **given)
             tables = kwargs is not None and kwargs.get("block_table") is not None
@@ -284,63 +285,9 @@ class ElasticPagedCache(PagedAttentionCache):
                 )
                 caches = allocator._kv_token_views[layer_idx]
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
-        if kwargs is not None and attend is not None:
-            starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-            kwargs[BY_REQUEST] = functools.partial(attend, found, starts)
+        if put is not None:
+            put(found)
         return found
-
-    def _prepare_attention(self, layer: int, kwargs: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Returns what attends by request in a layer: `_attend` after its first two arguments. Where keys are read in
-        place, `update` is to write alone. `kwargs`: of the forward."""
-        kind = self.layer_to_allocator[layer].index
-        keys, index = self.batch.keys[kind], kwargs["read_index"][kind]
-        keys.in_place = self.batch.reads and kind not in self.new_blocks and keys.readable(self.way)
-        if keys.in_place:
-            kwargs["read_index"] = [each[:0] for each in kwargs["read_index"]]
-        return functools.partial(self._attend, layer, index)
-
-    def without_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the model's inputs for the batch with empty masks, where attention is by request: models take a mask
-        of four dimensions as it is, and without one would make their own."""
-        if self.way is None:
-            return inputs
-        mask = inputs["input_ids"].new_empty((1, 1, 0, 0), dtype=self.dtype)
-        kinds = list(inputs["cu_seq_lens_k"])
-        return {
-            **inputs,
-            "attention_mask": mask if len(kinds) == 1 else dict.fromkeys(kinds, mask),
-            "is_causal": False,  # as transformers says of what has masks
-        }
-
-    def _attend(
-        self,
-        layer: int,
-        index: torch.Tensor,
-        found: Pair,
-        starts: tuple[torch.Tensor, torch.Tensor],
-        query: torch.Tensor,
-        scale: float | None,
-        dropout: float,
-    ) -> torch.Tensor:
-        """Attends to the keys of each request in a layer. `index`: rows of the cache that attention reads; `found`:
-        what `update` returns; `starts`: first row of each request and of its keys in `found`. Returns [1, rows, heads,
-        dim]."""
-        allocator: Any = self.layer_to_allocator[layer]
-        keys, rows = self.batch.keys[allocator.index], self.batch.rows
-        with GroupLease(self.group):
-            if self.way == "alone":
-                caches = allocator._kv_token_views[layer]
-                pairs = where_they_lie(caches, keys, index) if keys.in_place else together(found, keys.counts)
-                return attend_alone(query, pairs, rows, keys, scale, dropout)
-            used = table = None
-            states: Any = [each[0].transpose(0, 1) for each in found]
-            if keys.in_place:
-                first, used, table = keys.tensors(query.device)
-                starts = starts[0], first
-                views = allocator._kv_token_views if table is None else allocator._kv_page_views
-                states = [each[: len(views[layer][1])] for each in views[layer]]  # keys have a block more
-            most = max(rows), keys.most
-            return attend_packed(query, states, starts, most, keys.window, scale, dropout, used, table)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_cache_for_block_table(self, layer_idx: int) -> Any:

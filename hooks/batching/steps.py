@@ -113,8 +113,9 @@ def launching(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def launch(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
         if batch_data["input_ids"].numel():
-            cache = self.cache
-            stock(self, model, cache.without_masks(batch_data) if isinstance(cache, ElasticPagedCache) else batch_data)
+            if isinstance(self.cache, ElasticPagedCache) and self.cache.by_request is not None:
+                batch_data = self.cache.by_request.without_masks(batch_data, self.cache.dtype)
+            stock(self, model, batch_data)
 
     return launch
 

@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import ballonet
 from ballonet import testing
-from ballonet.hooks.batching import attention, cache
+from ballonet.hooks.batching import attention
 
 from ..models import build
 from ..serving.batches import answers, kv_to_the_host, prompts
@@ -41,18 +41,18 @@ class Watched:
         self._lengths: list[int] = []  # tokens of each request of the step, those it computes included
 
     def __enter__(self) -> Watched:
-        self._stock, self._step = cache.attend_packed, ContinuousBatchProcessor._generation_step
+        self._stock, self._step = attention.attend_packed, ContinuousBatchProcessor._generation_step
 
         def step(processor: Any, model: Any) -> None:
             requests = processor.inputs_and_outputs.requests_in_batch
             self._lengths = [each.state.position_offset for each in requests]
             self._step(processor, model)
 
-        cache.attend_packed, ContinuousBatchProcessor._generation_step = self, step
+        attention.attend_packed, ContinuousBatchProcessor._generation_step = self, step
         return self
 
     def __exit__(self, *_: object) -> None:
-        cache.attend_packed, ContinuousBatchProcessor._generation_step = self._stock, self._step
+        attention.attend_packed, ContinuousBatchProcessor._generation_step = self._stock, self._step
 
     def __call__(
         self,

@@ -12,7 +12,6 @@ from transformers.modeling_utils import AttentionInterface
 
 import ballonet
 from ballonet.hooks.batching import attention
-from ballonet.hooks.batching.cache import ElasticPagedCache
 
 from ..models import build
 from .batches import answers, install, kv_to_the_host, prompts, stock
@@ -35,20 +34,20 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
 
 @pytest.fixture
-def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The masks that loops hold, as each of their steps is prepared."""
-    found = list[Any]()
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Does a loop hold masks, as each of its steps is prepared?"""
+    found = list[bool]()
     prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
 
     def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.append(self.attention_mask)
+        found.append(self.attention_mask is not None)
         prepare(self, *args, **kwargs)
 
     monkeypatch.setattr(input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", prepared)
     return found
 
 
-def test_keys_per_row_do_not_grow_with_the_batch(attended: list[tuple[int, int, bool]], masks: list[Any]) -> None:
+def test_keys_per_row_do_not_grow_with_the_batch(attended: list[tuple[int, int, bool]], masks: list[bool]) -> None:
     """Requests of 20 tokens and 8 new ones, in 2 blocks: 4 of them, and 16."""
     model, asked = build("llama"), [[*range(3 + n, 23 + n)] for n in range(16)]
     expected = stock(model, asked, 8)
@@ -63,7 +62,7 @@ def test_keys_per_row_do_not_grow_with_the_batch(attended: list[tuple[int, int, 
             work.append(sum(rows * keys for rows, keys, _ in attended) / count)
     assert work[1] <= 1.2 * work[0], "prompts that a full step cuts in two have a call more"
     assert masks
-    assert all(each is None for each in masks)
+    assert not any(masks)
 
 
 @pytest.mark.parametrize(("name", "window"), [("llama", 0), ("mistral-window", 1), ("gemma3_text", 1)])
@@ -110,7 +109,7 @@ def test_tokens_are_stocks_where_new_keys_go_to_the_host() -> None:
     ],
 )
 def test_other_attention_keeps_its_masks(
-    name: str, change: Callable[[Any], None], attended: list[tuple[int, int, bool]], masks: list[Any]
+    name: str, change: Callable[[Any], None], attended: list[tuple[int, int, bool]], masks: list[bool]
 ) -> None:
     model, asked = build(name), prompts(4, 30)
     change(model)
@@ -120,11 +119,11 @@ def test_other_attention_keeps_its_masks(
     with ballonet.manage(model):
         assert answers(model, asked) == expected
     assert masks
-    assert all(each is not None for each in masks)
+    assert all(masks)
     assert not attended
 
 
-def test_loops_of_other_models_keep_their_masks(attended: list[tuple[int, int, bool]], masks: list[Any]) -> None:
+def test_loops_of_other_models_keep_their_masks(attended: list[tuple[int, int, bool]], masks: list[bool]) -> None:
     managed, other = build("llama"), build("mixtral")
     asked = prompts(4, 30)
     expected = stock(other, asked)
@@ -132,7 +131,8 @@ def test_loops_of_other_models_keep_their_masks(attended: list[tuple[int, int, b
     masks.clear()
     with ballonet.manage(managed):
         assert answers(other, asked, num_blocks=64) == expected
-        assert all(each is not None for each in masks)
+        assert masks
+        assert all(masks)
         assert not attended
         ids = torch.tensor([asked[0]])
         managed.generate(ids, max_new_tokens=3, do_sample=False)
@@ -155,7 +155,7 @@ def test_attention_is_stocks_again_after_an_error(monkeypatch: pytest.MonkeyPatc
 
     with ballonet.manage(model):
         with monkeypatch.context() as patch:
-            patch.setattr(ElasticPagedCache, "_attend", fail)
+            patch.setattr(attention, "attend_alone", fail)
             assert all(each.error for each in answers(model, asked))
         assert answers(model, asked) == expected
     assert functions["sdpa"] is before
