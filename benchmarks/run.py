@@ -79,7 +79,10 @@ PARTS: Mapping[str, Part] = {
         step_seconds=1200,
     ),
     "cpu-serving": Part(
-        benchmarks=("serve", "serve_plain", "tenants", "replicas", "links"), gpu=False, seconds=3600, step_seconds=3000
+        benchmarks=("serve", "serve_plain", "batch_attention", "tenants", "replicas", "links"),
+        gpu=False,
+        seconds=3600,
+        step_seconds=3000,
     ),
     "core": Part(
         alone=("tests/contract/test_driver_contract.py", "tests/test_device_choice.py"),  # they look at what is free
@@ -116,7 +119,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "serve": Part(
         tests=("tests/gpu/test_serve_*.py",),
-        benchmarks=("serve", "serve_plain"),
+        benchmarks=("batch_attention", "serve", "serve_plain"),
     ),
     "replicas": Part(
         tests=("tests/gpu/test_replicas_*.py", "tests/replicas/test_staging.py", "tests/replicas/test_stage_times.py"),

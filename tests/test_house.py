@@ -226,6 +226,7 @@ FACTS = {
     "hooks/plan/moments.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
     "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
+    "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
     "hooks/replicas/listener.py": {"_FOREVER"},
     "hooks/replicas/mailbox.py": {"SUPERVISOR"},
     "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
 from ...allocator.errors import DriverError
 from ...offload.policy.tuning import DEFAULT, Serving
@@ -26,6 +27,7 @@ from ..sectors.host_writes import NewBlock
 from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
+from .attention import RequestAttention, Way
 from .batched import Batched
 from .request_pages import RequestPages
 from .sizes import Sizes, largest_batch, masks_of, readable
@@ -44,14 +46,18 @@ class ElasticPagedCache(PagedAttentionCache):
         continuous_batching_config: Any,
         *args: Any,
         model: Batched,
+        way: Way | None = None,
         tuning: Serving = DEFAULT.serving,
         **kwargs: Any,
     ) -> None:
-        """PagedAttentionCache works out the geometry. torch.OutOfMemoryError, DriverError."""
+        """PagedAttentionCache works out the geometry. `way`: of attention by request (attention.py), None for that of
+        transformers. torch.OutOfMemoryError, DriverError."""
         given = copy.copy(continuous_batching_config)
         given.num_blocks, given.max_batch_tokens = 1, 16  # sizes of stock's own tensor, which is dropped
         super().__init__(config, given, *args, **kwargs)
         self.model = model
+        self.way = way
+        self.by_request = None if way is None else RequestAttention(way, [*self.cache_allocators.values()])
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # the next batch's
@@ -69,6 +75,8 @@ class ElasticPagedCache(PagedAttentionCache):
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=kwargs.get("model_supports_logits_to_keep", False),
         )
+        if way is not None:  # nothing is repeated for heads that share keys, or masked
+            handler.num_attention_masks, handler.kv_heads_at_peak = 0, 2 * find_num_key_value_heads(config)
         self.sizes = Sizes.of_handler(handler, config.num_hidden_layers)
         masks, size, budget = masks_of(handler), self.dtype.itemsize, reach(on)
         most, part = handler._default_max_batch_tokens, tuning.statics
@@ -228,8 +236,12 @@ class ElasticPagedCache(PagedAttentionCache):
         rows = [len(each) for each in write_index]
         if not any(rows):
             self.new_blocks = {}  # a batch begins
+            if self.by_request is not None:
+                self.by_request.begin(reads=read_index is not None)
         reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
+        if self.by_request is not None:
+            self.by_request.add(request_id, past_length, query_length)
         if not self.pages.client.displaced:
             return
         for n, (kind, allocator) in enumerate(self.cache_allocators.items()):
@@ -257,8 +269,12 @@ class ElasticPagedCache(PagedAttentionCache):
         found: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
             client = self._uses()
-            found = super().update(key_states, value_states, layer_idx, kwargs=kwargs)
             allocator: Any = self.layer_to_allocator[layer_idx]
+            put = None
+            if self.by_request is not None:
+                kind = allocator.index
+                put = self.by_request.prepare(layer_idx, kind, kwargs, on_the_way=kind in self.new_blocks)
+            found = super().update(key_states, value_states, layer_idx, kwargs=kwargs)
             if kwargs.get("block_table") is None and (blocks := self.new_blocks.get(allocator.index)):
                 new, read = (
                     [tokens.squeeze(0).transpose(0, 1) for tokens in pair]
@@ -266,6 +282,8 @@ class ElasticPagedCache(PagedAttentionCache):
                 )
                 caches = allocator._kv_token_views[layer_idx]
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
+        if put is not None:
+            put(found)
         return found
 
     def _uses(self) -> SectorClient:

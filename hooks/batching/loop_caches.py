@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...offload.policy.prefixes import chain
 from ..prefix.identity import Identity
 from ..prefix.store import PrefixStore
+from .attention import Way
 
 if TYPE_CHECKING:
     from .cache import ElasticPagedCache
@@ -41,11 +42,13 @@ class LoopCaches:
         """The prefixes of the model, with the blocks of the cache; None once it is not managed any more."""
         return self._store()
 
-    def take(self, settings: Any, dtype: object, make: Callable[[], ElasticPagedCache]) -> ElasticPagedCache:
-        """Returns the cache for a loop with these settings, a ContinuousBatchingConfig: the present one, or a new one
-        where that is in use or of other sizes."""
+    def take(
+        self, settings: Any, dtype: object, way: Way | None, make: Callable[[], ElasticPagedCache]
+    ) -> ElasticPagedCache:
+        """Returns the cache for a loop with these settings, a ContinuousBatchingConfig, and `way` of attention: the
+        present one, or a new one where that is in use or of other sizes."""
         cache = self._cache
-        if cache is not None and cache.user() is None and _fits(cache, settings, dtype):
+        if cache is not None and cache.user() is None and cache.way == way and _fits(cache, settings, dtype):
             cache.free_all_requests()
             return cache
         made = make()

@@ -2,9 +2,10 @@
 
 Note [What is replaced]
     A generation loop makes its cache, its scheduler and its offloading manager by names of one module of transformers.
-    These names are replaced by functions that give a managed model ballonet's parts, and any other model stock's. The
-    parameters that they rely on are checked first; where they differ, continuous batching stays stock, and a warning
-    says why. With the last managed model everything is put back.
+    These names are replaced by functions that give a managed model ballonet's parts, and any other model stock's; so is
+    the "sdpa" attention of all models, which is ballonet's in such a loop only (attention.py). The parameters that they
+    rely on are checked first; where they differ, continuous batching stays stock, and a warning says why. With the last
+    managed model everything is put back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
 from ..device import governors
 from .batched import Batched
+
+if TYPE_CHECKING:
+    from .attention import Way
 
 # (module, name, parameters that are relied on)
 _NEEDED: Final = (
@@ -63,6 +67,7 @@ _NEEDED: Final = (
     ("offloading_manager", "OffloadingManager.offload_requests", ()),
     ("offloading_manager", "OffloadingManager.restore_scheduled_requests", ("requests_in_batch",)),
     ("model_runner", "ModelRunner.compute_batch", ("model", "batch_data")),
+    ("input_outputs", "attn_mask_is_needed", ("config",)),
     ("continuous_api", "ContinuousBatchingManager._create_batch_processor", ()),
     ("continuous_api", "ContinuousBatchProcessor._generation_step", ("model",)),
     ("continuous_api", "ContinuousBatchProcessor.prepare_next_batch", ()),
@@ -72,7 +77,10 @@ _NEEDED: Final = (
 
 
 class _Thread(threading.local):
-    attached: Batched | None = None  # the model whose generation loop this thread is making
+    """What this thread knows of the generation loop that it is making."""
+
+    attached: Batched | None = None  # its model
+    way: Way | None = None  # how it attends by request
 
 
 _thread: Final = _Thread()
@@ -110,11 +118,14 @@ def why_stock() -> str | None:
 
 
 def _replace() -> Iterator[Undo]:
-    from transformers.generation.continuous_batching import continuous_api, model_runner, scheduler
+    from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.utils import find_head_dim
+    from transformers.modeling_utils import AttentionInterface
 
     from ..sectors.memory import memory_of, most_of
     from . import steps
+    from .attention import attending, choose_way
     from .cache import ElasticPagedCache
     from .memory import RequestMemory
     from .preemption import PagePreemption
@@ -125,24 +136,28 @@ def _replace() -> Iterator[Undo]:
 
     @functools.wraps(stock_create)
     def create(self: Any) -> Any:
-        before, _thread.attached = _thread.attached, _attached.get(id(self.model))
+        before = _thread.attached, _thread.way
+        _thread.attached, _thread.way = _attached.get(id(self.model)), None
         try:
             return stock_create(self)
         finally:
-            _thread.attached = before
+            _thread.attached, _thread.way = before
 
-    def cache(*args: Any, **kwargs: Any) -> Any:
-        if _thread.attached is None:
-            return PagedAttentionCache(*args, **kwargs)
-        tuning = governors.of(_thread.attached.device).tuning.serving
-        make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, tuning=tuning, **kwargs)
-        loop_caches = _thread.attached.loop_caches
+    def cache(**kwargs: Any) -> Any:
+        model = _thread.attached
+        if model is None:
+            return PagedAttentionCache(**kwargs)
+        config, settings, dtype = (kwargs[name] for name in ("config", "continuous_batching_config", "dtype"))
+        _thread.way = way = choose_way(config, settings, kwargs["device"], dtype, find_head_dim(config))
+        tuning = governors.of(model.device).tuning.serving
+        make = functools.partial(ElasticPagedCache, model=model, way=way, tuning=tuning, **kwargs)
         with torch.inference_mode(False):  # the loop runs in its caller's mode, and the next one may be another's
-            return (
-                make()
-                if loop_caches is None
-                else loop_caches.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
-            )
+            return make() if model.loop_caches is None else model.loop_caches.take(settings, dtype, way, make)
+
+    def mask_is_needed(config: Any) -> bool:
+        return _thread.way is None and stock_mask_is_needed(config)
+
+    stock_mask_is_needed = vars(input_outputs)["attn_mask_is_needed"]
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 
@@ -162,6 +177,9 @@ def _replace() -> Iterator[Undo]:
 
     yield _put(continuous_api, "PagedAttentionCache", cache)
     yield _put(continuous_api, "OffloadingManager", preemption)
+    yield _put(input_outputs, "attn_mask_is_needed", mask_is_needed)
+    functions = AttentionInterface._global_mapping
+    yield _put(functions, "sdpa", attending(functions["sdpa"]))
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         yield _put(mapping, name, scheduling(mapping[name], elastic))
     processor = continuous_api.ContinuousBatchProcessor

@@ -107,11 +107,14 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
 
 def launching(stock: Callable[..., None]) -> Callable[..., None]:
     """Wraps `compute_batch`: a step without tokens computes nothing. Such is one of a prompt of which a single token is
-    left, which each of its answers computes for itself; in stock it ends the loop."""
+    left, which each of its answers computes for itself; in stock it ends the loop. Where attention is by request, the
+    model gets no masks (attention.py)."""
 
     @functools.wraps(stock)
     def launch(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
         if batch_data["input_ids"].numel():
+            if isinstance(self.cache, ElasticPagedCache) and self.cache.by_request is not None:
+                batch_data = self.cache.by_request.without_masks(batch_data, self.cache.dtype)
             stock(self, model, batch_data)
 
     return launch

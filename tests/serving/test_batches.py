@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.continuous_batching import continuous_api, scheduler
+from transformers.generation.continuous_batching import continuous_api, input_outputs, scheduler
+from transformers.modeling_utils import AttentionInterface
 
 import ballonet
 from ballonet import testing
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.chaos
 
 SEAMS = (
     lambda: vars(continuous_api)["PagedAttentionCache"],
+    lambda: vars(input_outputs)["attn_mask_is_needed"],
+    lambda: AttentionInterface._global_mapping["sdpa"],
     lambda: scheduler.SCHEDULER_MAPPING["fifo"],
     lambda: continuous_api.ContinuousBatchingManager._create_batch_processor,
 )
@@ -92,7 +95,7 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
     """In the middle of a step, too, whose activations need them. Without room there requests are computed again."""
     model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
     expected = stock(model, asked, 60)
-    ballonet.install(34 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
+    ballonet.install(28 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
     with ballonet.manage(model):
         assert answers(model, asked, 60) == expected
         assert (ballonet.stats().copied.kv_d2h > 8 * PAGE) == (host > 1)
@@ -104,16 +107,20 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "changes"),
-    [("llama", 1, {"num_hidden_layers": 12}), ("mixtral", 2, {"num_hidden_layers": 4}), ("gemma3_text", 3, {})],
+    ("name", "seed", "tokens", "changes"),
+    [
+        ("llama", 1, 30, {"num_hidden_layers": 12}),
+        ("mixtral", 2, 30, {"num_hidden_layers": 4}),
+        ("gemma3_text", 6, 60, {}),
+    ],
 )
-def test_tokens_are_stocks_while_pages_move(name: str, seed: int, changes: dict[str, int]) -> None:
+def test_tokens_are_stocks_while_pages_move(name: str, seed: int, tokens: int, changes: dict[str, int]) -> None:
     """Pages that requests leave are unmapped meanwhile, and nobody reads there."""
     model, asked = build(name, **changes), prompts(18, 60)
-    expected = stock(model, asked, 30)
+    expected = stock(model, asked, tokens)
     install(64)
     with testing.manage(model, chaos=seed) as managed:
-        assert answers(model, asked, 30, allow_block_sharing=False) == expected
+        assert answers(model, asked, tokens, allow_block_sharing=False) == expected
         chaos = testing.chaos_of(managed)
         assert chaos is not None
         assert min(chaos.moved[f"kv_{way}"] for way in ("device", "host", "away", "restored", "unmapped")) > 0
@@ -184,7 +191,7 @@ def test_a_loop_begins_with_the_pages_of_the_one_before() -> None:
             answers(model, asked, 30, allow_block_sharing=False)
             after = device.snapshot()["driver_calls"]
             changes.append(sum(after[each] - before[each] for each in PAGE_CALLS))
-    assert changes[0] > 100
+    assert changes[0] > 80
     assert sum(changes[1:]) < 30, changes
 
 
@@ -469,7 +476,7 @@ def test_layers_come_home_after_a_burst_though_requests_never_pause(tuned: Tuned
     """A short request comes whenever one of three ends, and they never end at the same step."""
     tuned(clock=Clock(step=0.01), weights={"large": 2**11}, serving={"idle": 16})
     model = build("llama", num_hidden_layers=12, hidden_size=128)
-    install(120)
+    install(104)
     lengths = itertools.cycle((8, 11, 13))
     with ballonet.manage(model) as managed, looping(model, 8, max_batch_tokens=256) as manager:
 

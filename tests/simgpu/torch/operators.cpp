@@ -155,7 +155,8 @@ int64_t bytes_of(const at::Tensor& tensor) {
   return (last + 1) * static_cast<int64_t>(tensor.element_size());
 }
 
-// The memory of a tensor: one range, or several where views skip more than a small page between rows.
+}  // namespace
+
 void add_ranges(std::vector<SimRange>& ranges, const at::Tensor& tensor, bool write) {
   if (tensor.numel() == 0) return;
   std::vector<int64_t> order(tensor.dim());
@@ -179,8 +180,6 @@ void add_ranges(std::vector<SimRange>& ranges, const at::Tensor& tensor, bool wr
     ranges.push_back({base + static_cast<uint64_t>(start), static_cast<uint64_t>(extent), write});
 }
 
-// The same memory for the CPU; a tensor of the CPU, whose owner may change it meanwhile, is copied as a kernel's
-// arguments are.
 at::Tensor for_cpu(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.is_cpu()) {
@@ -196,6 +195,8 @@ at::Tensor for_cpu(const at::Tensor& tensor) {
   if (tensor.is_neg()) made._set_neg(true);
   return made;
 }
+
+namespace {
 
 bool has_mask(const IValue& value) {
   bool found = false;

@@ -96,8 +96,18 @@ Shapes shapes_of(const Operator& op, const Stack& arguments);
 // Does the call: queues it, or waits for it where shapes or values depend on the contents. Changes the stack.
 void call(const Operator& op, Stack& stack);
 
+// Adds the memory of a tensor: one range, or several where views skip more than a small page between rows.
+void add_ranges(std::vector<SimRange>& ranges, const at::Tensor& tensor, bool write);
+
+// The same memory for the CPU; a tensor of the CPU, whose owner may change it meanwhile, is copied as a kernel's
+// arguments are.
+at::Tensor for_cpu(const at::Tensor& tensor);
+
 // Operators that are not the CPU's kernel on the same arguments: copies, dropout, attention.
 void register_special(torch::Library& cuda, torch::Library& autograd);
+
+// Attention of packed sequences, aten::_flash_attention_forward: see packed.cpp.
+torch::CppFunction packed_attention(const c10::OperatorHandle& handle);
 
 // The kernel of one operator for torch's dispatcher.
 torch::CppFunction kernel_of(const c10::OperatorHandle& handle);

@@ -77,7 +77,8 @@ void register_all() {
   static torch::Library cuda(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   static torch::Library autograd(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
-  const std::set<std::string> special = {"aten::copy_", "aten::histc", "aten::native_dropout"};
+  const std::set<std::string> special = {"aten::copy_", "aten::histc", "aten::native_dropout",
+                                         "aten::_flash_attention_forward"};
   for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
     const auto handle = dispatcher.findSchema(name);
     if (!handle || name.getNamespace() != "aten" || is_native(*handle) || special.count(c10::toString(name))) continue;
@@ -96,6 +97,8 @@ void register_special(torch::Library& cuda, torch::Library& autograd) {
   // Made of pieces that exist on CUDA only, or chosen by what the GPU can.
   for (const char* name : {"convolution", "convolution_backward", "scaled_dot_product_attention"})
     cuda.impl(name, kernel_of(dispatcher.findSchemaOrThrow((std::string("aten::") + name).c_str(), "")));
+  cuda.impl("_flash_attention_forward",
+            packed_attention(dispatcher.findSchemaOrThrow("aten::_flash_attention_forward", "")));
   cuda.impl("copy_", TORCH_FN(copy));
   cuda.impl("histc", TORCH_FN(histogram));
   cuda.impl("native_dropout", TORCH_FN(native_dropout));
