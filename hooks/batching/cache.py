@@ -27,7 +27,7 @@ from ..sectors.host_writes import NewBlock
 from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
 from ..sectors.prompt_blocks import PromptBlocks
-from .attention import RequestAttention, Way
+from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
 from .request_pages import RequestPages
 from .sizes import Sizes, largest_batch, masks_of, readable
@@ -284,6 +284,27 @@ class ElasticPagedCache(PagedAttentionCache):
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
         if put is not None:
             put(found)
+        return found
+
+    @property
+    def decodes_by_request(self) -> bool:
+        """Is the present step one in which each request has one new token, on a GPU, and attends by itself?"""
+        point = self.point
+        return self.by_request is not None and self.on.kind == "cuda" and point is not None and point.phase == "decode"
+
+    def update_and_attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+        scale: float | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Updates the cache and attends by request. `kwargs`: of the forward, changed. Returns [1, rows, heads, dim]."""
+        self.update(keys, values, layer_idx, kwargs)
+        found: torch.Tensor = kwargs[BY_REQUEST](query, scale, dropout)
         return found
 
     def _uses(self) -> SectorClient:

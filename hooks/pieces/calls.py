@@ -51,6 +51,16 @@ class PiecesCall:
         return self._new - self.forwards + 1
 
 
+class LoopCall:
+    """A generation loop of a model that runs by pieces."""
+
+    left = 1 << 30  # forwards that are likely to come
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = weakref.proxy(cache)
+        self.eager = False  # are all steps, as something watches the model's modules, or they cannot be cut?
+
+
 def attach(model: nn.Module, runner: PieceRunner) -> Callable[[], object]:
     """Has forwards of the model within `generate()` run by pieces, until the returned idempotent function is called or
     the model is collected."""
@@ -69,9 +79,13 @@ def _patch_forward(owner: Any) -> Undo:
 
     @functools.wraps(stock)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        call = None if args or torch.compiler.is_compiling() else _call_of(model)
-        if call is None:
+        if args or torch.compiler.is_compiling():
             return stock(model, *args, **kwargs)
+        if (cache := kwargs.get("cache")) is not None and getattr(cache, "decodes_by_request", False):
+            runner = _runners.get(id(model))
+            return stock(model, **kwargs) if runner is None else runner.step(stock, model, kwargs, _loop_of(cache))
+        if (call := _call_of(model)) is None:
+            return stock(model, **kwargs)
         call.forwards += 1
         return call.runner.forward(stock, model, kwargs, call)
 
@@ -81,6 +95,16 @@ def _patch_forward(owner: Any) -> Undo:
 
     owner.forward = forward
     return undo
+
+
+_loops: Final = weakref.WeakKeyDictionary[Any, LoopCall]()  # by their caches
+
+
+def _loop_of(cache: Any) -> LoopCall:
+    found = _loops.get(cache)
+    if found is None:
+        found = _loops[cache] = LoopCall(cache)
+    return found
 
 
 def _call_of(model: Any) -> PiecesCall | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -33,6 +33,7 @@ from transformers import PreTrainedConfig
 from ..compat import Cache, TorchDispatchMode
 from ..forward.hook_base import remove_all
 from .attention import Listener
+from .batch import BatchStep
 from .recipe import (
     OUTSIDE,
     THE_CACHE,
@@ -65,6 +66,7 @@ _TAGS: Final = {
 OUTPUT: Final = (OUTSIDE, 0)  # the number under which `cuts` has what the forward returns
 
 
+BATCH: Final = "the step of a loop"  # the name under which a forward is given it
 _INDEXING: Final = frozenset((torch.ops.aten.index.Tensor,))
 _CONSTANT: Final = (  # what an eager call may be given, beside tensors and the cache: it stays what it is
     type(None), bool, int, float, complex, str, bytes, slice, range, frozenset, Enum,
@@ -96,15 +98,19 @@ class Recorder(TorchDispatchMode):
         device: torch.device,
         given: Mapping[str, Any],
         cache: Any,
-        grows: frozenset[str],
+        grows: Container[str],
+        batch: BatchStep | None = None,
     ) -> None:
         """`weights`: address of a storage -> the parameters and buffers in it. `given`: the forward's keyword
-        arguments. `grows`: names of those that are longer each time, which no operator may read."""
+        arguments. `grows`: names of those that are longer each time, which no operator may read. `batch`: the step of a
+        loop that the forward is."""
         super().__init__()
         self.refusal = ""
         self.fine = True  # is attention cut out?
         self.thread = threading.get_ident()
         self.cache = cache
+        self.batch = batch
+        self.new: tuple[Any, Any] | None = None  # keys and values that a batch's cache is to be updated with
         self.given = given
         self.inputs: dict[str, Made] = {}
         self.results: dict[tuple[int, int], Any] = {}  # what each eager call has returned, a tree with tensors
@@ -257,7 +263,10 @@ class Recorder(TorchDispatchMode):
     def began(self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Notes an eager call that begins. Refused."""
         self._check(kind)
-        read = rebuild((tuple(args), dict(kwargs)), functools.partial(self._argument, kind))
+        passed = {name: Given(name) for name, value in kwargs.items() if self._passes(name, value)}
+        others = {name: value for name, value in kwargs.items() if name not in passed}
+        read = rebuild((tuple(args), others), functools.partial(self._argument, kind))
+        read[1].update(passed)
         block = self._blocks[-1]
         block.calls += 1
         call = Call((block.place, block.calls), kind, function, *read)
@@ -269,6 +278,10 @@ class Recorder(TorchDispatchMode):
             ]
         return call
 
+    def _passes(self, name: str, value: Any) -> bool:
+        """Is this an argument of a batch's forward that is passed on? They differ from step to step."""
+        return self.batch is not None and value is self.given.get(name, self) and name not in self.inputs
+
     def _check(self, kind: str) -> None:
         if kind != "attention" and self._awaits:
             raise Refused(f"a second {kind} comes between an update of the cache and its attention")
@@ -279,8 +292,12 @@ class Recorder(TorchDispatchMode):
 
     def _argument(self, kind: str, value: Any) -> Any:
         """Returns what an eager call reads for this argument. Refused."""
+        if value is self.cache:
+            return THE_CACHE
+        if value is not None and value is self.batch:
+            return Given(BATCH)
         if isinstance(value, Cache):
-            return THE_CACHE if value is self.cache else _refuse(f"{kind} uses another cache")
+            raise Refused(f"{kind} uses another cache")
         if not isinstance(value, torch.Tensor):
             return value if isinstance(value, _CONSTANT) else _refuse(f"{kind} is given a {type(value).__name__}")
         known = self.found(value) or self._weight(value)
@@ -374,8 +391,10 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _returned(self, value: Any) -> Any:
+        if value is self.cache:
+            return THE_CACHE
         if isinstance(value, Cache):
-            return THE_CACHE if value is self.cache else _refuse("the forward returns another cache")
+            raise Refused("the forward returns another cache")
         if not isinstance(value, torch.Tensor):
             return value
         known = self.found(value)

@@ -38,19 +38,31 @@ from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
 from ..measure.report import PiecesReport
 from ..weights.layers import decoder_layers
+from .batch import KEPT, ROWS, BatchStep
 from .graph_pool import GraphPool
 from .plans import Act, Plan, Variant
 from .program import Forward, Program, Stale
 from .recipe import difference
-from .recorder import RecordedLayers, Recorder
+from .recorder import BATCH, RecordedLayers, Recorder
 from .seams import recording
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
 WAYS: Final = ("fine", "coarse", "eager")
 
 
-class _Replayed(NamedTuple):
+class _Output(NamedTuple):
     output: Any
+
+
+class _Task(NamedTuple):
+    """A forward: its keyword arguments, the call of `generate()` or the loop that it is in, its key, and the step of a
+    loop that it is."""
+
+    model: nn.Module
+    given: dict[str, Any]
+    call: Any
+    key: Any
+    batch: BatchStep | None = None
 
 
 class PieceRunner:
@@ -101,40 +113,51 @@ class PieceRunner:
         """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first one
         reads the prompt."""
         key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
-        away = None if key is None else self._away()
-        if away is None or not self._running.acquire(blocking=False):
+        if key is None or (found := self._by_pieces(stock, _Task(model, given, call, key))) is None:
             self.acted = Act.EAGER
             return stock(model, **given)
+        return found.output
+
+    def step(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], loop: Any) -> Any:
+        """Computes a step of a generation loop in which each request has one new token: `stock(model, **given)`, or the
+        same by pieces, see batch.py."""
+        step = BatchStep(loop.cache, given)
+        if not loop.eager and self.way == WAYS[0] and step.rows <= self._tuning.rows and _may_run():
+            padded = step.padded()
+            key = "step", padded["input_ids"].shape[1], *sorted(given), torch.is_inference_mode_enabled()
+            if (found := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
+                return step.cut(found.output)
+        self.acted = Act.EAGER
+        return stock(model, **given)
+
+    def _by_pieces(self, stock: Callable[..., Any], task: _Task) -> _Output | None:
+        """Computes a forward by graphs, or records it; None where it is to be eager, and nothing was done."""
+        away = self._away()
+        if away is None or not self._running.acquire(blocking=False):
+            return None
         with guarded(bool, self._release):
             self._obey()
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = Plan()
-            self._plans.move_to_end(key)
-            if plan.replays(call) and (found := self._replay(plan, given, call, away)) is not None:
-                return found.output
-            act = plan.next(call, call.left, not self._scarce())
-            self.acted = Act.EAGER if act is Act.EAGER else Act.RECORD
-            if self.acted is Act.RECORD:
-                return self._record(stock, model, given, call, plan, away)
-        return stock(model, **given)
+            plan = self._plans.setdefault(task.key, Plan())
+            self._plans.move_to_end(task.key)
+            if plan.replays(task.call) and (found := self._replay(plan, task, away)) is not None:
+                return found
+            if plan.next(task.call, task.call.left, not self._scarce()) is Act.EAGER or self._watches(task):
+                return None
+            return self._record(stock, task, plan, away)
 
     def _release(self, failed: bool) -> None:
         if self._running.locked():
             self._running.release()
 
-    def _replay(self, plan: Plan, given: dict[str, Any], call: Any, away: Container[int]) -> _Replayed | None:
+    def _replay(self, plan: Plan, task: _Task, away: Container[int]) -> _Output | None:
         """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
         program = plan.variants[0].program
         if program.worth_recording(away) and not self._scarce():
             return None
-        if RemovableHandle.next_id != self._hooks:  # somebody has registered a hook somewhere
-            if self._watched(call.model):
-                call.eager = True
-                return None
-            self._hooks = RemovableHandle.next_id
+        if RemovableHandle.next_id != self._hooks and self._watches(task):  # a hook was registered somewhere
+            return None
         self._between()
-        forward = Forward(given_cache(given), given, away)
+        forward = Forward(given_cache(task.given), task.given, away)
         pool = program.pool
         try:
             with pool.entered():
@@ -146,55 +169,50 @@ class PieceRunner:
         self.replayed += 1
         if self.replayed % self._tuning.timed:
             self._untimed()
-        return _Replayed(program.output(forward))
+        return _Output(program.output(forward))
 
-    def _watched(self, model: nn.Module) -> bool:
-        """Does other code watch calls of modules, or replace what they do? Then all of them have to be called."""
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            return True
-        for module in model.modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
-                return True
-        return False
+    def _watches(self, task: _Task) -> bool:
+        """Does other code watch the model's modules? Then the whole call is eager."""
+        self._hooks = RemovableHandle.next_id
+        task.call.eager = task.call.eager or _is_watched(task.model)
+        return bool(task.call.eager)
 
-    def _record(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any, plan: Plan, away: Container[int]) -> Any:
+    def _record(self, stock: Callable[..., Any], task: _Task, plan: Plan, away: Container[int]) -> _Output:
         """Computes a forward eagerly, and finds out what pieces of it can be made."""
-        if call.eager or self._watched(model):
-            call.eager = True
-            return stock(model, **given)
+        model, batch = task.model, task.batch
+        self.acted = Act.RECORD
         self._untimed()
         if self.way == "coarse" and self._whole is None:
-            output, self._whole = _given_the_cache(model, lambda: stock(model, **given))
+            output, self._whole = _given_the_cache(model, lambda: stock(model, **task.given))
             if not self._whole:
                 self._degrade("no module of it is given the cache")
-            return output
+            return _Output(output)
         pool = self._opened()
-        layers = decoder_layers(model)
-        given = {name: _dense(value) if name not in GROWS else value for name, value in given.items()}
+        grows = GROWS if batch is None else task.given.keys() - {*ROWS, KEPT}
+        given = {name: value if name in grows else _dense(value) for name, value in task.given.items() if name != BATCH}
         whole = [*(self._whole or ()), *_deciding_by_length(model)]
-        recorder = Recorder(_weights(model), self._torch_device, given, given_cache(given), GROWS)
-        hooks = RecordedLayers(recorder, layers, whole, lambda layer: layer in away)
+        recorder = Recorder(_weights(model), self._torch_device, given, given_cache(given), grows, batch)
+        hooks = RecordedLayers(recorder, decoder_layers(model), whole, lambda layer: layer in away)
         with pool.entered():
             self._device.note_stream(pool.handle)
             with recording(recorder, model, hooks, self.way == "fine"):
                 output = stock(model, **given)
             recipe = recorder.recipe(output)
             if recipe is None:
-                self._degrade(recorder.refusal)
+                self._degrade(recorder.refusal, task)
             else:
-                variant, why = plan.recorded(call, recipe, difference)
+                variant, why = plan.recorded(task.call, recipe, difference)
                 if why:
-                    self._degrade(why)
+                    self._degrade(why, task)
                 else:
-                    self._prove(variant, recipe, recorder, pool, away)
+                    self._prove(variant, recipe, recorder, pool, away, task)
         for leaf in _tensors(output):
             leaf.record_stream(torch.cuda.current_stream(self._torch_device))
         self._hooks = RemovableHandle.next_id
-        return output
+        return _Output(output)
 
     def _prove(
-        self, variant: Variant, recipe: Any, recorder: Recorder, pool: GraphPool, away: Container[int]
+        self, variant: Variant, recipe: Any, recorder: Recorder, pool: GraphPool, away: Container[int], task: _Task
     ) -> None:
         """Captures a variant that was seen for the second time, and compares graphs with what was recorded."""
         try:
@@ -208,17 +226,17 @@ class PieceRunner:
                 variant.program.adopt(recipe)
                 new = True
             if found := variant.program.disagrees(recorder, recipe):
-                self._degrade(f"graphs and eager code differ in {found}", unexplained=True)
+                self._degrade(f"graphs and eager code differ in {found}", task, unexplained=True)
                 return
             variant.proofs += 1
             self._evict()
             if new and not pool.holds_only(self._tensors()):
-                self._degrade("a module keeps a tensor that was made in a graph")
+                self._degrade("a module keeps a tensor that was made in a graph", task)
         except torch.OutOfMemoryError:
             self._drop()  # and again when the shortage is over
             self.exhausted = True
         except (RuntimeError, LookupError, NotImplementedError, TypeError) as error:
-            self._degrade(f"it cannot be captured: {_first_line(error)}")
+            self._degrade(f"it cannot be captured: {_first_line(error)}", task)
 
     # -- what there is
 
@@ -249,7 +267,7 @@ class PieceRunner:
                 parts.append((name, value))
             elif name not in GROWS:
                 return None
-        if not rows or cache is None or torch.is_grad_enabled() or torch.is_autocast_enabled() or _capturing():
+        if not rows or cache is None or not _may_run():
             return None
         return (*parts, torch.is_inference_mode_enabled())
 
@@ -262,11 +280,16 @@ class PieceRunner:
         while len(self._plans) > self._tuning.keys:
             self._plans.popitem(last=False)
 
-    def _degrade(self, why: str, *, unexplained: bool = False) -> None:
-        """Goes to the next coarser cut."""
-        self._why[self.way] = why
-        self.way = WAYS[WAYS.index(self.way) + 1]
-        self._drop()
+    def _degrade(self, why: str, task: _Task | None = None, *, unexplained: bool = False) -> None:
+        """Goes to the next coarser cut; steps of batches, for which there is none, are eager from now on."""
+        if task is not None and task.batch is not None:
+            self._why["batches"] = why
+            task.call.eager = True
+            self._plans.pop(task.key, None)
+        else:
+            self._why[self.way] = why
+            self.way = WAYS[WAYS.index(self.way) + 1]
+            self._drop()
         if unexplained:
             warnings.warn(f"{self._name} decodes with fewer graphs from now on: {why}", RuntimeWarning, stacklevel=2)
 
@@ -315,6 +338,22 @@ class PieceRunner:
 
 _capturing: Final = torch.cuda.is_current_stream_capturing
 _TOKENS: Final = ("input_ids", "inputs_embeds")
+
+
+def _may_run() -> bool:
+    """Is this thread in a state in which graphs do what eager code does?"""
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled() or _capturing())
+
+
+def _is_watched(model: nn.Module) -> bool:
+    """Does other code watch calls of modules, or replace what they do? Then all of them have to be called."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
+    for module in model.modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
+            return True
+    return False
 
 
 def _dense(value: Any) -> Any:

@@ -21,6 +21,7 @@ from transformers import masking_utils, modeling_utils
 from ...allocator.interrupts import Guarded, guarded
 from ...allocator.patches import Patches, Seam, Undo
 from ..compat import Cache
+from . import batch
 from .recipe import Fresh
 from .recorder import RecordedLayers, Recorder
 
@@ -51,6 +52,8 @@ def recording(recorder: Recorder, model: nn.Module, layers: RecordedLayers, fine
         for file in {type(module).__module__ for module in model.modules()}:
             if file in sys.modules:
                 _recording.also(file, functools.partial(_patch_masks, sys.modules[file]))
+        if type(recorder.cache).update is not Cache.update:
+            _recording.also(type(recorder.cache), functools.partial(_patch_update, type(recorder.cache)))
         recorder.fine = fine
         layers.add()
         _thread.recorder = recorder
@@ -77,6 +80,13 @@ def _replace() -> Iterator[Undo]:
 
 
 _recording: Final = Seam[bool](_replace)  # by the id of a recorder
+
+
+def _patch_update(owner: Any) -> Undo:
+    patches = Patches()
+    if "update" in vars(owner):
+        patches.replace(owner, "update", _update(vars(owner)["update"]))
+    return patches.restore
 
 
 def _patch_masks(file: Any) -> Undo:
@@ -114,6 +124,9 @@ def _update(stock: Callable[..., Any]) -> Callable[..., Any]:
         recorder = _recorder()
         if recorder is None or not recorder.fine:
             return stock(cache, *args, **kwargs)
+        if recorder.batch is not None:  # attention updates the cache, with the real rows
+            recorder.new = args[:2]
+            return args[:2]
         return recorder.call("update", stock, (cache, *args), kwargs)
 
     return update
@@ -132,6 +145,13 @@ def _get_interface(stock: Callable[..., Any]) -> Callable[..., Any]:
             recorder = _recorder()
             if recorder is None:
                 return attention(module, query, key, value, *more, **given)
+            if recorder.batch is not None:
+                new, recorder.new = recorder.new or (key, value), None
+                if new[0] is not key or new[1] is not value:
+                    recorder.refuse("attention reads something else than the cache has returned")
+                scale, dropout = given.get("scaling"), given.get("dropout", 0.0)
+                own = recorder.batch, module.layer_idx, query, key, value, scale, dropout
+                return recorder.call("attention", batch.attend, own, {}), None
             if not all(isinstance(recorder.found(part), Fresh) for part in (key, value)):
                 recorder.refuse("attention reads something else than the cache has returned")
             return recorder.call("attention", attention, (module, query, key, value, *more), given)
