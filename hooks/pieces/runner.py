@@ -98,8 +98,8 @@ class PieceRunner:
     # -- forwards
 
     def forward(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any) -> Any:
-        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first one
-        reads the prompt."""
+        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first
+        one reads the prompt."""
         key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
         away = None if key is None else self._away()
         if away is None or not self._running.acquire(blocking=False):
@@ -158,7 +158,15 @@ class PieceRunner:
                 return True
         return False
 
-    def _record(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any, plan: Plan, away: Container[int]) -> Any:
+    def _record(
+        self,
+        stock: Callable[..., Any],
+        model: nn.Module,
+        given: dict[str, Any],
+        call: Any,
+        plan: Plan,
+        away: Container[int],
+    ) -> Any:
         """Computes a forward eagerly, and finds out what pieces of it can be made."""
         if call.eager or self._watched(model):
             call.eager = True
@@ -193,9 +201,7 @@ class PieceRunner:
         self._hooks = RemovableHandle.next_id
         return output
 
-    def _prove(
-        self, variant: Variant, recipe: Any, recorder: Recorder, pool: GraphPool, away: Container[int]
-    ) -> None:
+    def _prove(self, variant: Variant, recipe: Any, recorder: Recorder, pool: GraphPool, away: Container[int]) -> None:
         """Captures a variant that was seen for the second time, and compares graphs with what was recorded."""
         try:
             new = variant.program is None
@@ -291,7 +297,11 @@ class PieceRunner:
 
     def give_up(self, pages: int) -> int:
         """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
-        if any(call() is not None for call in list(self.calls.values())) or self._pool is None or not self._running.acquire(blocking=False):
+        if (
+            any(call() is not None for call in list(self.calls.values()))
+            or self._pool is None
+            or not self._running.acquire(blocking=False)
+        ):
             return 0
         with guarded(bool, self._release):
             before = self._device.available
