@@ -80,7 +80,12 @@ def attach_pieces(
     """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any. Returns (what
     runs them, the function that undoes it)."""
     config = getattr(model, "config", None)
-    if device.kind != "cuda" or options.pieces is None or config is None or getattr(config, "is_encoder_decoder", False):
+    if (
+        device.kind != "cuda"
+        or options.pieces is None
+        or config is None
+        or getattr(config, "is_encoder_decoder", False)
+    ):
         return None, nothing
     from .pieces import calls
     from .pieces.runner import PieceRunner

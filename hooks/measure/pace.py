@@ -9,8 +9,8 @@ Note [Launches]
 
 Note [What is not timed]
     Forwards inside a CUDA graph's capture are not timed, as their work is done later, nor those that end by an
-    exception or an interrupt, as they did not do all their work, nor those that are recorded for pieces of graphs, which
-    takes longer. Of forwards by such pieces one in so many is (`forget`): to time it would be a good part of its cost.
+    exception or an interrupt, as they did not do all their work, nor those that are recorded for pieces of graphs,
+    which takes longer. Of forwards by pieces one in so many is (`forget`): to time it would be a part of its cost.
 """
 
 from __future__ import annotations

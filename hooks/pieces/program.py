@@ -168,6 +168,7 @@ class _LayerCall:
     def act(self, forward: Forward) -> None:
         sequence = self.sequence
         if sequence is None or self.layer.index in forward.away:
+            assert self.whole.act is not None  # only calls of mask functions are left out
             self.whole.act(forward)
             return
         for replay, act in sequence:
@@ -226,8 +227,8 @@ class Program:
         return rebuild(found, leaf)
 
     def disagrees(self, recorder: Recorder, recipe: Recipe) -> str:
-        """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then, and returns where a
-        bit differs; empty where none does. Touches no cache. Waits for the device."""
+        """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then,
+        and returns where a bit differs; empty where none does. Touches no cache. Waits for the device."""
         names: list[str] = []
         differ: list[torch.Tensor] = []
         forward = Forward(recorder.cache, {}, ())
@@ -353,7 +354,7 @@ class Program:
 
         def work() -> Iterator[Callable[[], object]]:
             for index, op in enumerate(ops):
-                yield lambda op=op: self._do(op)
+                yield functools.partial(self._do, op)
                 for leaf in _of(op):
                     if last[leaf] == index and leaf not in self._held:
                         self.tensors.pop(leaf, None)

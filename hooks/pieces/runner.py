@@ -110,8 +110,8 @@ class PieceRunner:
     # -- forwards
 
     def forward(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any) -> Any:
-        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first one
-        reads the prompt."""
+        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first
+        one reads the prompt."""
         key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
         if key is None or (found := self._by_pieces(stock, _Task(model, given, call, key))) is None:
             self.acted = Act.EAGER
@@ -314,7 +314,11 @@ class PieceRunner:
 
     def give_up(self, pages: int) -> int:
         """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
-        if any(call() is not None for call in list(self.calls.values())) or self._pool is None or not self._running.acquire(blocking=False):
+        if (
+            any(call() is not None for call in list(self.calls.values()))
+            or self._pool is None
+            or not self._running.acquire(blocking=False)
+        ):
             return 0
         with guarded(bool, self._release):
             before = self._device.available
