@@ -51,6 +51,7 @@ struct Rows {
 const std::map<std::string, Rows> ROWS = {
     {"aten::index_copy_", {0, 2}},
     {"aten::index_select", {0, 2}},
+    {"aten::index_select.out", {0, 2}},
     {"aten::index.Tensor", {0, 1}},
     {"aten::_index_put_impl_", {0, 1}},
 };
