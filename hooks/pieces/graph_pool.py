@@ -109,7 +109,7 @@ class GraphPool:
             block["address"]
             for segment in self._segments()
             for block in segment["blocks"]
-            if block["state"] != "inactive"
+            if block["state"] == "active_allocated"
         }
         return live <= addresses
 

@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Device
-from ...allocator.interrupts import guarded
+from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.tuning import Pieces
 from ..cache_argument import given_cache
 from ..compat import Cache
@@ -103,7 +103,7 @@ class PieceRunner:
         self._pool: GraphPool | None = None
         self._whole: Sequence[nn.Module] | None = None  # never captured, where the way is coarse
         self._why: dict[str, str] = {}  # by way
-        self._running = threading.Lock()
+        self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
         pressure.add(device, self)
 
@@ -133,9 +133,11 @@ class PieceRunner:
     def _by_pieces(self, stock: Callable[..., Any], task: _Task) -> _Output | None:
         """Computes a forward by graphs, or records it; None where it is to be eager, and nothing was done."""
         away = self._away()
-        if away is None or not self._running.acquire(blocking=False):
+        if away is None:
             return None
-        with guarded(bool, self._release):
+        with self._turn() as mine:
+            if not mine:
+                return None
             self._obey()
             plan = self._plans.setdefault(task.key, Plan())
             self._plans.move_to_end(task.key)
@@ -145,9 +147,13 @@ class PieceRunner:
                 return None
             return self._record(stock, task, plan, away)
 
-    def _release(self, failed: bool) -> None:
-        if self._running.locked():
-            self._running.release()
+    def _turn(self) -> Guarded[bool]:
+        """A `with` block, and whether no other thread is in one: then none gets into it meanwhile."""
+        me = object()
+        return guarded(
+            lambda: self._running.setdefault(0, me) is me,
+            lambda failed: self._running.clear() if self._running.get(0) is me else None,
+        )
 
     def _replay(self, plan: Plan, task: _Task, away: Container[int]) -> _Output | None:
         """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
@@ -314,13 +320,11 @@ class PieceRunner:
 
     def give_up(self, pages: int) -> int:
         """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
-        if (
-            any(call() is not None for call in list(self.calls.values()))
-            or self._pool is None
-            or not self._running.acquire(blocking=False)
-        ):
+        if self._pool is None or any(call() is not None for call in list(self.calls.values())):
             return 0
-        with guarded(bool, self._release):
+        with self._turn() as mine:
+            if not mine:
+                return 0
             before = self._device.available
             self._drop()
             self._device.reap(wait=True)
