@@ -99,7 +99,7 @@ def attach_pieces(
         lambda: streaming.bound if local_layers.span is None else None,
         lambda: governor.pages.scarce,
         forwards.between_layers,
-        pace.forget,
+        pace,
         options.priority,
         governor.tuning.pieces,
     )
