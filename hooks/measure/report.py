@@ -77,10 +77,10 @@ class PiecesReport:
 
     way: str
     why: str
-    captures: int
-    graphs: int
-    replayed: int
-    pages: int
+    captures: int = 0
+    graphs: int = 0
+    replayed: int = 0
+    pages: int = 0
 
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
