@@ -36,6 +36,7 @@ from ..compat import Cache
 from ..device import pressure
 from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
+from ..measure.pace import Pace
 from ..measure.report import PiecesReport
 from ..weights.layers import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
@@ -76,14 +77,13 @@ class PieceRunner:
         away: Callable[[], Container[int] | None],
         scarce: Callable[[], bool],
         between: Callable[[], object],
-        untimed: Callable[[], object],
+        pace: Pace,
         priority: int,
         tuning: Pieces,
     ) -> None:
         """`away`: returns the decoder layers that run on their own, as they are read from slots; None where no forward
         may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
-        of what hooks do between two layers. `untimed`: called in a forward that is not to be timed. `priority`: of the
-        model."""
+        of what hooks do between two layers. `pace`: times the forwards. `priority`: of the model."""
         self.priority = priority
         self.calls: dict[int, weakref.ref[Any]] = {}  # of generate() that run, by id
         self.exhausted = False  # has a forward found no memory since?
@@ -96,7 +96,7 @@ class PieceRunner:
         self._away = away
         self._scarce = scarce
         self._between = between
-        self._untimed = untimed
+        self._pace = pace
         self._tuning = tuning
         self._torch_device = torch_device(device)
         self._plans: OrderedDict[Any, Plan] = OrderedDict()  # by key, the one used last at the end
@@ -173,8 +173,10 @@ class PieceRunner:
             return None
         self.acted = Act.REPLAY
         self.replayed += 1
-        if self.replayed % self._tuning.timed:
-            self._untimed()
+        if self.replayed % self._tuning.timed and not self._pace.heard:
+            self._pace.forget()
+        else:
+            self._pace.replayed()
         return _Output(program.output(forward))
 
     def _watches(self, task: _Task) -> bool:
@@ -187,7 +189,7 @@ class PieceRunner:
         """Computes a forward eagerly, and finds out what pieces of it can be made."""
         model, batch = task.model, task.batch
         self.acted = Act.RECORD
-        self._untimed()
+        self._pace.forget()
         if self.way == "coarse" and self._whole is None:
             output, self._whole = _given_the_cache(model, lambda: stock(model, **task.given))
             if not self._whole:
