@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .recipe import Call, Fresh, Made, operands, rebuild
+from .recipe import Call, Fresh, Given, Made, operands, rebuild
 
 _ATTENTION: Final = "transformers.integrations.sdpa_attention"  # the module of the function
 _MASK: Final = "create_causal_mask"
@@ -85,7 +85,8 @@ class Listener(TorchFunctionMode):
     def _read(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return self._made.get(id(value)) or self._operand(value)
+        operand = self._made.get(id(value)) or self._operand(value)
+        return None if isinstance(operand, Given) else operand  # is looked up by name, in each forward
 
 
 _IDENTITIES: Final = frozenset((torch.Tensor.contiguous,))

@@ -18,7 +18,6 @@ Note [Operands]
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -370,8 +369,8 @@ def same(one: Any, other: Any) -> bool:
 def _same_scalar(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return all(map(_same_scalar, one, other))
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
+    if isinstance(one, float) and isinstance(other, float):
+        return one.hex() == other.hex()  # no number is nan, and 0.0 is not -0.0
     try:
         return bool(one == other)
     except Exception:  # of an object that cannot be compared

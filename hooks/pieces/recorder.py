@@ -125,6 +125,8 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Made | Fresh | Given]] = {}
         self._paused = 0
         self._awaits = ""  # what must come before the next operator
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        self._given_storages = {value.untyped_storage().data_ptr() for value in tensors}
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 if name in grows:
@@ -165,15 +167,22 @@ class Recorder(TorchDispatchMode):
             self._note_fresh(function, args, kwargs, result)
             return
         read = rebuild((tuple(args), dict(kwargs)), functools.partial(self._operand, function))
-        for value in _written(function, *read):
-            if not isinstance(value, Made) or value in self.inputs.values():
-                raise Refused(f"{function} writes to {value!r}")
+        for value in _written(function, args, kwargs):
+            self._check_written(function, value)
         if not found:
             raise Refused(f"{function} makes no tensor")
         if any(leaf.device != self._device for leaf in found):
             raise Refused(f"{function} computes on {found[0].device}")
         made = tuple(self._make(leaf) for leaf in found)
         self._blocks[-1].steps.append(Op(function, read[0], read[1], made, tuple(map(Facts.of, found))))
+
+    def _check_written(self, function: Any, value: torch.Tensor) -> None:
+        """Refused where an operator writes to what this forward has not made, or to a view of that."""
+        address = value.untyped_storage().data_ptr()
+        if address and address in self._weights:
+            raise Refused(f"{function} writes to {Weight(self._weights[address][0])!r}")
+        if address and address in self._given_storages:
+            raise Refused(f"{function} writes to an argument of the forward")
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         return isinstance(self.found(tensor), (Fresh, Given))
