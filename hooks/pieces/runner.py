@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -135,10 +136,11 @@ class PieceRunner:
         away = self._away()
         if away is None:
             return None
-        with self._turn() as mine:
-            if not mine:
+        with self._turn(task) as whose:
+            if whose is not task:
                 return None
-            self._obey()
+            if self.exhausted:
+                self._obey()
             plan = self._plans.setdefault(task.key, Plan())
             self._plans.move_to_end(task.key)
             if plan.replays(task.call) and (found := self._replay(plan, task, away)) is not None:
@@ -147,13 +149,14 @@ class PieceRunner:
                 return None
             return self._record(stock, task, plan, away)
 
-    def _turn(self) -> Guarded[bool]:
-        """A `with` block, and whether no other thread is in one: then none gets into it meanwhile."""
-        me = object()
-        return guarded(
-            lambda: self._running.setdefault(0, me) is me,
-            lambda failed: self._running.clear() if self._running.get(0) is me else None,
-        )
+    def _turn(self, me: object) -> Guarded[object]:
+        """A `with` block, and whose it is: that of `me`, unless another forward is in one."""
+
+        def end(failed: bool) -> None:
+            if self._running.get(0) is me:
+                self._running.clear()
+
+        return guarded(partial(self._running.setdefault, 0, me), end)
 
     def _replay(self, plan: Plan, task: _Task, away: Container[int]) -> _Output | None:
         """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
@@ -309,10 +312,9 @@ class PieceRunner:
             pool.close()
 
     def _obey(self) -> None:
-        """Gives up graphs where a forward has found no memory."""
-        if self.exhausted:
-            self.exhausted = False
-            self._drop()
+        """Gives up graphs, as a forward has found no memory."""
+        self.exhausted = False
+        self._drop()
 
     def invalidate(self) -> None:
         """Drops all graphs, as the model has changed. No forward of it runs."""
@@ -324,8 +326,8 @@ class PieceRunner:
         """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
         if self._pool is None or any(call() is not None for call in list(self.calls.values())):
             return 0
-        with self._turn() as mine:
-            if not mine:
+        with self._turn(me := object()) as whose:
+            if whose is not me:
                 return 0
             before = self._device.available
             self._drop()

@@ -315,7 +315,7 @@ class Pieces:
     # Kinds of forwards (batch, new tokens, arguments) whose graphs are kept.
     keys: int = 16
     # One in so many forwards by graphs is timed: a hundred calls of Python, beside the thousand that such one takes.
-    timed: int = 16
+    timed: int = 32
 
 
 @dataclass(frozen=True, slots=True)
