@@ -64,7 +64,7 @@ def same(elastic: Any, stock: Any) -> None:
     if stock.get_seq_length():
         assert torch.equal(elastic.keys, stock.keys)
         assert torch.equal(elastic.values, stock.values)
-        assert elastic.dtype == stock.dtype
+        assert (elastic.keys.dtype, elastic.values.dtype) == (stock.keys.dtype, stock.values.dtype)
         assert elastic.device == stock.device
 
 
@@ -390,6 +390,22 @@ def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
         each.update(*tokens(1, 4, dtype=torch.float64))  # promoted
     same(layer, stock)
     assert not layer.elastic
+
+
+@pytest.mark.parametrize("held", [0, 20])
+def test_keys_and_values_of_different_types_are_those_of_stock(held: int) -> None:
+    """transformers 5.23 promotes such values, later ones keep their type."""
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        if held:
+            each.update(*tokens(held))
+        for count in (5, 1):
+            keys, values = tokens(count, count)
+            each.update(keys, values.to(torch.bfloat16))
+        each.reorder_cache(torch.arange(BATCH).flip(0))
+        each.crop(-2)
+    assert not layer.elastic
+    same(layer, stock)
 
 
 def test_autograd_does_not_take_appending_for_a_change() -> None:
