@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ballonet.hooks.pieces.plans import CHANGES, PROOFS, Act, Plan, Variant
+from ballonet.hooks.pieces.plans import CHANGES, PROOFS, VARIANTS, Act, Plan, Variant
 
 LONG = 100  # forwards that a call is likely to make
 
@@ -134,3 +134,13 @@ def test_changes_of_other_calls_do_not_count() -> None:
     plan = Plan()
     for number in range(3 * CHANGES):
         assert not plan.recorded(object(), f"recipe {number}", difference)[1]
+
+
+def test_variants_that_were_not_computed_for_longest_are_forgotten() -> None:
+    plan = Plan()
+    for number in range(2 * VARIANTS):
+        for _ in range(2):
+            noted(plan, object(), f"recipe {number}")
+    assert [variant.recipe for variant in plan.variants] == [
+        f"recipe {number}" for number in range(2 * VARIANTS - 1, VARIANTS - 1, -1)
+    ]

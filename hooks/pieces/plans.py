@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Final
 
 PROOFS: Final = 2  # comparisons, at two lengths, to the bit that a variant has passed before its graphs are replayed
+VARIANTS: Final = 8  # of a key that are known: those of adapters come back, those of replaced weights do not
 CHANGES: Final = 3  # of what one call of `generate()` computes: beyond that its length is in it
 
 
@@ -74,11 +75,12 @@ class Plan:
         else:
             self.variants.remove(found)
         self.variants.insert(0, found)
+        del self.variants[VARIANTS:]
         why = ""
         if before is not None and before is not found:
             self.changes += 1
             if self.changes >= CHANGES:
                 why = difference(before.recipe, recipe)
-            if before.program is None:
+            if before.program is None and before in self.variants:
                 self.variants.remove(before)
         return found, why
