@@ -139,6 +139,7 @@ class PieceRunner:
             self._obey()
             plan = self._plans.setdefault(task.key, Plan())
             self._plans.move_to_end(task.key)
+            self._evict()
             if plan.replays(task.call) and (found := self._replay(plan, task, away)) is not None:
                 return found
             if plan.next(task.call, task.call.left, not self._scarce()) is Act.EAGER or self._watches(task):
@@ -229,7 +230,6 @@ class PieceRunner:
                 self._degrade(f"graphs and eager code differ in {found}", task, unexplained=True)
                 return
             variant.proofs += 1
-            self._evict()
             if new and not pool.holds_only(self._tensors()):
                 self._degrade("a module keeps a tensor that was made in a graph", task)
         except torch.OutOfMemoryError:
@@ -276,9 +276,12 @@ class PieceRunner:
         return [tensor for program in programs for tensor in program.tensors.values()]
 
     def _evict(self) -> None:
-        """Drops the plans that were not used for longest, beyond so many."""
+        """Drops the plans that were not used for longest, beyond so many; of those before the last, first such without
+        graphs."""
         while len(self._plans) > self._tuning.keys:
-            self._plans.popitem(last=False)
+            older = list(self._plans)[:-1]
+            bare = (key for key in older if all(each.program is None for each in self._plans[key].variants))
+            del self._plans[next(bare, older[0])]
 
     def _degrade(self, why: str, task: _Task | None = None, *, unexplained: bool = False) -> None:
         """Goes to the next coarser cut; steps of batches, for which there is none, are eager from now on."""
