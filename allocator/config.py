@@ -148,6 +148,7 @@ class Config:
     peer: str | None = None  # none | auto | same | cuda:N; None: auto where there is a budget for it, else none
     peer_budget: int | None = None  # bytes of pages of the peer
     host_pages: bool | None = None  # may bytes lie on host pages? None: unless a preflight found that they cannot
+    graphs: bool | None = None  # may models decode by CUDA graphs? None: unless a preflight found that they are wrong
     spill: bool | None = None  # may allocations that fit nowhere else lie on host pages? None: yes
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     libcuda: str | None = None  # path of the driver's library
@@ -207,6 +208,7 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_PEER": ("peer", _parse_peer),
     "BALLONET_PEER_BUDGET": ("peer_budget", parse_size),
     "BALLONET_HOST_PAGES": ("host_pages", _parse_switch),
+    "BALLONET_GRAPHS": ("graphs", _parse_switch),
     "BALLONET_SPILL": ("spill", _parse_switch),
     "BALLONET_DEVICE": ("device", _parse_device),
     "BALLONET_LIBCUDA": ("libcuda", lambda text, name: text),

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, Protocol
 
-from . import _native, device_choice
+from . import _native, device_choice, findings
 from .config import Config
 from .device_parts import RuntimeParts
 from .errors import InstallError, NotInstalled
@@ -44,6 +44,7 @@ class Runtime:
         self.settings: Final = settings
         self.events: Final = Events(device)
         self.parts: Final = RuntimeParts()
+        self.why_no_graphs = ""  # may models decode by CUDA graphs? Empty where they may
         # Entered where a lower budget is refused: within it more pages are made ready to leave the device; it yields a
         # function that counts those not ready yet.
         self.preparing: Preparing | None = None
@@ -73,6 +74,7 @@ def start(
     made = Runtime(
         number, device_choice.opened(config, target, spill), replace(config, spill=config.spill is not False)
     )
+    made.why_no_graphs = findings.why_no_graphs(config, target.facts)
     _runtimes[number] = made
     return made
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from .config import Config, cache_dir
 
 FORMAT: Final = 1
-SETTINGS: Final[Mapping[str, type]] = {"host_pages": bool, "page_size": int}  # fields of Config that may be chosen
+SETTINGS: Final[Mapping[str, type]] = {"host_pages": bool, "page_size": int, "graphs": bool}  # of Config, to choose
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 
 
@@ -83,3 +83,13 @@ def applied(config: Config, facts: Mapping[str, Any]) -> Config:
     found = load(cache_dir(config), key_of(facts))
     chosen = {} if found is None else found.settings
     return replace(config, **{name: value for name, value in chosen.items() if getattr(config, name) is None})
+
+
+def why_no_graphs(config: Config, facts: Mapping[str, Any]) -> str:
+    """Returns why models may not decode by CUDA graphs on this device; empty where they may."""
+    if config.graphs is not None:
+        return "" if config.graphs else "turned off (BALLONET_GRAPHS)"
+    found = load(cache_dir(config), key_of(facts))
+    if found is None or found.settings.get("graphs") is not False:
+        return ""
+    return f"a preflight found graphs wrong: {found.reasons.get('graphs', '')}"

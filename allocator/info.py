@@ -126,6 +126,9 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
     yield "CUDA", *_cuda(config)
     if target is not None:
         yield "host pages at device addresses", *_host_pages(config, target)
+        if target.kind == "cuda":
+            why = findings.why_no_graphs(config, target.facts)
+            yield "decoding by CUDA graphs", not why, why
         yield "preflight", *_preflight(config, target)
         others = ", ".join(f"device {each}" for each in target.facts["peers"])
         yield (

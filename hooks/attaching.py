@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..allocator import devices
 from ..allocator._native import Device
 from ..offload.governor.situation import Lendable
 from ..offload.policy.request_slo import RequestSLO
@@ -69,6 +70,19 @@ def attach_prefixes(
     return store, undo
 
 
+def why_no_pieces(model: nn.Module, device: Device, options: ManageOptions) -> str | None:
+    """Returns why no forward of the model runs as pieces of CUDA graphs; empty where it is tried, None where the device
+    has no graphs."""
+    if device.kind != "cuda":
+        return None
+    if options.pieces is None:
+        return "turned off (pieces, BALLONET_PIECES)"
+    if why := devices.holding(device).why_no_graphs:
+        return why
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return "its decoder reads the encoder's keys past the cache" if encodes else ""
+
+
 def attach_pieces(
     model: nn.Module,
     device: Device,
@@ -79,8 +93,7 @@ def attach_pieces(
 ) -> tuple[PieceRunner | None, Callable[[], object]]:
     """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any. Returns (what
     runs them, the function that undoes it)."""
-    config = getattr(model, "config", None)
-    if device.kind != "cuda" or options.pieces is None or config is None or getattr(config, "is_encoder_decoder", False):
+    if why_no_pieces(model, device, options) != "":
         return None, nothing
     from .pieces import calls
     from .pieces.runner import PieceRunner
@@ -94,7 +107,7 @@ def attach_pieces(
         lambda: streaming.bound if local_layers.span is None else None,
         lambda: governor.pages.scarce,
         forwards.between_layers,
-        pace.forget,
+        pace,
         options.priority,
         governor.tuning.pieces,
     )

@@ -132,8 +132,8 @@ def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: in
 
 
 def tokens_of_prompt(config: GenerationConfig, given: Mapping[str, Any]) -> int:
-    """Returns the tokens of the prompt of `generate()`, with padding; -1 where they are not known. `config`, `given`: of
-    the method that prepares the cache."""
+    """Returns the tokens of the prompt of `generate()`, with padding; -1 where they are not known. `config`, `given`:
+    of the method that prepares the cache."""
     mask = given.get("attention_mask")
     return int(getattr(config, "_mask_length", -1) if mask is None else mask.shape[1])
 

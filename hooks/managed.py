@@ -36,7 +36,7 @@ from .forward.out_of_memory import explain
 from .forward.turns import Turns
 from .measure.pace import Pace
 from .measure.point import point_of
-from .measure.report import Report
+from .measure.report import PiecesReport, Report
 from .options import ManageOptions
 from .streaming.model_residency import ModelResidency
 from .weights.backings import Files
@@ -130,6 +130,7 @@ class Managed:
         self._options = options
         self._seed: int | None = None  # the chaos seed, if a test has set one
         self._pieces: PieceRunner | None = None
+        self._not_pieces: PiecesReport | None = None  # why there is none
         self._prefixes: PrefixStore | None = None
         self._forget_prefixes: Callable[[], object] = attaching.nothing
         self._model = weakref.ref(model)
@@ -190,6 +191,8 @@ class Managed:
                 else (None, attaching.nothing)
             )
             undo.callback(self._forget_pieces)
+            if generators and (why := attaching.why_no_pieces(generators[0], device, options)):
+                self._not_pieces = PiecesReport("eager", why)
             self._prefixes, self._forget_prefixes = (
                 attaching.attach_prefixes(generators[0], device, options, self._residency)
                 if generators and options.kept_prefixes
@@ -226,7 +229,7 @@ class Managed:
             unmanaged_tensors=dict(self._follower.left),
             released=self._released,
             options=self._options,
-            pieces=None if self._pieces is None else self._pieces.report(),
+            pieces=self._not_pieces if self._pieces is None else self._pieces.report(),
         )
 
     @property

@@ -81,7 +81,9 @@ def _pieces(value: object, name: str) -> Literal["auto"] | None:
         return None
     if text == "auto":
         return "auto"
-    raise ConfigError(f'{name} is {value!r}: give "auto" (decode by CUDA graphs where that gives the same bits) or none')
+    raise ConfigError(
+        f'{name} is {value!r}: give "auto" (decode by CUDA graphs where that gives the same bits) or none'
+    )
 
 
 PREFIX_DIR_LIMIT: Final = 16 * 2**30  # bytes

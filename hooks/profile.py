@@ -5,7 +5,8 @@ Note [How it is measured]
     of the prompt and a little above. The first call is to warm up; of the others the median counts. The model is
     measured as it is; waits for streamed layers are subtracted (pace.py). Small sizes come first, so that sizes that
     take too long, or do not fit in memory, are left out; the record has no time for them. Prefixes are not reused: the
-    prefill of a prompt that was seen before would be one of a single token.
+    prefill of a prompt that was seen before would be one of a single token. Decode steps are those that the model
+    makes: where it decodes by pieces of CUDA graphs, only the steps by these count.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -179,11 +180,8 @@ def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | Non
 
 def _missing(model: Any, grid: Grid, known: Record) -> list[Size]:
     sizes = grid.sizes(compat.longest_sequence(model.config) if hasattr(model, "config") else 0)
-    return [size for size in sizes if any(point not in known.seconds for point in _points(size).values())]
-
-
-def _points(size: Size) -> dict[Phase, Point]:
-    return {"prefill": Point("prefill", *size), "decode": Point("decode", *size)}
+    there = {phase: {point[1:] for point in known.seconds if point.phase == phase} for phase in get_args(Phase)}
+    return [size for size in sizes if size not in there["prefill"] or size not in there["decode"] | there["pieces"]]
 
 
 def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase, list[float]]) -> dict[Point, float]:
@@ -206,14 +204,17 @@ def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase
             beside["decode"].append(max(0.0, gap := median(gaps)))
             once = took - sum(each.total for each in heard) - gap * len(heard)
             beside["prefill"].append(max(0.0, once) + max(0.0, gap))
-    times = {point: [each.seconds for each in seen if _phase(each) == phase] for phase, point in _points(size).items()}
+    decoding: Phase = "pieces" if any(each.pieces for each in seen) else "decode"
+    times = {
+        Point(phase, *size): [each.seconds for each in seen if _phase(each) == phase] for phase in ("prefill", decoding)
+    }
     if not all(times.values()):
         raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")
     return {point: median(each) for point, each in times.items()}
 
 
 def _phase(measured: Measured) -> Phase | None:
-    return None if measured.point is None else measured.point.phase
+    return "pieces" if measured.pieces else None if measured.point is None else measured.point.phase
 
 
 def _prompt(model: Any, size: Size) -> dict[str, torch.Tensor]:

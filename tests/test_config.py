@@ -124,6 +124,7 @@ VALUES = {  # variable -> a text, and the field that it sets to what
     "BALLONET_PEER_BUDGET": ("1GB", "peer_budget", 10**9),
     "BALLONET_PEER_LINK": ("9GB/s", "peer_bandwidth", 9 * 10**9),
     "BALLONET_HOST_PAGES": ("0", "host_pages", False),
+    "BALLONET_GRAPHS": ("0", "graphs", False),
     "BALLONET_SPILL": ("off", "spill", False),
     "BALLONET_DEVICE": ("CUDA:1", "device", "cuda:1"),
     "BALLONET_LIBCUDA": ("/opt/libcuda.so", "libcuda", "/opt/libcuda.so"),

@@ -373,3 +373,21 @@ def test_around_a_real_model() -> None:
         assert pace.drain() == []
         model(**prompts(2, 9))
         assert len(pace.drain()) == 1
+
+
+def test_a_forward_by_graphs_is_timed_as_one_or_forgotten() -> None:
+    clock = Clock()
+    pace = Pace(HostMarks(clock), clock)
+    for pieces, forgotten in ((True, False), (True, True), (False, False)):
+        pace.begin(HERE)
+        clock.now += 0.007
+        if forgotten:
+            pace.forget()
+        elif pieces:
+            pace.replayed()
+        pace.end()
+    pace.replayed()
+    assert [each.pieces for each in pace.drain()] == [True, False], "no forward had begun at the last"
+    assert not pace.heard
+    with pace.listening():
+        assert pace.heard

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ballonet import __main__
-from ballonet.allocator import device_choice, findings, info
+from ballonet.allocator import device_choice, devices, findings, info
 from ballonet.allocator.config import Config
 from ballonet.allocator.preflight import run
 from ballonet.allocator.preflight.judge import ProbeVerdict, judge
@@ -177,7 +177,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "torch_at_once": outcome({"host_to_device": {"at_once": True}}),
     "kernels": outcome({"matmul_1": {"equal": True, "gb_per_s": 48}}),
     "graphs": outcome({"as_captured": True, "another_page": True, "host_page": True}),
-    "torch_graphs": outcome({"as_captured": True, "on_host": True, "on_device": True}),
+    "torch_graphs": outcome(dict.fromkeys(("as_captured", "in_pieces", "on_host", "on_device"), True)),
     "traffic": outcome({"steady": {"copied_gb_per_s": 50, "counted_gb_per_s": [49, 51, 50]}}),
 }
 
@@ -229,8 +229,6 @@ def test_whatever_is_wrong_with_host_pages_turns_them_off(name: str, facts: dict
         ("torch_at_once", {"device_to_host": {"at_once": False}}, "waits for the work in front of it"),
         ("beside_work", {"unmap": {"at_once": False, "behind_work_us": 31000}}, "waited (31000 us)"),
         ("pinning", {"longest_map_meanwhile_us": 410_000}, "410.0 ms"),
-        ("graphs", {"another_page": False}, "other bytes"),
-        ("torch_graphs", {"on_device": False}, "other bytes"),
         ("traffic", {"steady": {"copied_gb_per_s": 50, "counted_gb_per_s": [20, 24, 90]}}, "24 GB/s for 50"),
         ("handles", {"device_posix": {"error": "801"}}, "801"),
     ],
@@ -239,6 +237,27 @@ def test_what_nothing_goes_round_is_told(name: str, facts: dict[str, Any], found
     verdict = judged(name, facts)
     assert verdict.settings == {}
     assert [found in each.found for each in verdict.differences] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "status", "why"),
+    [
+        ("graphs", {"another_page": False}, "answered", "graphs, another_page: not the same bytes"),
+        ("torch_graphs", {"on_device": False}, "answered", "torch_graphs, on_device: not the same bytes"),
+        ("torch_graphs", {"in_pieces": False}, "answered", "torch_graphs, in_pieces: not the same bytes"),
+        (
+            "torch_graphs",
+            {"in_pieces_on_device": {"error": "700"}},
+            "answered",
+            "torch_graphs, in_pieces_on_device: 700",
+        ),
+        ("torch_graphs", {}, "crashed", "the probe torch_graphs crashed: died of SIGSEGV"),
+    ],
+)
+def test_whatever_is_wrong_with_graphs_turns_them_off(name: str, facts: dict[str, Any], status: str, why: str) -> None:
+    verdict = judged(name, facts, status, "died of SIGSEGV")
+    assert (verdict.settings, verdict.reasons) == ({"graphs": False}, {"graphs": why})
+    assert why in [each.found for each in verdict.differences]
 
 
 def test_a_probe_that_broke_off_decides_nothing_unless_it_crashed_over_host_pages() -> None:
@@ -287,6 +306,25 @@ def test_what_was_chosen_is_kept_to_unless_somebody_says_otherwise(config: Confi
         range_.map_host(0, 1)
     range_.close()
     device.close()
+
+
+def test_graphs_are_used_unless_a_preflight_found_them_wrong(config: Config) -> None:
+    facts = device_choice.choose(config).facts
+
+    def why(**given: Any) -> str:
+        return findings.why_no_graphs(dataclasses.replace(config, **given), facts)
+
+    assert (why(), why(graphs=False)) == ("", "turned off (BALLONET_GRAPHS)")
+    kept(config, host_pages=False)
+    assert why() == ""
+    kept(config, graphs=False)
+    assert why() == "a preflight found graphs wrong: because"
+    assert why(graphs=True) == ""
+    runtime = devices.start(config, number=7)
+    try:
+        assert runtime.why_no_graphs == why()
+    finally:
+        devices.stop(7)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1}'])

@@ -103,6 +103,24 @@ def test_the_median_of_what_is_left_without_stalls_and_without_the_first(llama: 
         assert slow.calls.count((batch, 64)) == 1 + DEFAULT.records.rounds
 
 
+def test_decoding_is_measured_as_generate_runs_it(llama: Any) -> None:
+    """By pieces: the first step of each call is recorded, and so not timed."""
+    slow = Slow(llama)
+
+    def runs(_: Any, args: Any, kwargs: Any) -> None:
+        point = point_of(args, kwargs)
+        if point is not None and point.phase == "decode":
+            assert slow.pace.heard, "each of them counts"
+            slow.pace.forget() if point.length == 64 else slow.pace.replayed()
+
+    llama.register_forward_pre_hook(runs, with_kwargs=True)
+    found, left = measured(llama, slow.pace, EMPTY, Grid(1, 64))
+    assert left == {}
+    assert set(found.seconds) == {Point("prefill", 1, 64), Point("pieces", 1, 64)}
+    assert found.decoding == "pieces"
+    assert measured(llama, Slow(llama).pace, found, Grid(1, 64))[0].seconds == found.seconds, "nothing is missing"
+
+
 def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
     slow = Slow(llama, fails=2)
     found, left = measured(llama, slow.pace, EMPTY, Grid(4, 128))

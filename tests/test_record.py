@@ -59,6 +59,9 @@ def test_a_record_is_kept_in_a_file(tmp_path: Path) -> None:
     save(RECORD.learned(Point("decode", 8, 8), 3.0), path)
     assert load(path, KEY) == RECORD, "what was learned is not kept"
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+    pieces = Record(KEY, 5e10, {**POINTS, Point("pieces", 1, 128): 0.007})
+    save(pieces, path)
+    assert load(path, KEY) == pieces
     assert path_of(tmp_path, KEY | {"driver": "581"}) == path_of(tmp_path, KEY), "found, and found to be another's"
     assert len({path_of(tmp_path, KEY | {name: "other"}) for name in ("model", "device", "driver")}) == 3
 

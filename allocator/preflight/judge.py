@@ -1,7 +1,7 @@
 """Judges the facts of a preflight: differences from what the code assumes, settings to go round them, answers.
 
 Pure: facts in, a verdict out. A probe that broke off, or did not run, decides nothing by itself, but for one that
-crashed over pages of the host, or whose driver never returned: then they are not used.
+crashed over pages of the host or in a graph, or whose driver never returned: then those are not used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,16 @@ def judge(probes: Probes, page_size: int) -> ProbeVerdict:
             )
             for each in wrong
         ]
-    for look in (_aliases, _asynchrony, _setting, _speed, _waiting, _pinning, _graphs, _counter, _handles):
+    if reasons := list(_wrong_with_graphs(probes)):
+        verdict.settings["graphs"] = False
+        verdict.reasons["graphs"] = "; ".join(reasons)
+        verdict.differences += [
+            Difference(
+                "a CUDA graph", "is right, also after a page moved", reason, "models decode without (graphs=False)"
+            )
+            for reason in reasons
+        ]
+    for look in (_aliases, _asynchrony, _setting, _speed, _waiting, _pinning, _counter, _handles):
         verdict.differences += look(probes)
     for name, outcome in probes.items():
         if outcome["status"] != "answered":
@@ -213,15 +222,18 @@ def _pinning(probes: Probes) -> Iterator[Difference]:
         )
 
 
-def _graphs(probes: Probes) -> Iterator[Difference]:
-    for name, check in (("graphs", "another_page"), ("torch_graphs", "on_device"), ("graphs", "as_captured")):
-        if _facts(probes, name).get(check) is False:
-            yield Difference(
-                f"a graph after a page moved ({name}, {check})",
-                "replays over the new page",
-                "other bytes",
-                "use no CUDA graphs with managed models that may move",
-            )
+def _wrong_with_graphs(probes: Probes) -> Iterator[str]:
+    """Yields why no graphs are to be used; nothing where they are right, or it is not known."""
+    for name, checks in (
+        ("graphs", ("as_captured", "another_page")),
+        ("torch_graphs", ("as_captured", "on_device", "in_pieces", "in_pieces_on_device")),
+    ):
+        for check in checks:
+            value = _facts(probes, name).get(check)
+            if value is False or _error(value):
+                yield f"{name}, {check}: {_error(value) or 'not the same bytes'}"
+        if probes.get(name, {}).get("status") == "crashed":
+            yield f"the probe {name} crashed: {probes[name]['said'].partition(chr(10))[0]}"
 
 
 def _counter(probes: Probes) -> Iterator[Difference]:

@@ -192,7 +192,8 @@ def _seconds(device: Device, run: Callable[[], object]) -> float:
 
 
 def torch_graphs(tell: Tell, library: str, ordinal: int) -> None:
-    """Is a graph of torch's right that is replayed after the page it reads moved to the host and back?"""
+    """Is a graph of torch's right that is replayed after the page it reads moved to the host and back? Are several that
+    share a pool, with eager code between them, as a model decodes by (hooks/pieces)?"""
     with opened(library, ordinal) as device:
         here = place(device, "device", 1)
         weight = here.tensor.view(torch.bfloat16).view(-1, 1024)
@@ -213,11 +214,70 @@ def torch_graphs(tell: Tell, library: str, ordinal: int) -> None:
             return torch.equal(answer, expected)
 
         answered(tell, "as_captured", replay)
+        pieces: list[Callable[[], bool]] = []
+
+        def in_pieces() -> bool:
+            pieces.append(_in_pieces(device, weight, given))
+            return pieces[0]()
+
+        answered(tell, "in_pieces", in_pieces)
         places: tuple[Literal["host", "device"], ...] = ("host", "device")
         for where in places:
             moved = answered(tell, f"moved_to_{where}", partial(here.range.move, 0, where))
             if moved:
                 answered(tell, f"on_{where}", replay)
+                for replay_pieces in pieces:
+                    answered(tell, f"in_pieces_on_{where}", replay_pieces)
+
+
+def _in_pieces(device: Device, weight: torch.Tensor, given: torch.Tensor) -> Callable[[], bool]:
+    """Captures two graphs into one pool, and returns what replays them with an eager call between, for inputs that
+    change, and says whether both times the results are those of eager code."""
+    inputs = [given.clone(), given.flip(0).contiguous()]
+    crossing = torch.empty((given.shape[0], weight.shape[0]), device=given.device, dtype=given.dtype)
+    pool, stream = torch._C._graph_pool_handle(), torch.cuda.Stream()
+    graphs = [torch._C._CUDAGraph() for _ in range(2)]
+
+    def first() -> torch.Tensor:
+        return given @ weight.T + 1
+
+    def second() -> torch.Tensor:
+        return crossing @ weight
+
+    def captured(graph: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        made = compute()
+        graph.capture_end()
+        graph.replay()
+        return made
+
+    def run(one: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        results = []
+        for values in inputs:
+            given.copy_(values)
+            crossing.copy_(one() * 2)
+            results.append(other().clone())
+        return results
+
+    def replayed(graph: Any, made: torch.Tensor) -> torch.Tensor:
+        graph.replay()
+        return made
+
+    wait(device)
+    with torch.cuda.stream(stream):
+        expected = run(first, second)  # also loads the kernels, on this stream
+        made = captured(graphs[0], first)
+        crossing.copy_(made * 2)
+        answer = captured(graphs[1], second)
+    wait(device)
+
+    def replay() -> bool:
+        with torch.cuda.stream(stream):
+            found = run(partial(replayed, graphs[0], made), partial(replayed, graphs[1], answer))
+        wait(device)
+        return all(map(torch.equal, found, expected))
+
+    return replay
 
 
 def traffic(tell: Tell, library: str, ordinal: int) -> None:

@@ -296,7 +296,9 @@ def attending(stock: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         cache: Any = kwargs.get("cache")
-        if BY_REQUEST not in kwargs and getattr(cache, "by_request", None) is not None:
+        if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
+            kwargs.pop(BY_REQUEST, None)  # stock raises an error for the first, and for the second without masks
+        elif BY_REQUEST not in kwargs and getattr(cache, "by_request", None) is not None:
             cache.update(key, value, module.layer_idx, kwargs)
         if (by_request := kwargs.get(BY_REQUEST)) is None:
             found: tuple[torch.Tensor, None] = stock(module, query, key, value, attention_mask, *args, **kwargs)

@@ -302,7 +302,8 @@ class ElasticPagedCache(PagedAttentionCache):
         scale: float | None,
         dropout: float,
     ) -> torch.Tensor:
-        """Updates the cache and attends by request. `kwargs`: of the forward, changed. Returns [1, rows, heads, dim]."""
+        """Updates the cache and attends by request. `kwargs`: of the forward, which it changes. Returns [1, rows,
+        heads, dim]."""
         self.update(keys, values, layer_idx, kwargs)
         found: torch.Tensor = kwargs[BY_REQUEST](query, scale, dropout)
         return found

@@ -178,7 +178,7 @@ def _replace() -> Iterator[Undo]:
     yield _put(continuous_api, "PagedAttentionCache", cache)
     yield _put(continuous_api, "OffloadingManager", preemption)
     yield _put(input_outputs, "attn_mask_is_needed", mask_is_needed)
-    functions = AttentionInterface._global_mapping
+    functions: dict[str, Any] = AttentionInterface._global_mapping
     yield _put(functions, "sdpa", attending(functions["sdpa"]))
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         yield _put(mapping, name, scheduling(mapping[name], elastic))

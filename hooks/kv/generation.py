@@ -82,8 +82,8 @@ class GenerateCall(Protocol):
         """Called where it raises."""
 
 
-# Makes what is told of a call of `generate(*args, **kwargs)` of `model`, from `(model, args, kwargs)`; None for one that
-# need not be told of.
+# Makes what is told of a call of `generate(*args, **kwargs)` of `model`, from `(model, args, kwargs)`; None for one
+# that need not be told of.
 Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], GenerateCall | None]
 
 

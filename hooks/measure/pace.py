@@ -9,8 +9,8 @@ Note [Launches]
 
 Note [What is not timed]
     Forwards inside a CUDA graph's capture are not timed, as their work is done later, nor those that end by an
-    exception or an interrupt, as they did not do all their work, nor those that are recorded for pieces of graphs, which
-    takes longer. Of forwards by such pieces one in so many is (`forget`): to time it would be a good part of its cost.
+    exception or an interrupt, as they did not do all their work, nor those that are recorded for pieces of graphs,
+    which takes longer. Of forwards by pieces one in so many is (`forget`): to time it would be a part of its cost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Measured(NamedTuple):
     """Seconds of one forward. `seconds`: with every layer resident; see Note [Launches]. `stall`: spent waiting for
     copies. `total`: measured. `between`: from the beginning of the decode step before it to its own, if it follows that
     directly: the time per token, with sampling and Python; else None. `point`: None where it is not known. `driver`:
-    spent in calls of the driver which change page tables."""
+    spent in calls of the driver which change page tables. `pieces`: did CUDA graphs launch it (hooks/pieces)?"""
 
     point: Point | None
     seconds: float
@@ -41,6 +41,7 @@ class Measured(NamedTuple):
     total: float
     between: float | None = None
     driver: float = 0.0
+    pieces: bool = False
 
 
 class Pace:
@@ -85,7 +86,7 @@ class Pace:
                 between = (now - then) / 1e9
         moment = now if self._same else self._marks.mark()
         forward = _Forward()
-        forward.point, forward.began, forward.between = point, now, between
+        forward.point, forward.began, forward.between, forward.pieces = point, now, between, False
         forward.handled, forward.marks, forward.driver = id(sys.exception()), [moment], self._driver()
         thread.forward = forward
 
@@ -119,6 +120,17 @@ class Pace:
         if forward is not None:
             self._marks.release(forward.marks)
 
+    def replayed(self) -> None:
+        """Notes that the forward that this thread has begun was computed by pieces of CUDA graphs."""
+        forward = self._thread.forward
+        if forward is not None:
+            forward.pieces = True
+
+    @property
+    def heard(self) -> bool:
+        """Does anybody listen, so that the time of each forward counts?"""
+        return bool(self._listeners)
+
     def drain(self) -> list[Measured]:
         """Returns the forwards measured since that are over on the device too, oldest first; empty during a
         capture."""
@@ -132,7 +144,8 @@ class Pace:
                 self._ended.remove(each)
                 total, stall = times[-1], sum(times[2:-1:2]) - sum(times[1:-1:2])
                 seconds = max(total - stall, min(total, each.host)) if self._marks.ahead else total - stall
-                measured.append(Measured(each.point, seconds, stall, total, each.between, each.driver / 1e9))
+                driver = each.driver / 1e9
+                measured.append(Measured(each.point, seconds, stall, total, each.between, driver, each.pieces))
             for listener in self._listeners:
                 listener.extend(measured)
         return measured
@@ -158,7 +171,7 @@ class _Forward:
     beginning, beginning and end of each wait, its end. `host`: seconds until it was launched. `driver`: ns in the
     driver; until its end those before its beginning. Made without a call of Python, for each token."""
 
-    __slots__ = ("began", "between", "driver", "handled", "host", "marks", "point")
+    __slots__ = ("began", "between", "driver", "handled", "host", "marks", "pieces", "point")
 
     point: Point | None
     began: int
@@ -167,6 +180,7 @@ class _Forward:
     marks: list[Any]
     driver: int
     host: float
+    pieces: bool
 
 
 class _Thread(threading.local):

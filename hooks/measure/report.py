@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, Self
 
 from ...allocator.display import table
 from ...allocator.units import format_size, format_time
@@ -17,7 +17,7 @@ from ...offload.policy.interval import Costs
 from ...offload.policy.layer_stream import Way
 from ...offload.policy.plan import Plan
 from ...offload.policy.schedule import every, gaps
-from ...offload.record.record import Phase
+from ...offload.record.record import PHASES, Phase
 from ..options import ManageOptions
 from .pace import Measured
 
@@ -77,10 +77,10 @@ class PiecesReport:
 
     way: str
     why: str
-    captures: int
-    graphs: int
-    replayed: int
-    pages: int
+    captures: int = 0
+    graphs: int = 0
+    replayed: int = 0
+    pages: int = 0
 
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
@@ -151,7 +151,6 @@ class Report:
         """Makes a report. `resident`: seconds from the record, by phase, at the points of `last`. `last`: the last
         iteration, by phase."""
         page_seconds = None if bandwidth is None else page_size / bandwidth
-        phases: tuple[Phase, ...] = get_args(Phase)
         return cls(
             model,
             page_size,
@@ -165,7 +164,7 @@ class Report:
             link_bytes,
             file_bytes,
             host_bytes,
-            {name: Times.of(plan, page_seconds, resident.get(name), last.get(name), slos.get(name)) for name in phases},
+            {name: Times.of(plan, page_seconds, resident.get(name), last.get(name), slos.get(name)) for name in PHASES},
             why,
             kept,
             kv,

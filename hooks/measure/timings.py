@@ -1,4 +1,11 @@
-"""The known times of one model's iterations: the record, and later measurements."""
+"""The known times of one model's iterations: the record, and later measurements.
+
+Note [By pieces or not]
+    A model decodes by pieces of CUDA graphs within `generate()`, and eagerly in loops, in short calls, and where pieces
+    were refused. The next decode step is taken to be like the last one that was timed; before the first one, by pieces
+    where the record has times of such. Where there is no time by pieces, of as many sequences and tokens, the longer
+    eager one counts, so that no SLO is broken.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ...offload.policy.tuning import WeightPlans
-from ...offload.record.record import Phase, Point, Record
+from ...offload.record.record import PHASES, Phase, Point, Record
 from .histogram import Histogram
 from .pace import Measured
 
@@ -23,16 +30,24 @@ class Timings:
         self._tuning = tuning
         self._lessons: deque[tuple[Point, float]] = deque()  # measurements to add to the record
         self._known: tuple[Record, Point] | None = None  # a listed point that this record knows
-        self._histograms: dict[Phase, Histogram] = {"prefill": Histogram(), "decode": Histogram()}
+        self._pieces = True  # is the next decode step one by pieces? See Note [By pieces or not]
+        self._histograms: dict[Phase, Histogram] = {phase: Histogram() for phase in PHASES}
         self._uncounted: deque[tuple[Phase, float]] = deque()  # seconds that no histogram has yet
 
     def seconds(self, point: Point) -> float | None:
         """Implements `IterationTimes.seconds`."""
-        return None if self.record is None else self.record.time(*point)
+        return self._look_up(Record.time, point)
 
     def typical(self, point: Point) -> float | None:
         """Implements `IterationTimes.typical`."""
-        return None if self.record is None else self.record.typical(*point)
+        return self._look_up(Record.typical, point)
+
+    def _look_up(self, time: Callable[[Record, Phase, int, int], float | None], point: Point) -> float | None:
+        record, (phase, batch, length) = self.record, point
+        if record is None:
+            return None
+        found = time(record, "pieces", batch, length) if self._pieces and phase == "decode" else None
+        return time(record, phase, batch, length) if found is None else found
 
     def note(self, measured: Measured) -> bool:
         """Notes the times of a forward. Returns whether the record has changed."""
@@ -41,16 +56,21 @@ class Timings:
             return False
         self.last[point.phase] = measured
         self._uncounted.append((point.phase, measured.total))  # counted later, as this runs for each token
-        self._lessons.append((point, measured.seconds))
+        decodes = point.phase == "decode"
+        lesson = Point("pieces", *point[1:]) if decodes and measured.pieces else point
+        self._lessons.append((lesson, measured.seconds))
+        switched = decodes and measured.pieces is not self._pieces
         # Not each time: learning takes a hundred calls, and after a change all decisions are made anew.
-        if len(self._lessons) < self._tuning.tell and (record := self.record) is not None:
+        if not switched and len(self._lessons) < self._tuning.tell and (record := self.record) is not None:
             known = self._known
-            if known is not None and record is known[0] and point.counts_for(known[1]):
+            if known is not None and record is known[0] and lesson.counts_for(known[1]):
                 return False
-            if record.knows(point):
-                self._known = record, point.corner
+            if record.knows(lesson):
+                self._known = record, lesson.corner
                 return False
         before = self.seconds(point)
+        if switched:
+            self._pieces = measured.pieces
         self.learn()
         now = self.seconds(point)
         return before is None or now is None or abs(now - before) > before * self._tuning.news

@@ -20,7 +20,7 @@ from .recipe import Call, Fresh, Given, Made, operands, rebuild
 
 _ATTENTION: Final = "transformers.integrations.sdpa_attention"  # the module of the function
 _MASK: Final = "create_causal_mask"
-_READ: Final = frozenset(("config", "inputs_embeds", "position_ids", "cache", "past_key_values"))  # a mask may be of these
+_READ: Final = frozenset(("config", "inputs_embeds", "position_ids", "cache", "past_key_values"))  # by mask functions
 
 
 class Local(NamedTuple):
@@ -61,7 +61,10 @@ class Listener(TorchFunctionMode):
                 self.calls = self.calls if function in _IDENTITIES else None
                 return result
             read = rebuild((tuple(args), dict(kwargs)), self._read)
-            if any(leaf is None and given is not None for leaf, given in zip(operands(read), operands((args, kwargs)), strict=False)):
+            if any(
+                leaf is None and given is not None
+                for leaf, given in zip(operands(read), operands((args, kwargs)), strict=False)
+            ):
                 self.calls = None
                 return result
             self._alive.append(result)

@@ -3,8 +3,8 @@ for the real ones.
 
 Note [Padded rows]
     Graphs are captured for 8, 16, 32, ... rows. The inputs of a step are padded to the next of these, in the recorded
-    forward too, since other numbers of rows may take other kernels; attention and the cache's update get the real rows, so
-    padding is never written anywhere, and its results are cut off.
+    forward too, since other numbers of rows may take other kernels. Attention and the cache's update get the real rows,
+    so padding is written to no cache, and its results are cut off.
 """
 
 from __future__ import annotations

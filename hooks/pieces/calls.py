@@ -1,8 +1,8 @@
 """Where a managed model's forwards within `generate()` go to its pieces.
 
 Note [Forward of a class]
-    The `forward` of the model's class is wrapped, not that of the model, so that a copy or a pickle takes nothing along;
-    the hooks of the model stay around it. A direct call of the model is passed on: a program may keep what that
+    The `forward` of the model's class is wrapped, not that of the model, so that a copy or a pickle takes nothing
+    along; the hooks of the model stay around it. A direct call of the model is passed on: a program may keep what that
     returns, and may look at modules on its way. With the last model the wrapper is removed; if another one has been put
     around it meanwhile, it stays below and passes calls on.
 """
@@ -37,7 +37,9 @@ class PiecesCall:
 
     def prepared(self, given: dict[str, Any]) -> None:
         config = given["generation_config"]
-        self._new = config.max_new_tokens or given["max_cache_length"] + 1 - tokens_of_prompt(config, given["model_kwargs"])
+        self._new = config.max_new_tokens or given["max_cache_length"] + 1 - tokens_of_prompt(
+            config, given["model_kwargs"]
+        )
 
     def ended(self, result: Any) -> None:
         self.runner.calls.pop(id(self), None)
@@ -115,5 +117,3 @@ def _call_of(model: Any) -> PiecesCall | None:
         if isinstance(call, PiecesCall):
             return call
     return None
-
-

@@ -1,9 +1,9 @@
 """The stream and the memory of one model's graphs.
 
 Note [One stream]
-    Recorded steps, captures and replays of a model run on a stream of its own, which waits for the caller's and which the
-    caller's waits for. So no two steps over one pool overlap, whichever threads run them; and a cuBLAS workspace, which
-    torch keeps for each stream, is the same in eager calls and in graphs.
+    Recorded steps, captures and replays of a model run on a stream of its own, which waits for the caller's and which
+    the caller's waits for. So no two steps over one pool overlap, whichever threads run them; and a cuBLAS workspace,
+    which torch keeps for each stream, is the same in eager calls and in graphs.
 
 Note [Workspaces]
     A graph holds the address of cuBLAS' workspace. Made within a capture it would lie in the graphs' pool; and some
@@ -29,8 +29,6 @@ from ...allocator import captures
 from ...allocator.interrupts import Guarded, guarded
 from ..device.streams import raw_stream
 
-Pool = tuple[int, int]
-
 
 class GraphPool:
     """What the graphs of one model are captured on and into, from the first one until `close`."""
@@ -43,8 +41,8 @@ class GraphPool:
         self._users: dict[int, Any] = {}  # streams that steps were run for, by handle
         self._last = -1  # the handle of that of the last step
         self._came, self._went = torch.cuda.Event(), torch.cuda.Event()
-        self._pool: Pool | None = None
-        self._workspaces: Pool | None = None
+        self._pool: Any = None  # torch's handle, from the first capture on
+        self._workspaces: Any = None
 
     def entered(self) -> Guarded[None]:
         """A `with` block whose work is done on the stream, after that of the current one, which then waits for it."""
@@ -74,8 +72,8 @@ class GraphPool:
         return self._users[handle]
 
     def capture(self, work: Iterable[Callable[[], object]]) -> Callable[[], None]:
-        """Captures the calls of `work` on the stream, which is current, and returns the function that replays them. After
-        a failure, of whatever kind, nothing is being captured."""
+        """Captures the calls of `work` on the stream, which is current, and returns the function that replays them.
+        After a failure, of whatever kind, nothing is being captured."""
         self._prepare()
         graph = torch._C._CUDAGraph()
         capturing = False
@@ -110,7 +108,10 @@ class GraphPool:
         """Are these, of those that lie in the graphs' memory, all that is allocated there, as far as torch tells?"""
         addresses = {each.untyped_storage().data_ptr() for each in tensors}
         live = {
-            block["address"] for segment in self._segments() for block in segment["blocks"] if block["state"] != "inactive"
+            block["address"]
+            for segment in self._segments()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
         }
         return live <= addresses
 

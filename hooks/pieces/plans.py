@@ -1,11 +1,11 @@
 """What is known of the forwards of one key, and from that what the next one does. No device, no model.
 
 Note [Steps of a key]
-    The first forward of a key is recorded, and that is all. The second is recorded too: where both computed the same, at
-    two lengths, it is captured, and computed again by its graphs, to the bit. The third, at another length again, is the
-    proof: recorded, and computed again. From then on graphs are replayed. In each later call of `generate()` the first
-    forward is recorded and compared anew, which finds adapters that were switched, attention that was set, weights that
-    were replaced: each is a variant of the key, with graphs of its own, and one that comes back is known.
+    The first forward of a key is recorded, and that is all. The second is recorded too: where both computed the same,
+    at two lengths, it is captured, and computed again by its graphs, to the bit. The third, at another length again, is
+    the proof: recorded, and computed again. From then on graphs are replayed. In each later call of `generate()` the
+    first forward is recorded and compared anew, which finds adapters that were switched, attention that was set,
+    weights that were replaced: each is a variant of the key, with graphs of its own, and one that comes back is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, Final
 
 PROOFS: Final = 2  # comparisons, at two lengths, to the bit that a variant has passed before its graphs are replayed
-VARIANTS: Final = 8  # of a key that are known: those of adapters come back, those of replaced weights do not
+VARIANTS: Final = 4  # of a key, that are kept: those of the last recorded forwards
 CHANGES: Final = 3  # of what one call of `generate()` computes: beyond that its length is in it
 
 

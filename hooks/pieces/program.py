@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from ..kv.kinds import ELASTIC
+from ..kv.layer import ElasticLayer
 from .attention import as_one_function, makes_no_mask
 from .graph_pool import GraphPool
 from .recipe import (
@@ -41,7 +41,6 @@ from .recipe import (
 )
 from .recorder import OUTPUT, Recorder
 
-_ELASTIC: Final = frozenset(ELASTIC.values())  # classes of layers
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INITIAL: Final = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))  # fill nothing
 
@@ -66,7 +65,7 @@ class Forward:
 
 Act = Callable[[Forward], object]
 Replay = Callable[[], object]
-Acts = Sequence[tuple[Replay | None, Act | None]]  # (replays a graph, makes an eager call), in order
+Acts = list[tuple[Replay | None, Act | None]]  # (replays a graph, makes an eager call), in order
 
 
 class _EagerCall:
@@ -112,14 +111,14 @@ class _EagerCall:
 
     def _update_act(self, function: Any, args: Any, kwargs: Any) -> Act | None:
         """The usual update of a cache, in few calls."""
-        if self.call.kind != "update" or _varies(args[1:]) or _varies(kwargs) or not isinstance(args[3], int):
+        if self.call.kind != "update" or len(args) < 4 or _varies(args[1:]) or _varies(kwargs):
             return None
-        number, new, layer = self.call.number, args[1:], args[3]
-        keys, values = args[1:3]
+        number, new = self.call.number, args[1:]
+        keys, values, layer = args[1:4]
 
         def update(forward: Forward) -> None:
             own = forward.layers[layer]
-            found = own.append_eagerly(keys, values) if type(own) in _ELASTIC else None
+            found = own.append_eagerly(keys, values) if type(own) is ElasticLayer else None
             forward.fresh[number] = function(forward.cache, *new, **kwargs) if found is None else found
 
         return update
@@ -168,6 +167,7 @@ class _LayerCall:
     def act(self, forward: Forward) -> None:
         sequence = self.sequence
         if sequence is None or self.layer.index in forward.away:
+            assert self.whole.act is not None  # only calls of mask functions are left out
             self.whole.act(forward)
             return
         for replay, act in sequence:
@@ -226,8 +226,8 @@ class Program:
         return rebuild(found, leaf)
 
     def disagrees(self, recorder: Recorder, recipe: Recipe) -> str:
-        """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then, and returns where a
-        bit differs; empty where none does. Touches no cache. Waits for the device."""
+        """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then,
+        and returns where a bit differs; empty where none does. Touches no cache. Waits for the device."""
         names: list[str] = []
         differ: list[torch.Tensor] = []
         forward = Forward(recorder.cache, {}, ())
@@ -241,7 +241,7 @@ class Program:
                     differ.append((_bits(tensor) != _bits(other)).any())
 
         def play(sequence: Acts, calls: Sequence[_EagerCall | _LayerCall | None], where: str) -> None:
-            for (replay, _), made in zip(sequence, calls, strict=True):
+            for place, ((replay, _), made) in enumerate(zip(sequence, calls, strict=True)):
                 if replay is not None:
                     replay()
                 if made is None:
@@ -249,6 +249,7 @@ class Program:
                 call = made.whole if isinstance(made, _LayerCall) else made
                 if call.call.number in made_then:
                     call.settle(made_then[call.call.number])
+                    sequence[place] = replay, made.act
                 compare(f"{where}{call.call}", call.cuts, recorder.cuts[call.call.number])
                 if isinstance(made, _LayerCall) and made.sequence is not None and recorder.has_seen(made.layer):
                     play(made.sequence, self._calls_of[made.layer.index], f"{made.layer}, ")
@@ -302,7 +303,7 @@ class Program:
     def _build(self, steps: Sequence[Step], calls: list[_EagerCall | _LayerCall | None]) -> Acts:
         """Captures what lies between the eager calls of the steps; adds those to `calls`, None for a graph at the
         end."""
-        sequence: list[tuple[Replay | None, Act | None]] = []
+        sequence: Acts = []
         ops: list[Op] = []
         for step in steps:
             if isinstance(step, Op):
@@ -330,7 +331,7 @@ class Program:
         """Captures the body of a layer. Its results are tensors of its body, or `late` are copied to those that others
         read already."""
         calls: list[_EagerCall | _LayerCall | None] = []
-        sequence = [*self._build(layer.body or (), calls)]
+        sequence = self._build(layer.body or (), calls)
         if late:
             pairs = [(self.tensors[result], self.tensors[inner]) for result, inner in layer.made.items()]
             copies = [functools.partial(target.copy_, source) for target, source in pairs]
@@ -353,7 +354,7 @@ class Program:
 
         def work() -> Iterator[Callable[[], object]]:
             for index, op in enumerate(ops):
-                yield lambda op=op: self._do(op)
+                yield functools.partial(self._do, op)
                 for leaf in _of(op):
                     if last[leaf] == index and leaf not in self._held:
                         self.tensors.pop(leaf, None)

@@ -1,4 +1,4 @@
-"""Recipes: what one forward of few tokens computes, written down step by step (recorder.py), so that it can be done again.
+"""Recipes: what one forward of few tokens computes, written down step by step (recorder.py), to be done again.
 
 Note [Operands]
     A step refers to what it reads by what that is, never by the tensor that it was:
@@ -52,7 +52,7 @@ THE_CACHE: Final = _TheCache()
 
 
 class Weight:
-    """A parameter or buffer, referred to weakly: a recipe keeps no weight alive, which would hide that it was replaced."""
+    """A parameter or buffer, referred to weakly: kept alive by a recipe, it would hide that it was replaced."""
 
     __slots__ = ("facts", "reference")
 
@@ -258,7 +258,9 @@ def _read_steps(steps: Sequence[Step], read: set[Made]) -> list[Step]:
                 continue
         else:
             call = step.call if isinstance(step, Layer) else step
-            call.results = rebuild(call.results, lambda leaf: UNREAD if type(leaf) is Made and leaf not in read else leaf)
+            call.results = rebuild(
+                call.results, lambda leaf: UNREAD if type(leaf) is Made and leaf not in read else leaf
+            )
             call.facts = {made: facts for made, facts in call.facts.items() if made in read}
             if isinstance(step, Layer):
                 step.made = {made: inner for made, inner in step.made.items() if made in read}

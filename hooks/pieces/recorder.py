@@ -2,16 +2,17 @@
 
 Note [Recording]
     The forward computes as ever, on the caller's thread, and what it returns is what counts: recording changes no value
-    and captures nothing. Each operator is noted as torch dispatches it, with what it reads. What goes into no graph runs
-    with recording paused: the cache's `update`, the attention function, mask functions, modules that are given the cache
-    where attention is not cut (`whole`), layers that are away.
+    and captures nothing. Each operator is noted as torch dispatches it, with what it reads. What goes into no graph
+    runs with recording paused: the cache's `update`, the attention function, mask functions, modules that are given the
+    cache where attention is not cut (`whole`), layers that are away.
 
 Note [What may be read]
-    A graph reads the addresses that it has read at its capture. So an operator may read what this forward has made, what
-    is copied in for each forward, and the model's own parameters and buffers, whose addresses stay. Anything else is
-    refused by name: the cache's tensors (so no graph holds an address of KV), a mask, a table that a module keeps, tensors
-    of other threads. So are operators whose result's shape is only known on the device, that draw random numbers, or that
-    compute on the CPU, and such that write to weights or inputs. A refused recording does not disturb the forward.
+    A graph reads the addresses that it has read at its capture. So an operator may read what this forward has made,
+    what is copied in for each forward, and the model's own parameters and buffers, whose addresses stay. Anything else
+    is refused by name: the cache's tensors (so no graph holds an address of KV), a table that a module keeps, tensors
+    of other threads. So are operators whose result's shape is only known on the device, that draw random numbers, or
+    that compute on the CPU, and such that write to weights or inputs. Operators on a mask are eager calls, as what they
+    make is as long as that. A refused recording does not disturb the forward.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):
         """`weights`: address of a storage -> the parameters and buffers in it. `given`: the forward's keyword
         arguments. `grows`: names of those that are longer each time, which no operator may read. `batch`: the step of a
         loop that the forward is."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.refusal = ""
         self.fine = True  # is attention cut out?
         self.thread = threading.get_ident()
@@ -173,7 +174,7 @@ class Recorder(TorchDispatchMode):
         if any(leaf.device != self._device for leaf in found):
             raise Refused(f"{function} computes on {found[0].device}")
         made = tuple(self._make(leaf) for leaf in found)
-        self._blocks[-1].steps.append(Op(function, *read, made, tuple(map(Facts.of, found))))
+        self._blocks[-1].steps.append(Op(function, read[0], read[1], made, tuple(map(Facts.of, found))))
 
     def _check_written(self, function: Any, value: torch.Tensor) -> None:
         """Refused where an operator writes to what this forward has not made, or to a view of that."""
@@ -201,7 +202,9 @@ class Recorder(TorchDispatchMode):
             return known
         if value.device.type == "cpu" != self._device.type and not value.dim():
             return Number(value)
-        return self._weight(value) or _refuse(f"{function} reads a tensor of {list(value.shape)} that is not the model's")
+        return self._weight(value) or _refuse(
+            f"{function} reads a tensor of {list(value.shape)} that is not the model's"
+        )
 
     def _weight(self, value: torch.Tensor) -> Weight | None:
         try:

@@ -29,13 +29,14 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Device
-from ...allocator.interrupts import guarded
+from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.tuning import Pieces
 from ..cache_argument import given_cache
 from ..compat import Cache
 from ..device import pressure
 from ..device.streams import torch_device
 from ..forward.hook_base import Hook, remove_all
+from ..measure.pace import Pace
 from ..measure.report import PiecesReport
 from ..weights.layers import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
@@ -76,14 +77,13 @@ class PieceRunner:
         away: Callable[[], Container[int] | None],
         scarce: Callable[[], bool],
         between: Callable[[], object],
-        untimed: Callable[[], object],
+        pace: Pace,
         priority: int,
         tuning: Pieces,
     ) -> None:
         """`away`: returns the decoder layers that run on their own, as they are read from slots; None where no forward
         may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
-        of what hooks do between two layers. `untimed`: called in a forward that is not to be timed. `priority`: of the
-        model."""
+        of what hooks do between two layers. `pace`: times the forwards. `priority`: of the model."""
         self.priority = priority
         self.calls: dict[int, weakref.ref[Any]] = {}  # of generate() that run, by id
         self.exhausted = False  # has a forward found no memory since?
@@ -96,22 +96,22 @@ class PieceRunner:
         self._away = away
         self._scarce = scarce
         self._between = between
-        self._untimed = untimed
+        self._pace = pace
         self._tuning = tuning
         self._torch_device = torch_device(device)
         self._plans: OrderedDict[Any, Plan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
         self._whole: Sequence[nn.Module] | None = None  # never captured, where the way is coarse
         self._why: dict[str, str] = {}  # by way
-        self._running = threading.Lock()
+        self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
         pressure.add(device, self)
 
     # -- forwards
 
     def forward(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], call: Any) -> Any:
-        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first one
-        reads the prompt."""
+        """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first
+        one reads the prompt."""
         key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
         if key is None or (found := self._by_pieces(stock, _Task(model, given, call, key))) is None:
             self.acted = Act.EAGER
@@ -133,9 +133,11 @@ class PieceRunner:
     def _by_pieces(self, stock: Callable[..., Any], task: _Task) -> _Output | None:
         """Computes a forward by graphs, or records it; None where it is to be eager, and nothing was done."""
         away = self._away()
-        if away is None or not self._running.acquire(blocking=False):
+        if away is None:
             return None
-        with guarded(bool, self._release):
+        with self._turn() as mine:
+            if not mine:
+                return None
             self._obey()
             plan = self._plans.setdefault(task.key, Plan())
             self._plans.move_to_end(task.key)
@@ -146,9 +148,13 @@ class PieceRunner:
                 return None
             return self._record(stock, task, plan, away)
 
-    def _release(self, failed: bool) -> None:
-        if self._running.locked():
-            self._running.release()
+    def _turn(self) -> Guarded[bool]:
+        """A `with` block, and whether no other thread is in one: then none gets into it meanwhile."""
+        me = object()
+        return guarded(
+            lambda: self._running.setdefault(0, me) is me,
+            lambda failed: self._running.clear() if self._running.get(0) is me else None,
+        )
 
     def _replay(self, plan: Plan, task: _Task, away: Container[int]) -> _Output | None:
         """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
@@ -168,8 +174,10 @@ class PieceRunner:
             return None
         self.acted = Act.REPLAY
         self.replayed += 1
-        if self.replayed % self._tuning.timed:
-            self._untimed()
+        if self.replayed % self._tuning.timed and not self._pace.heard:
+            self._pace.forget()
+        else:
+            self._pace.replayed()
         return _Output(program.output(forward))
 
     def _watches(self, task: _Task) -> bool:
@@ -182,7 +190,7 @@ class PieceRunner:
         """Computes a forward eagerly, and finds out what pieces of it can be made."""
         model, batch = task.model, task.batch
         self.acted = Act.RECORD
-        self._untimed()
+        self._pace.forget()
         if self.way == "coarse" and self._whole is None:
             output, self._whole = _given_the_cache(model, lambda: stock(model, **task.given))
             if not self._whole:
@@ -317,9 +325,11 @@ class PieceRunner:
 
     def give_up(self, pages: int) -> int:
         """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
-        if any(call() is not None for call in list(self.calls.values())) or self._pool is None or not self._running.acquire(blocking=False):
+        if self._pool is None or any(call() is not None for call in list(self.calls.values())):
             return 0
-        with guarded(bool, self._release):
+        with self._turn() as mine:
+            if not mine:
+                return 0
             before = self._device.available
             self._drop()
             self._device.reap(wait=True)

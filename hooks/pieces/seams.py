@@ -1,9 +1,9 @@
 """Where a recorded forward leaves what graphs may hold: functions of transformers, replaced while a recording runs.
 
 Note [Seams]
-    `Cache.update`, the attention function that a module asks `AttentionInterface` for, and the mask functions by the names
-    under which modelling files have them. The replacements act on a thread that records and pass all other calls on. They
-    are put in with the first recording that runs and taken out with the last.
+    `Cache.update`, the attention function that a module asks `AttentionInterface` for, and the mask functions by the
+    names under which modelling files have them. The replacements act on a thread that records and pass all other calls
+    on. They are put in with the first recording that runs and taken out with the last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .recipe import Fresh
 from .recorder import RecordedLayers, Recorder
 
 _MASKS: Final = "create_"  # how the names of mask functions begin
-_WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt, for which it waits for the device
+_WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt: the host waits for the device
 
 
 class _Thread(threading.local):
@@ -53,15 +53,16 @@ def recording(recorder: Recorder, model: nn.Module, layers: RecordedLayers, fine
             if file in sys.modules:
                 _recording.also(file, functools.partial(_patch_masks, sys.modules[file]))
         if type(recorder.cache).update is not Cache.update:
-            _recording.also(type(recorder.cache), functools.partial(_patch_update, type(recorder.cache)))
+            own: Any = type(recorder.cache)
+            _recording.also(id(own), functools.partial(_patch_update, own))
         recorder.fine = fine
         layers.add()
         _thread.recorder = recorder
-        recorder.__enter__()
+        recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def end(failed: bool) -> None:
         if _get_current_dispatch_mode() is recorder:
-            recorder.__exit__(None, None, None)
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _thread.recorder = before
         layers.remove()
         _recording.remove(id(recorder))
@@ -90,9 +91,9 @@ def _patch_update(owner: Any) -> Undo:
 
 
 def _patch_masks(file: Any) -> Undo:
-    patches = Patches()
+    patches, stock = Patches(), vars(masking_utils)
     for name, function in list(vars(file).items()):
-        if name.startswith(_MASKS) and function is getattr(masking_utils, name, None):
+        if name.startswith(_MASKS) and name in stock and function is stock[name]:
             patches.replace(file, name, _mask(function))
     return patches.restore
 

@@ -68,7 +68,7 @@ class Speed:
         if self.known is not None and asked.bits is None:
             return (
                 interpolated(self._by_size("prefill"), asked.batch, asked.prompt),
-                interpolated(self._by_size("decode"), asked.batch, max(1, asked.context - 1)),
+                interpolated(self._by_size(self.known.decoding), asked.batch, max(1, asked.context - 1)),
             )
         hardware = self.device.hardware
         if hardware is None:
@@ -88,10 +88,11 @@ class Speed:
         """Returns the basis of a run's decisions, which uses the same record; None without one."""
         if self.known is None:
             return None
+        decoding = self.known.decoding
         points = (
-            Point("decode", 1, 1),
+            Point(decoding, 1, 1),
             Point("prefill", asked.batch, asked.prompt),
-            Point("decode", asked.batch, max(1, asked.context - 1)),
+            Point(decoding, asked.batch, max(1, asked.context - 1)),
         )
         return Judged(*(self.known.time(*point.corner) for point in points))
 

@@ -51,7 +51,7 @@ def gather(
     found = load_or_measure(model, pace_of(managed), device, grid, force=force)
     record, page = found.record, device.page_size
     slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
-    pages = layer_pages(model, page)
+    pages, timed = layer_pages(model, page), {"prefill": "prefill", "decode": record.decoding}
     return {
         "model": type(model).__name__,
         "key": dict(record.key),
@@ -68,7 +68,7 @@ def gather(
                 "phase": phase,
                 "slo": slo,
                 "listed": on_grid(slo),
-                "intervals": [[*size, i] for size, i in intervals(record, phase, pages, page, slo).items()],
+                "intervals": [[*size, i] for size, i in intervals(record, timed[phase], pages, page, slo).items()],
             }
             for phase, slo in slos
             if slo is not None
@@ -87,6 +87,8 @@ def show(facts: Facts) -> None:
     console.print(f"link: {facts['bandwidth'] / 1e9:.3g} GB/s ({key['link']})")
     for phase in get_args(Phase):
         rows = [each for each in facts["points"] if each["phase"] == phase]
+        if not rows:
+            continue
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in (phase, "tokens", "ms", "copy / compute", "hidden at interval"):
             table.add_column(column, justify="right")

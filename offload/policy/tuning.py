@@ -310,11 +310,11 @@ class Pieces:
 
     # New tokens of each sequence: assisted decoding checks up to 21 at once. Longer forwards hide their launches.
     tokens: int = 32
-    # New tokens of all sequences: what their graphs keep grows with them, by some 40 KiB a token and layer of an 8B model.
+    # New tokens of all sequences: what graphs keep grows with them, by some 40 KiB a token and layer of an 8B model.
     rows: int = 512
     # Kinds of forwards (batch, new tokens, arguments) whose graphs are kept.
     keys: int = 16
-    # One in so many forwards by graphs is timed: a hundred calls of Python, beside the thousand that such a token takes.
+    # One in so many forwards by graphs is timed: a hundred calls of Python, beside the thousand that such one takes.
     timed: int = 16
 
 

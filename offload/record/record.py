@@ -20,6 +20,10 @@ Note [As a rule]
     The times of Note [Never under] judge SLOs, and are too long for predictions. The time of an iteration as a rule is
     the median of those that did the most similar amount of work, of what is remembered of its point; of an even number
     the lower one of the middle, so that of the first two times it is not that of loading kernels.
+
+Note [By pieces]
+    A decode step by pieces of CUDA graphs takes a third of the time that it takes Python to launch it. So both have
+    points of their own: "pieces" and "decode". Which of them counts says whoever asks (hooks/measure/timings.py).
 """
 
 from __future__ import annotations
@@ -38,12 +42,13 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 from ..policy.interval import Costs, meeting
 from ..policy.tuning import DEFAULT, Records
 
-Phase = Literal["prefill", "decode"]
-FORMAT: Final = 1  # of the file
+Phase = Literal["prefill", "decode", "pieces"]
+PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")  # of iterations; see Note [By pieces]
+FORMAT: Final = 2  # of the file
 
 
 class Point(NamedTuple):
-    """The size of an iteration: sequences, and tokens of each, held (decode) or new (prefill)."""
+    """The size of an iteration: sequences, and tokens of each, held (decode, pieces) or new (prefill)."""
 
     phase: Phase
     batch: int
@@ -101,6 +106,11 @@ class Record:
     def points(self) -> frozenset[Point]:
         """The points that have a time."""
         return frozenset(self.seconds) | frozenset(self.lessons)
+
+    @property
+    def decoding(self) -> Phase:
+        """The phase of the times that decode steps of `generate()` were measured to take."""
+        return "pieces" if any(point.phase == "pieces" for point in self.seconds) else "decode"
 
     def knows(self, point: Point) -> bool:
         """Are there enough lessons for the same listed point that one more changes little?"""

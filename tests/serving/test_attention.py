@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,25 +140,25 @@ def test_loops_of_other_models_keep_their_masks(attended: list[tuple[int, int, b
     assert not attended, "nor does generate() attend otherwise"
 
 
-class Broken(Exception):
-    """What a step of a test raises."""
-
-
-def test_attention_is_stocks_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_finds_no_memory_is_computed_again_and_stocks_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     functions, needed = AttentionInterface._global_mapping, input_outputs.attn_mask_is_needed
-    before = functions["sdpa"]
+    before, alone, calls = functions["sdpa"], attention.attend_alone, itertools.count()
     model, asked = build("llama"), prompts(4, 30)
     expected = stock(model, asked)
     install(256)
 
-    def fail(*_: Any) -> Iterator[Any]:
-        raise Broken
+    def lacking(*args: Any) -> torch.Tensor:
+        if next(calls) == 5:
+            raise torch.OutOfMemoryError("no memory for a copy of keys")
+        return alone(*args)
 
+    monkeypatch.setattr(attention, "attend_alone", lacking)
     with ballonet.manage(model):
-        with monkeypatch.context() as patch:
-            patch.setattr(attention, "attend_alone", fail)
-            assert all(each.error for each in answers(model, asked))
         assert answers(model, asked) == expected
+        assert functions["sdpa"] is not before
+    assert next(calls) > 6
     assert functions["sdpa"] is before
     assert input_outputs.attn_mask_is_needed is needed
     assert answers(model, asked, num_blocks=64) == expected

@@ -49,10 +49,8 @@ struct Rows {
   size_t memory, index;
 };
 const std::map<std::string, Rows> ROWS = {
-    {"aten::index_copy_", {0, 2}},
-    {"aten::index_select", {0, 2}},
-    {"aten::index.Tensor", {0, 1}},
-    {"aten::_index_put_impl_", {0, 1}},
+    {"aten::index_copy_", {0, 2}},  {"aten::index_select", {0, 2}},     {"aten::index_select.out", {0, 2}},
+    {"aten::index.Tensor", {0, 1}}, {"aten::_index_put_impl_", {0, 1}},
 };
 
 // What a synchronous call found, for the thread that waits.
