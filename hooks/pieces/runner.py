@@ -237,7 +237,7 @@ class PieceRunner:
             if found := variant.program.disagrees(recorder, recipe):
                 self._degrade(f"graphs and eager code differ in {found}", task, unexplained=True)
                 return
-            variant.proofs += 1
+            variant.lengths.add(_length(task))
             if new and not pool.holds_only(self._tensors()):
                 self._degrade("a module keeps a tensor that was made in a graph", task)
         except torch.OutOfMemoryError:
@@ -367,6 +367,14 @@ def _is_watched(model: nn.Module) -> bool:
         if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
             return True
     return False
+
+
+def _length(task: _Task) -> Any:
+    """Returns how long the sequences of a forward are; of a loop's step something new, as requests come and go."""
+    mask = task.given.get("attention_mask")
+    if task.batch is not None:
+        return object()
+    return mask.shape[1] if isinstance(mask, torch.Tensor) else given_cache(task.given).get_seq_length()
 
 
 def _dense(value: Any) -> Any:
