@@ -34,7 +34,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "experts": ("mixtral", {}, False),
     "padded windows": ("gemma3_text", {}, True),
 }
-COARSE = ("hybrid",)  # kinds whose attention cannot be cut out
+COARSE = ("latent", "hybrid")  # kinds whose attention cannot be cut out
 
 
 @scene(only="cuda", pages=128)
@@ -89,7 +89,6 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "sampling": {"mode": "sampling"},
     "several of each": {"mode": "sampling", "num_return_sequences": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
-    "hidden states": {"output_hidden_states": True},
 }
 
 
@@ -118,6 +117,35 @@ def test_tokens_are_stocks_beside_chaos(place: Place, seed: int) -> None:
             for _ in range(3):
                 assert not apart(answer(model, given, 20), expected), name
             assert sum(chaos_of(managed).moved.values()) > 0
+
+
+@scene(only="cuda", pages=128)
+def test_calls_that_stop_at_one_length_prove_nothing_of_others(place: Place) -> None:
+    """Three that end after their second token, and a fourth that goes on: where the length is in what is computed."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place, rows=1)
+    mlp = model.model.layers[1].mlp
+
+    class Scaling(torch.nn.Module):
+        """Multiplies by how many tokens there are, by a number that a graph would keep."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mlp(x) * (1 + tokens[0])
+
+    def answered(stop: int = 0) -> models.Output:
+        tokens[0] = 0
+        criteria = [lambda ids, scores, **_: torch.full((1,), tokens[0] == stop, device=ids.device)]
+        counting = between(lambda step: tokens.__setitem__(0, step))
+        return answer(model, given, stopping_criteria=criteria, **counting)
+
+    tokens = [0]
+    model.model.layers[1].mlp = Scaling()
+    expected = answered()
+    with ballonet.manage(model):
+        for _ in range(4):
+            answered(stop=2)
+        assert not apart(answered(), expected)
+        assert not apart(answered(), expected)
 
 
 @scene(only="cuda", pages=128)
