@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from ballonet.hooks.pieces.plans import CHANGES, PROOFS, Act, Plan, Variant
+from itertools import count
+
+from ballonet.hooks.pieces.plans import CHANGES, PROOFS, VARIANTS, Act, Plan, Variant
 
 LONG = 100  # forwards that a call is likely to make
+
+
+lengths = count()  # of forwards, each another one
 
 
 def difference(first: str, second: str) -> str:
@@ -17,7 +22,7 @@ def noted(plan: Plan, call: object, recipe: str = "a") -> tuple[Variant, str]:
     variant, why = plan.recorded(call, recipe, difference)
     if variant.program is not None or variant.recipe is not recipe:
         variant.program = variant.program or object()
-        variant.proofs += 1
+        variant.lengths.add(next(lengths))
     return variant, why
 
 
@@ -51,6 +56,18 @@ def test_a_variant_without_its_second_proof_is_not_replayed() -> None:
     noted(plan, call, text("a"))
     assert plan.variants[0].proofs == 1 < PROOFS
     assert not plan.replays(call)
+
+
+def test_comparisons_at_one_length_are_one_proof() -> None:
+    plan, call = Plan(), object()
+    noted(plan, call, text("a"))
+    variant, _ = plan.recorded(call, text("a"), difference)
+    variant.program = object()
+    for _ in range(PROOFS + 1):
+        variant.lengths.add(9)
+    assert plan.next(call, LONG, True) is Act.RECORD
+    variant.lengths.add(10)
+    assert plan.next(call, LONG, True) is Act.REPLAY
 
 
 def test_a_captured_variant_that_was_never_compared_is_not_replayed() -> None:
@@ -134,3 +151,13 @@ def test_changes_of_other_calls_do_not_count() -> None:
     plan = Plan()
     for number in range(3 * CHANGES):
         assert not plan.recorded(object(), f"recipe {number}", difference)[1]
+
+
+def test_variants_that_were_not_computed_for_longest_are_forgotten() -> None:
+    plan = Plan()
+    for number in range(2 * VARIANTS):
+        for _ in range(2):
+            noted(plan, object(), f"recipe {number}")
+    assert [variant.recipe for variant in plan.variants] == [
+        f"recipe {number}" for number in range(2 * VARIANTS - 1, VARIANTS - 1, -1)
+    ]

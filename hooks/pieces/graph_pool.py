@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -39,6 +39,7 @@ class GraphPool:
         self.handle: int = self.stream.cuda_stream
         self.captured = 0  # graphs so far
         self._users: dict[int, Any] = {}  # streams that steps were run for, by handle
+        self._last = -1  # the handle of that of the last step
         self._came, self._went = torch.cuda.Event(), torch.cuda.Event()
         self._pool: Any = None  # torch's handle, from the first capture on
         self._workspaces: Any = None
@@ -60,14 +61,15 @@ class GraphPool:
         return guarded(begin, end)
 
     def _current(self) -> Any:
-        """Returns this thread's current stream. Where it is a new one, work of the others comes first: memory that one
-        has freed, and another one still reads, is used anew on ours."""
+        """Returns this thread's current stream. Where it is another one than that of the last step, work of all others
+        comes first: it may still read memory that is used anew on ours, or copy what the last step has returned."""
         handle = raw_stream(self.device.index)
-        if (known := self._users.get(handle)) is None:
-            known = self._users[handle] = torch.cuda.current_stream(self.device)
-            for other in self._users.values():
-                self.stream.wait_stream(other)
-        return known
+        if handle != self._last:
+            self._users.setdefault(handle, torch.cuda.current_stream(self.device))
+            for user in self._users.values():
+                self.stream.wait_stream(user)
+            self._last = handle
+        return self._users[handle]
 
     def capture(self, work: Iterable[Callable[[], object]]) -> Callable[[], None]:
         """Captures the calls of `work` on the stream, which is current, and returns the function that replays them.
@@ -154,8 +156,21 @@ class GraphPool:
             raise
 
 
+_without_collection: Final = set[object]()  # blocks that run, on all threads
+
+
 def _no_collection() -> Guarded[None]:
     """A `with` block in which Python collects nothing: what is collected may free graphs or wait for the device, which
-    ends a capture."""
-    collects = gc.isenabled()
-    return guarded(gc.disable, lambda failed: gc.enable() if collects else None)
+    ends a capture. Where several run, until the last of them ends."""
+    block, collects = object(), gc.isenabled() or bool(_without_collection)
+
+    def begin() -> None:
+        _without_collection.add(block)
+        gc.disable()
+
+    def end(failed: bool) -> None:
+        _without_collection.discard(block)
+        if collects and not _without_collection:
+            gc.enable()
+
+    return guarded(begin, end)

@@ -30,11 +30,17 @@ class Act(Enum):
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """Forwards that compute the same. `program`: None until it is captured."""
+    """Forwards that compute the same. `program`: None until it is captured. `lengths`: at which it was compared with
+    eager code, to the bit."""
 
     recipe: Any
     program: Any = None
-    proofs: int = 0
+    lengths: set[Any] = field(default_factory=set)
+
+    @property
+    def proofs(self) -> int:
+        """Comparisons at different lengths: a second one of a length tells nothing of others."""
+        return len(self.lengths)
 
 
 @dataclass(slots=True, eq=False)

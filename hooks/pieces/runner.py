@@ -143,6 +143,7 @@ class PieceRunner:
                 self._obey()
             plan = self._plans.setdefault(task.key, Plan())
             self._plans.move_to_end(task.key)
+            self._evict()
             if plan.replays(task.call) and (found := self._replay(plan, task, away)) is not None:
                 return found
             if plan.next(task.call, task.call.left, not self._scarce()) is Act.EAGER or self._watches(task):
@@ -239,8 +240,7 @@ class PieceRunner:
             if found := variant.program.disagrees(recorder, recipe):
                 self._degrade(f"graphs and eager code differ in {found}", task, unexplained=True)
                 return
-            variant.proofs += 1
-            self._evict()
+            variant.lengths.add(_length(task))
             if new and not pool.holds_only(self._tensors()):
                 self._degrade("a module keeps a tensor that was made in a graph", task)
         except torch.OutOfMemoryError:
@@ -287,9 +287,12 @@ class PieceRunner:
         return [tensor for program in programs for tensor in program.tensors.values()]
 
     def _evict(self) -> None:
-        """Drops the plans that were not used for longest, beyond so many."""
+        """Drops the plans that were not used for longest, beyond so many; of those before the last, first such without
+        graphs."""
         while len(self._plans) > self._tuning.keys:
-            self._plans.popitem(last=False)
+            older = list(self._plans)[:-1]
+            bare = (key for key in older if all(each.program is None for each in self._plans[key].variants))
+            del self._plans[next(bare, older[0])]
 
     def _degrade(self, why: str, task: _Task | None = None, *, unexplained: bool = False) -> None:
         """Goes to the next coarser cut; steps of batches, for which there is none, are eager from now on."""
@@ -366,6 +369,14 @@ def _is_watched(model: nn.Module) -> bool:
         if "forward" in vars(module) or not all(isinstance(hook, Hook) for hook in hooks):
             return True
     return False
+
+
+def _length(task: _Task) -> Any:
+    """Returns how long the sequences of a forward are; of a loop's step something new, as requests come and go."""
+    mask = task.given.get("attention_mask")
+    if task.batch is not None:
+        return object()
+    return mask.shape[1] if isinstance(mask, torch.Tensor) else given_cache(task.given).get_seq_length()
 
 
 def _dense(value: Any) -> Any:

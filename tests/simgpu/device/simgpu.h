@@ -60,6 +60,10 @@ void simgpu_counts(struct SimCounts* counts);
 // The newest report of a violation, at most `capacity` bytes with the final 0; empty where there was none.
 void simgpu_report(char* text, size_t capacity);
 
+// Operations of all graphs that can be launched which read or write some of these bytes, and in `operations`, unless it
+// is NULL, all of their operations.
+size_t simgpu_graphs_using(uint64_t address, uint64_t size, size_t* operations);
+
 // Writes a line to stderr and to the file of reports, without a violation.
 void simgpu_note(const char* text);
 

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
@@ -201,6 +202,23 @@ void simgpu_counts(SimCounts* counts) {
 void simgpu_report(char* text, std::size_t capacity) {
   Lock lock(state().mutex);
   if (capacity > 0) std::snprintf(text, capacity, "%s", state().newest_report.c_str());
+}
+
+std::size_t simgpu_graphs_using(std::uint64_t address, std::uint64_t size, std::size_t* operations) {
+  Lock lock(state().mutex);
+  std::size_t all = 0, using_it = 0;
+  for (const auto& [handle, executable] : state().executables) {
+    for (const Node& node : executable->graph->nodes) {
+      if (node.work == nullptr) continue;
+      ++all;
+      const auto& ranges = node.work->ranges;
+      using_it += std::any_of(ranges.begin(), ranges.end(), [&](const Range& one) {
+        return one.size > 0 && one.address < address + size && address < one.address + one.size;
+      });
+    }
+  }
+  if (operations != nullptr) *operations = all;
+  return using_it;
 }
 
 void simgpu_set_delay(std::uint64_t ns) { state().config.delay_ns = ns; }

@@ -1,0 +1,94 @@
+"""Tiny models that decode by pieces of CUDA graphs, beside stock on the same device: equal to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import ballonet
+
+from .. import models
+from .scene import Place
+
+TOKENS = 12
+SHORT = 8  # tokens of a prompt whose cache is another one, of another length
+LONG = 12
+
+
+def prompt(name: str, place: Place, longest: int = LONG, rows: int = 2, *, padded: bool = False) -> dict[str, Any]:
+    asked = models.questions(name, rows, longest, padded=padded)
+    return {key: value.to(place.kind) for key, value in asked.items()}
+
+
+def answer(model: Any, given: Mapping[str, Any], tokens: int = TOKENS, mode: str = "greedy", **more: Any) -> models.Output:
+    return models.generate(model, mode, given, tokens, **more)
+
+
+def is_bit_equal(found: models.Output, expected: models.Output) -> bool:
+    """The same tokens, and logits that differ in no bit."""
+    if not torch.equal(found.tokens, expected.tokens) or found.logits.shape != expected.logits.shape:
+        return False
+    return torch.equal(found.logits.view(torch.int32), expected.logits.view(torch.int32))
+
+
+def apart(found: models.Output, expected: models.Output) -> str:
+    """How two answers differ, nothing where they do not."""
+    if is_bit_equal(found, expected):
+        return ""
+    if found.logits.shape != expected.logits.shape:
+        return f"{tuple(found.logits.shape)} in the place of {tuple(expected.logits.shape)}"
+    wrong = (found.logits != expected.logits).flatten(1).any(1)
+    first = int(wrong.nonzero()[0]) if bool(wrong.any()) else -1
+    return f"from token {first} on; logits up to {(found.logits - expected.logits).abs().max().item()} apart"
+
+
+def replays(managed: Any) -> int:
+    """Forwards that graphs have computed so far."""
+    count: int = managed.report().pieces.replayed
+    return count
+
+
+def captures(managed: Any) -> int:
+    """Programs that were captured so far."""
+    count: int = managed.report().pieces.captures
+    return count
+
+
+@contextmanager
+def by_graphs(managed: Any) -> Iterator[None]:
+    """Within it graphs are replayed."""
+    before = replays(managed)
+    yield
+    assert replays(managed) > before, managed.report().pieces
+
+
+@contextmanager
+def decoding(model: Any, **options: Any) -> Iterator[Any]:
+    """The model is managed, and decodes by graphs at least once within."""
+    with ballonet.manage(model, **options) as managed:
+        with by_graphs(managed):
+            yield managed
+
+
+class Between:
+    """A logits processor: calls `act(step)` between the forwards of a call, from the second one on, and changes
+    nothing."""
+
+    def __init__(self, act: Callable[[int], object]) -> None:
+        self._act = act
+        self.step = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        self._act(self.step)
+        return scores
+
+
+def between(act: Callable[[int], object], at: int = 0) -> dict[str, Any]:
+    """Arguments of `generate()`: `act(step)` after each forward, or `at` one of them."""
+    if at:
+        return {"logits_processor": [Between(lambda step: act(step) if step == at else None)]}
+    return {"logits_processor": [Between(act)]}

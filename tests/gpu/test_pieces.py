@@ -1,0 +1,269 @@
+"""Tokens and logits of a model that decodes by pieces of CUDA graphs are stock's to the bit, and graphs are replayed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ballonet
+from ballonet import testing
+from ballonet.hooks.managed import residency_of
+from ballonet.offload.policy import plan
+from ballonet.testing import chaos_of
+
+from .. import models
+from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from .scene import Place, scene
+from .stock import small_layers
+
+# What a model has -> its name, changes to its configuration, and whether prompts are padded
+KINDS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
+    "dense": ("llama", {"num_key_value_heads": 4}, False),
+    "grouped heads": ("llama", {}, False),
+    "padded": ("llama", {}, True),
+    "latent": ("deepseek_v2", {}, False),
+    "windows": ("gemma3_text", {}, False),
+    "only windows": ("mistral-window", {}, False),
+    "shared KV": ("gemma3n_text", {}, False),
+    "hybrid": ("falcon_h1", {}, False),
+    "experts": ("mixtral", {}, False),
+    "padded windows": ("gemma3_text", {}, True),
+}
+COARSE = ("latent", "hybrid")  # kinds whose attention cannot be cut out
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("what", KINDS)
+def test_tokens_and_logits_of_all_calls_are_stocks(place: Place, what: str) -> None:
+    """Of the first calls, of later ones, and of one whose cache has another length."""
+    name, changes, padded = KINDS[what]
+    model = models.build(name, **changes).to(place.kind)
+    asked = [prompt(name, place, longest, padded=padded) for longest in (LONG, SHORT)]
+    expected = [answer(model, given) for given in asked]
+    with ballonet.manage(model) as managed:
+        counts = []
+        for which in (0, 0, 1, 0):
+            assert not apart(answer(model, asked[which]), expected[which]), f"call {len(counts)}"
+            counts.append(replays(managed))
+        assert 0 < counts[0] < counts[1] < counts[2] < counts[3], managed.report().pieces
+        assert managed.report().pieces.way == ("coarse" if what in COARSE else "fine")
+        assert captures(managed) == 1, "calls of other lengths take the same graphs"
+    assert not apart(answer(model, asked[0]), expected[0])
+    assert not apart(answer(model, asked[1]), expected[1])
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tokens_in_half_precision_are_stocks(place: Place, dtype: str) -> None:
+    model = models.build("llama").to(place.kind, getattr(torch, dtype))
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    with decoding(model):
+        for _ in range(2):
+            assert not apart(answer(model, given), expected)
+
+
+@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "falcon_h1", "deepseek_v2"])
+def test_tokens_are_stocks_whichever_layers_stream(place: Place, name: str) -> None:
+    """None, every second and all of them."""
+    model = models.build(name).to(place.kind)
+    asked = [prompt(name, place, longest, padded=True) for longest in (LONG, SHORT)]
+    expected = [answer(model, given) for given in asked]
+    layers = model.config.num_hidden_layers
+    for interval, streamed in ((None, 0), (2, layers // 2), (1, layers)):
+        with small_layers(), decoding(model, interval=interval) as managed:
+            for which in (0, 0, 1):
+                assert not apart(answer(model, asked[which]), expected[which]), f"interval {interval}"
+            assert len(managed.report().streamed) == streamed
+            assert streamed == 0 or managed.report().link_bytes > 0
+
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "beams": {"mode": "beam"},
+    "sampling": {"mode": "sampling"},
+    "several of each": {"mode": "sampling", "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("way", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_tokens_are_stocks_however_they_are_chosen(place: Place, name: str, way: str) -> None:
+    model = models.build(name).to(place.kind)
+    given = prompt(name, place, rows=1 if way == "prompt lookup" else 2)
+    tokens = 40 if way == "prompt lookup" else TOKENS
+    expected = answer(model, given, tokens, **MODES[way])
+    with decoding(model):
+        for _ in range(3):
+            assert not apart(answer(model, given, tokens, **MODES[way]), expected)
+
+
+@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_stocks_beside_chaos(place: Place, seed: int) -> None:
+    """Pages of weights and KV move between steps."""
+    for name in ("llama", "gemma3_text", "falcon_h1"):
+        model = models.build(name).to(place.kind)
+        given = prompt(name, place, padded=True)
+        expected = answer(model, given, 20)
+        with small_layers(), testing.manage(model, interval=2, chaos=seed) as managed, by_graphs(managed):
+            for _ in range(3):
+                assert not apart(answer(model, given, 20), expected), name
+            assert sum(chaos_of(managed).moved.values()) > 0
+
+
+@scene(only="cuda", pages=128)
+def test_calls_that_stop_at_one_length_prove_nothing_of_others(place: Place) -> None:
+    """Three that end after their second token, and a fourth that goes on: where the length is in what is computed."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place, rows=1)
+    mlp = model.model.layers[1].mlp
+
+    class Scaling(torch.nn.Module):
+        """Multiplies by how many tokens there are, by a number that a graph would keep."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mlp(x) * (1 + tokens[0])
+
+    def answered(stop: int = 0) -> models.Output:
+        tokens[0] = 0
+        criteria = [lambda ids, scores, **_: torch.full((1,), tokens[0] == stop, device=ids.device)]
+        counting = between(lambda step: tokens.__setitem__(0, step))
+        return answer(model, given, stopping_criteria=criteria, **counting)
+
+    tokens = [0]
+    model.model.layers[1].mlp = Scaling()
+    expected = answered()
+    with ballonet.manage(model):
+        for _ in range(4):
+            answered(stop=2)
+        assert not apart(answered(), expected)
+        assert not apart(answered(), expected)
+
+
+@scene(only="cuda", pages=128)
+def test_returned_hidden_states_and_logits_are_nobody_elses(place: Place) -> None:
+    """What a step has returned is the same once later steps have run, and may be written to."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    update = model._update_model_kwargs_for_generation
+
+    def keep(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.append((outputs.logits, outputs.logits.clone()))
+        kept.extend((state, state.clone()) for state in outputs.get("hidden_states") or ())
+        return update(outputs, *args, **kwargs)
+
+    def spoil(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs.logits.fill_(float("nan"))
+        return update(outputs, *args, **kwargs)
+
+    expected = answer(model, given)
+    with decoding(model):
+        answer(model, given)
+        model._update_model_kwargs_for_generation = keep
+        for states in (False, True, True):
+            answer(model, given, output_hidden_states=states)
+        assert len(kept) > 2 * TOKENS
+        assert all(torch.equal(now, then) for now, then in kept)
+        storages = {now.untyped_storage().data_ptr() for now, _ in kept}
+        assert len(storages) == len(kept), "two of them share memory"
+        model._update_model_kwargs_for_generation = spoil
+        assert not apart(answer(model, given), expected)
+        del model._update_model_kwargs_for_generation
+        kept.clear()
+
+
+@scene(only="cuda", pages=128)
+def test_two_caches_in_turn_are_each_their_own(place: Place) -> None:
+    """A call within a call of the same model: the inner one's cache is another one, of another length."""
+    model = models.build("llama").to(place.kind)
+    asked = [prompt("llama", place, longest) for longest in (LONG, SHORT)]
+    expected = [answer(model, given) for given in asked]
+    inner: list[models.Output] = []
+    with decoding(model):
+        answer(model, asked[0])
+        found = answer(model, asked[0], **between(lambda step: inner.append(answer(model, asked[1])), at=6))
+        assert not apart(found, expected[0])
+        assert [apart(one, expected[1]) for one in inner] == [""]
+
+
+@scene(only="cuda", pages=128)
+def test_graphs_of_one_batch_do_not_serve_another(place: Place) -> None:
+    model = models.build("llama").to(place.kind)
+    asked = [prompt("llama", place, rows=rows) for rows in (1, 2, 3)]
+    expected = [answer(model, given) for given in asked]
+    with ballonet.manage(model) as managed:
+        for which in (0, 1, 2, 1, 0, 2):
+            with by_graphs(managed):
+                assert not apart(answer(model, asked[which]), expected[which])
+        assert captures(managed) == 3
+
+
+@scene(only="cuda", needs_host=True, spill=True, pages=256, host_pages=256)
+def test_tokens_are_stocks_after_eviction_and_return(place: Place) -> None:
+    """The budget shrinks within a call until layers and KV have gone to the host, and grows again."""
+    model = models.build("llama", hidden_size=512, num_hidden_layers=4, max_position_embeddings=2048).to(place.kind)
+    given = {name: each.to(place.kind) for name, each in models.prompts(8, 512).items()}
+    expected = answer(model, given, 24)
+
+    def budget(pages: int) -> None:
+        try:
+            ballonet.set_budget(pages * place.page)
+        except ballonet.BudgetInUse as error:
+            if error.smallest is not None:
+                ballonet.set_budget(error.smallest)
+
+    with small_layers(), ballonet.manage(model) as managed:
+        with by_graphs(managed):
+            assert not apart(answer(model, given, 24), expected)
+        gc.collect()
+        place.empty_cache()
+        place.device.reset_peaks()
+        answer(model, given, 24)
+        most = place.device.snapshot()["physical_peak"] // place.page
+        steps = {4: most - 4, 8: most - 12, 12: 256, 16: most - 8, 20: 256}
+        for _ in range(2):
+            found = answer(model, given, 24, **between(lambda step: budget(steps[step]) if step in steps else None))
+            assert not apart(found, expected)
+            del found
+        copied = ballonet.stats().copied
+        assert copied.weights_h2d + copied.kv_h2d > 0, "pages have come back"
+        budget(256)
+        gc.collect()
+        with by_graphs(managed):
+            assert not apart(answer(model, given, 24), expected)
+        del given
+
+
+@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_layer_that_was_away_at_the_capture_is_captured_once_it_is_back(place: Place, name: str) -> None:
+    model = models.build(name).to(place.kind)
+    given = prompt(name, place)
+    expected = answer(model, given)
+    layers = model.config.num_hidden_layers
+    streamed = [layers - 1]
+    graphs = []
+
+    def chosen(pages: Any, _: Any) -> Any:
+        return plan.streaming(pages, tuple(streamed), 1) if streamed else plan.Plan(tuple(pages))
+
+    with small_layers(), mock.patch.object(plan, "at_interval", chosen), ballonet.manage(model, interval=1) as managed:
+        for now in ([layers - 1], [], [0]):
+            streamed[:] = now
+            residency_of(managed)._replanned()
+            for _ in range(3):
+                with by_graphs(managed):
+                    assert not apart(answer(model, given), expected), f"{now} away"
+            assert list(managed.report().streamed) == now
+            graphs.append(managed.report().pieces.graphs)
+        assert graphs[0] < graphs[1] == graphs[2], "a layer that has come back has graphs, once"
+        assert captures(managed) == 1

@@ -1,0 +1,437 @@
+"""Something fails while a step is recorded, captured or replayed: tokens are stock's, no stream is left captured, and
+the pages of graphs are given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.hooks.forward.forwards import Forwards
+from ballonet.hooks.pieces import attention, calls, graph_pool, plans, program, recorder, runner, seams
+
+from .. import models
+from ..faulting import at_each_line
+from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from .scene import Place, scene
+from .stock import small_layers
+
+MODULES = attention, calls, graph_pool, plans, program, recorder, runner, seams
+
+
+def is_whole(place: Place) -> None:
+    """Nothing is being captured, by any thread, and garbage is collected."""
+    assert not torch.cuda.is_current_stream_capturing()
+    assert gc.isenabled()
+    torch.cuda.synchronize()  # refused while this thread captures
+    assert not seams._recording.users, "functions of transformers are still replaced"
+    place.device.check()
+
+
+@contextmanager
+def failing(act: Callable[[], object], at: int) -> Iterator[list[int]]:
+    """Within it `act` is called before the `at`th operator that is captured; yields how many there were."""
+    stock, count = program.Program._do, [0]
+
+    def do(self: Any, op: Any) -> None:
+        count[0] += 1
+        if count[0] == at:
+            act()
+        stock(self, op)
+
+    with mock.patch.object(program.Program, "_do", do):
+        yield count
+
+
+def raises(error: BaseException) -> Callable[[], object]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+ENDS: dict[str, Callable[[], object]] = {  # in the middle of a capture
+    "synchronize": torch.cuda.synchronize,
+    "value": lambda: torch.ones(2, device="cuda").sum().item(),
+    "pageable copy": lambda: torch.ones(2).to("cuda"),
+    "not implemented": raises(NotImplementedError("no kernel")),
+    "runtime error": raises(RuntimeError("CUDA error: operation failed")),
+    "empty cache": torch.cuda.empty_cache,
+}
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("what", ENDS)
+@pytest.mark.parametrize("at", [2, 40])
+def test_failed_capture_is_a_step_that_was_computed_eagerly(place: Place, what: str, at: int) -> None:
+    """And the next call, also one that draws random numbers, goes on."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected, drawn = answer(model, given), answer(model, given, mode="sampling")
+    with ballonet.manage(model) as managed:
+        with failing(ENDS[what], at) as count:
+            assert not apart(answer(model, given), expected)
+        assert count[0] >= at
+        is_whole(place)
+        for _ in range(3):
+            assert not apart(answer(model, given, mode="sampling"), drawn)
+            assert not apart(answer(model, given), expected)
+        pieces = managed.report().pieces
+        if what != "empty cache":
+            assert "cannot be captured" in pieces.why
+        if pieces.way == "eager":
+            assert pieces.pages == 0
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("when", ["capture_begin", "capture_end", "instantiation", "replay"])
+def test_driver_call_that_fails_is_a_step_that_was_computed_eagerly(place: Place, when: str) -> None:
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected, drawn = answer(model, given), answer(model, given, mode="sampling")
+    left = [3]
+
+    class Graph(torch._C._CUDAGraph):
+        def _fails(self, here: str) -> None:
+            if here == when:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise RuntimeError(f"CUDA error: {here}")
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            self._fails("capture_begin")
+            super().capture_begin(*args, **kwargs)
+
+        def capture_end(self) -> None:
+            if when == "capture_end" and left[0] == 1:
+                left[0] = 0
+                torch._C._cuda_synchronize()  # breaks the capture
+            super().capture_end()
+            self._fails("instantiation")
+
+        def replay(self) -> None:
+            self._fails("replay")
+            super().replay()
+
+    with ballonet.manage(model) as managed:
+        with mock.patch.object(torch._C, "_CUDAGraph", Graph):
+            assert not apart(answer(model, given), expected)
+        assert left[0] <= 0, "nothing has failed"
+        is_whole(place)
+        for _ in range(3):
+            assert not apart(answer(model, given), expected)
+            assert not apart(answer(model, given, mode="sampling"), drawn)
+        assert "cannot be captured" in managed.report().pieces.why
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("at", [1, 30])
+def test_memory_that_runs_out_in_a_capture_is_given_back_and_captured_later(place: Place, at: int) -> None:
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    with ballonet.manage(model) as managed:
+        with failing(raises(torch.OutOfMemoryError("out of memory")), at):
+            assert not apart(answer(model, given), expected)
+        is_whole(place)
+        pieces = managed.report().pieces
+        assert (pieces.way, pieces.why, pieces.pages) == ("fine", "", 0)
+        with by_graphs(managed):
+            for _ in range(2):
+                assert not apart(answer(model, given), expected)
+
+
+@scene(only="cuda", pages=96)
+def test_device_that_is_full_at_a_capture_decodes_eagerly(place: Place) -> None:
+    """Every page is taken when the capture begins, and free again in the next call."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+    taken = [0]
+    prepare = graph_pool.GraphPool._prepare
+
+    def fill(self: Any) -> None:
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                filler.map(taken[0], 1)
+                taken[0] += 1
+        prepare(self)
+
+    with ballonet.manage(model) as managed:
+        answer(model, given, 3)
+        with mock.patch.object(graph_pool.GraphPool, "_prepare", fill):
+            found = answer(model, given)
+        assert taken[0]
+        assert not apart(found, expected)
+        is_whole(place)
+        filler.close()
+        with by_graphs(managed):
+            for _ in range(3):
+                assert not apart(answer(model, given), expected)
+
+
+@scene(only="cuda", pages=128)
+def test_shortage_keeps_graphs_away_until_it_is_over(place: Place) -> None:
+    """On a square wave of pressure nothing is captured while pages are short, and once after each."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    with ballonet.manage(model) as managed:
+        pieces, short = managed._pieces, [False]
+        pieces._scarce = lambda: short[0]
+        for wave in range(4):
+            short[0] = False
+            for _ in range(3):
+                assert not apart(answer(model, given), expected)
+            assert captures(managed) == wave + 1
+            assert managed.report().pieces.pages > 0
+            short[0] = True
+            given_back = pieces.give_up(1)
+            assert given_back > 0
+            assert managed.report().pieces.pages == 0
+            before = replays(managed)
+            for _ in range(3):
+                assert not apart(answer(model, given), expected)
+            assert captures(managed) == wave + 1
+            assert replays(managed) == before
+
+
+@scene(only="cuda", pages=128)
+def test_graphs_of_a_call_that_runs_are_not_given_up(place: Place) -> None:
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    with decoding(model) as managed:
+        pieces, gave = managed._pieces, list[int]()
+        for _ in range(2):
+            found = answer(model, given, **between(lambda _: gave.append(pieces.give_up(10))))
+            assert not apart(found, expected)
+        assert not any(gave)
+        assert captures(managed) == 1
+        free = place.device.available
+        assert pieces.give_up(10) == place.device.available - free > 0
+        assert not apart(answer(model, given), expected)
+
+
+@scene(only="cuda", pages=128)
+def test_pages_of_graphs_come_back_at_release_and_with_the_model(place: Place) -> None:
+    given = prompt("llama", place)
+    for release in (True, False):
+        model = models.build("llama").to(place.kind)
+        managed = ballonet.manage(model)
+        answer(model, given)
+        assert replays(managed) > 0
+        assert live_graphs() > 0
+        if release:
+            managed.release()
+            assert live_graphs() == 0
+            assert not apart(answer(model, given), answer(model, given))
+        del model, managed
+        gc.collect()
+        assert live_graphs() == 0, "graphs outlive their model"
+        place.synchronize()
+        place.empty_cache()
+        assert not graph_segments(), "memory of graphs outlives them"
+
+
+def live_graphs() -> int:
+    return sum(isinstance(thing, program.Program) for thing in gc.get_objects())
+
+
+def graph_segments() -> list[Any]:
+    """Memory that torch keeps for graphs and other pools."""
+    segments = torch._C._cuda_memorySnapshot(None)["segments"]
+    return [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+
+
+BETWEEN: dict[str, Callable[[Any], object]] = {
+    "empty cache": lambda managed: torch.cuda.empty_cache(),
+    "garbage": lambda managed: gc.collect(),
+    "release": lambda managed: managed.release(),
+    "exhausted": lambda managed: setattr(managed._pieces, "exhausted", True),
+    "other hooks": lambda managed: torch.nn.Linear(2, 2).register_forward_hook(print),
+}
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("what", BETWEEN)
+def test_call_goes_on_whatever_is_called_between_two_tokens(place: Place, what: str) -> None:
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    for at in (1, 2, 3, 7):
+        managed = ballonet.manage(model)
+        for calls_before in (1, 0):
+            if calls_before:
+                answer(model, given)
+            found = answer(model, given, **between(lambda _: BETWEEN[what](managed), at=at))
+            assert not apart(found, expected), f"after token {at}"
+        if what == "release":
+            assert live_graphs() == 0
+            managed = ballonet.manage(model)
+        with by_graphs(managed):
+            for _ in range(2):
+                assert not apart(answer(model, given), expected)
+        managed.release()
+
+
+@scene(only="cuda", pages=256)
+def test_another_model_is_managed_between_two_tokens(place: Place) -> None:
+    model, other = (models.build(name).to(place.kind) for name in ("llama", "qwen2"))
+    given = prompt("llama", place)
+    expected, of_other = answer(model, given), answer(other, given)
+    managed: list[Any] = []
+
+    def manage(_: int) -> None:
+        managed.append(ballonet.manage(other))
+        assert not apart(answer(other, given), of_other)
+
+    with decoding(model):
+        answer(model, given)
+        assert not apart(answer(model, given, **between(manage, at=6)), expected)
+        with by_graphs(managed[0]):
+            answer(other, given)
+        assert not apart(answer(model, given), expected)
+        managed.pop().release()
+        assert not apart(answer(model, given), expected)
+
+
+@scene(only="cuda", pages=256)
+@pytest.mark.parametrize("streams", [False, True])
+def test_threads_that_generate_with_one_model_get_stocks_tokens(place: Place, streams: bool) -> None:
+    """On one stream, or each on its own."""
+    model = models.build("llama").to(place.kind)
+    asked = [prompt("llama", place, longest) for longest in (LONG, SHORT)]
+    expected = [answer(model, given) for given in asked]
+
+    def say(number: int) -> list[str]:
+        lane = place.lane() if streams else None
+        if lane is None:
+            return [apart(answer(model, asked[number]), expected[number]) for _ in range(6)]
+        lane.follow()
+        with lane():
+            found = [answer(model, asked[number]) for _ in range(6)]
+            lane.stream.synchronize()
+        return [apart(each, expected[number]) for each in found]
+
+    with ballonet.manage(model) as managed, by_graphs(managed), ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(say, range(2)))
+        assert said == [[""] * 6] * 2
+
+
+@scene(only="cuda", pages=256)
+def test_two_models_at_once_get_stocks_tokens(place: Place) -> None:
+    both = [models.build(name).to(place.kind) for name in ("llama", "gemma3_text")]
+    given = prompt("llama", place)
+    expected = [answer(model, given, 20) for model in both]
+
+    def say(number: int) -> list[str]:
+        return [apart(answer(both[number], given, 20), expected[number]) for _ in range(5)]
+
+    managed = [ballonet.manage(model) for model in both]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(say, range(2)))
+    assert said == [[""] * 5] * 2
+    assert all(replays(each) for each in managed)
+    pools = [each._pieces._pool for each in managed]
+    assert pools[0].handle != pools[1].handle, "steps of two models overlap on one stream"
+    assert pools[0]._pool != pools[1]._pool, "two models share a pool"
+    for each in managed:
+        each.release()
+
+
+@scene(only="cuda", pages=128)
+def test_step_for_another_stream_waits_until_the_last_ones_logits_are_copied(place: Place) -> None:
+    """They are copied late, on the stream of their caller, when another one asks."""
+    model = models.build("llama").to(place.kind)
+    asked = [prompt("llama", place, longest) for longest in (LONG, SHORT)]
+    expected = [answer(model, given) for given in asked]
+    first, second = place.lane(), place.lane()
+    output = program.Program.output
+    inner: list[models.Output] = []
+
+    def late(self: Any, forward: Any) -> Any:
+        if torch.cuda.current_stream() == first.stream:
+            place.sleep()
+        return output(self, forward)
+
+    def ask(_: int) -> None:
+        with second():
+            inner.append(answer(model, asked[1]))
+
+    with decoding(model):
+        for lane in (first, second):
+            lane.follow()
+            with lane():
+                answer(model, asked[0])
+        place.synchronize()
+        with first(), mock.patch.object(program.Program, "output", late):
+            found = answer(model, asked[0], **between(ask, at=4))
+        place.synchronize()
+        assert not apart(found, expected[0])
+        assert not apart(inner[0], expected[1])
+
+
+@scene(only="cuda", pages=128)
+def test_calls_that_are_interrupted_anywhere_leave_nothing_behind(place: Place) -> None:
+    """Ctrl-C between any two lines of a step that is recorded, captured, compared or replayed."""
+    model = models.build("llama", num_hidden_layers=1).to(place.kind)
+    given = prompt("llama", place, rows=1)
+    expected = answer(model, given, 6)
+
+    @contextmanager
+    def begin() -> Iterator[Any]:
+        with ballonet.manage(model) as managed:
+            yield managed
+
+    def act(managed: Any) -> None:
+        answer(model, given, 6)
+
+    for managed, _ in at_each_line(begin, act, *MODULES, most=60):
+        is_whole(place)
+        assert not managed._pieces._running.locked()
+        assert not managed._pieces.calls
+        for _ in range(2):
+            assert not apart(answer(model, given, 6), expected)
+        with by_graphs(managed):
+            answer(model, given, 6)
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("at", [3, 60])
+def test_graphs_that_compute_something_else_are_never_replayed(place: Place, at: int) -> None:
+    """A kernel that does something else under capture; there is one warning for each way that was tried."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    stock, count = program.Program._do, [0]
+
+    def do(self: Any, op: Any) -> None:
+        stock(self, op)
+        count[0] += 1
+        changed = self.tensors[op.results[0]]
+        if count[0] >= at and changed.is_floating_point() and changed.numel() > 8:
+            changed.mul_(1.001)
+            count[0] = -(10**6)
+
+    with ballonet.manage(model) as managed:
+        with mock.patch.object(program.Program, "_do", do), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                count[0] = 0
+                assert not apart(answer(model, given), expected)
+        assert count[0] < 0 or managed.report().pieces.way == "eager"
+        pieces = managed.report().pieces
+        assert "graphs and eager code differ in" in pieces.why
+        assert pieces.replayed == 0
+        assert 1 <= len([each for each in caught if "fewer graphs" in str(each.message)]) <= 2
