@@ -77,12 +77,12 @@ def attach_pieces(
     forwards: Forwards,
     pace: Pace,
 ) -> tuple[PieceRunner | None, Callable[[], object]]:
-    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any. Returns (what
-    runs them, the function that undoes it)."""
+    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any, and keeps cuDNN's
+    attention off. Returns (what runs them, the function that undoes it)."""
     config = getattr(model, "config", None)
     if device.kind != "cuda" or options.pieces is None or config is None or getattr(config, "is_encoder_decoder", False):
         return None, nothing
-    from .pieces import calls
+    from .pieces import calls, cudnn
     from .pieces.runner import PieceRunner
 
     governor = governors.of(device)
@@ -98,7 +98,14 @@ def attach_pieces(
         options.priority,
         governor.tuning.pieces,
     )
-    return runner, calls.attach(model, runner)
+    restore = cudnn.keep_off(model)
+    detach = calls.attach(model, runner)
+
+    def undo() -> None:
+        detach()
+        restore()
+
+    return runner, undo
 
 
 def attach_caches(
