@@ -21,6 +21,10 @@ from .units import format_size
 
 PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "nvidia-ml-py")
 COMPILERS: Final = ("c++", "g++", "clang++")  # any of which can build the companion
+CUDNN: Final = (
+    "off from manage() to the last release(), as it compiles a plan for every new length and does not repeat itself; "
+    "torch's choice with BALLONET_PIECES=none"
+)
 Facts = dict[str, Any]
 
 
@@ -141,6 +145,8 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
     yield "companion for torch", *_companion(config)
     if cuda := _cuda_of_torch():
         yield "torch's whole CUDA allocator", *_torch_allocator(config, cuda)
+    if target is not None and target.kind == "cuda":
+        yield "cuDNN's attention", False, CUDNN
     for package in versions.SUPPORTED:
         yield package, *_supported(package)
 

@@ -4,8 +4,12 @@ Each peer is a process with its own copy of the same model. Calls are those of P
 those of ballonet alone; they do not depend on load. The times are those of the fastest of other steps, in which nothing
 is counted. Layers are small: what is over stock's is nearly all of it the host's.
 
-One row is of the resident model while `ballonet top` looks at its process fifty times per second, and says what looks
-as often as `top` makes them by itself take: CPU time of the thread that answers, which does not depend on load either.
+On a GPU, and on the simulated one, "pieces" is the managed model as it is, "resident" with `pieces=None`; padded, there
+are two sequences of different length. There calls of C functions are counted as well.
+
+On a CPU one row is of the resident model while `ballonet top` looks at its process fifty times per second, and says
+what looks as often as `top` makes them by itself take: CPU time of the thread that answers, which does not depend on
+load either.
 """
 
 from __future__ import annotations
@@ -18,23 +22,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from common import Figure, Options, describe_few, report
 from peer import Functions, begin, in_turns, peers
-from streamed import interval_of, is_managed, page_size
+from streamed import interval_of, page_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LAYERS = {"cuda": 16, "cpu": 16, "tiny": 4}
-PEERS = ("stock", "resident", "interval 4", "interval 1")
+LAYERS = {"cuda": 32, "cpu": 16, "tiny": 4}
+PEERS = {
+    "cuda": ("stock", "resident", "pieces", "stock, padded", "resident, padded", "pieces, padded"),
+    "cpu": ("stock", "resident", "interval 4", "interval 1"),
+}
+PADDED = ", padded"
 WATCHED = "resident"  # the peer that `top` looks at
 EVERY = 0.02  # seconds between looks
 LOOKS = {"cuda": 50, "cpu": 50, "tiny": 3}
 SHARE = 0.5  # % of the process's time that `top` may take
-LIMITS = {"interval 4": 1.25, "interval 1": 2.0}  # times stock's calls
+LIMITS = {"interval 4": 1.25, "interval 1": 2.0, "pieces": 0.2, "pieces, padded": 0.3}  # times stock's calls
 HELD = 256  # tokens
 TOKENS = {"cuda": 24, "cpu": 48, "tiny": 8}  # of each generate()
 WARM = 4
@@ -42,8 +51,29 @@ WARM = 4
 
 def main() -> None:
     chosen = begin("calls", __doc__, functions)
-    with peers(__file__, chosen, PEERS) as found:
-        counted = {name: found[name].ask("calls") for name in PEERS}
+    rows = on_a_device(chosen) if chosen.cuda else on_the_host(chosen)
+    title = f"Python per decoded token, {describe_few(small(chosen), LAYERS[chosen.kind])}"
+    report(chosen, "calls", title, rows)
+
+
+def on_a_device(chosen: Options) -> list[dict[str, Any]]:
+    """Calls alone, as a simulated device has no times."""
+    with peers(__file__, chosen, PEERS["cuda"]) as found:
+        counted = {name: found[name].ask("calls") for name in found}
+    rows = []
+    for name, (calls, ours, c_calls) in counted.items():
+        stock, _, stocks_c = counted["stock" + PADDED * name.endswith(PADDED)]
+        both = of_stock(name, calls + c_calls, stock + stocks_c)
+        row = {"peer": name, "calls": calls, "ballonet's": ours, "times stock's": of_stock(name, calls, stock)}
+        rows.append({**row, "of C functions": c_calls, "both, times stock's": both})
+    return rows
+
+
+def on_the_host(chosen: Options) -> list[dict[str, Any]]:
+    """Calls and times on the stand-in, and what `top` takes."""
+    names = PEERS["cpu"]
+    with peers(__file__, chosen, names) as found:
+        counted = {name: found[name].ask("calls") for name in names}
         taken = in_turns(found, chosen.repetitions, "ms")
         seen = found[WATCHED].ask("watched")
     name = f"{WATCHED}, top looks"
@@ -51,15 +81,24 @@ def main() -> None:
     share = Figure.of([seen["share"] * 100]).at_most(SHARE)
     rows = []
     for name in counted:
-        calls, ours = counted[name]
-        times = Figure.of([calls / counted["stock"][0]])
+        calls, ours, _ = counted[name]
+        times = of_stock(name, calls, counted["stock"][0])
         over = (taken[name].median - taken["stock"].median) / LAYERS[chosen.kind] * 1e3
-        if name in LIMITS:
-            times = times.at_most(LIMITS[name])
         row = {"peer": name, "calls": calls, "ballonet's": ours, "times stock's": times, "ms": taken[name]}
-        more = {"us per layer over stock": Figure.of([over]), "% for top": share if name not in PEERS else ""}
+        more = {"us per layer over stock": Figure.of([over]), "% for top": share if name not in names else ""}
         rows.append({**row, **more})
-    report(chosen, "calls", f"Python per decoded token, {describe_few(chosen, LAYERS[chosen.kind])}", rows)
+    return rows
+
+
+def of_stock(name: str, calls: int, stock: int) -> Figure:
+    """How many times stock's calls these are, with the peer's limit."""
+    times = Figure.of([calls / stock])
+    return times.at_most(LIMITS[name]) if name in LIMITS else times
+
+
+def small(chosen: Options) -> Options:
+    """The same with layers that are small on every device: their number decides, and not their size."""
+    return replace(chosen, tiny=True)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -69,11 +108,13 @@ def functions(name: str, chosen: Options) -> Functions:
     import ballonet
 
     torch.set_num_threads(1)
-    if is_managed(name):
-        ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
-    model = build(few(chosen, LAYERS[chosen.kind]), chosen.device)
-    if is_managed(name):
-        ballonet.manage(model, interval=interval_of(name))
+    managed = not name.startswith("stock")
+    if managed:
+        ballonet.install("4GiB", page_size=page_size(chosen))
+    model = build(few(small(chosen), LAYERS[chosen.kind]), chosen.device)
+    if managed:
+        pieces: Any = "auto" if name.startswith("pieces") else None
+        ballonet.manage(model, interval=interval_of(name), pieces=pieces)
     return {
         "calls": lambda: calls(name, model, chosen),
         "ms": lambda: ms(name, model, chosen),
@@ -81,20 +122,20 @@ def functions(name: str, chosen: Options) -> Functions:
     }
 
 
-def calls(peer: str, model: PreTrainedModel, chosen: Options) -> tuple[int, int]:
-    """Python's calls of a step, all and ballonet's: the median by the first."""
-    all_of_them, ours = [0], [0]
+def calls(peer: str, model: PreTrainedModel, chosen: Options) -> tuple[int, int, int]:
+    """Python's calls of a step, all and ballonet's, and those of C functions: the median by the first."""
+    counts = {"call": 0, "c_call": 0, "ours": 0}
 
     def count(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            all_of_them[0] += 1
-            ours[0] += frame.f_globals.get("__name__", "").startswith("ballonet.")
+        if event in counts:
+            counts[event] += 1
+            if event == "call":
+                counts["ours"] += frame.f_globals.get("__name__", "").startswith("ballonet.")
 
-    found: list[tuple[int, int]] = []
-    marks: list[tuple[int, int]] = []
+    marks: list[tuple[int, int, int]] = []
 
     def note() -> int:
-        marks.append((all_of_them[0], ours[0]))
+        marks.append((counts["call"], counts["ours"], counts["c_call"]))
         return 0
 
     sys.setprofile(count)
@@ -102,9 +143,9 @@ def calls(peer: str, model: PreTrainedModel, chosen: Options) -> tuple[int, int]
         generated(peer, model, chosen, note)
     finally:
         sys.setprofile(None)
-    for (first, first_ours), (last, last_ours) in pairwise(marks[WARM:]):
-        found.append((last - first, last_ours - first_ours))
-    return sorted(found)[len(found) // 2]
+    steps = [tuple(after - before for before, after in zip(*pair, strict=True)) for pair in pairwise(marks[WARM:])]
+    all_of_them, ours, c_calls = sorted(steps)[len(steps) // 2]
+    return all_of_them, ours, c_calls
 
 
 def ms(peer: str, model: PreTrainedModel, chosen: Options) -> float:
@@ -159,9 +200,11 @@ def generated(peer: str, model: PreTrainedModel, chosen: Options, note: Any) -> 
     from generating import Clock, timed
     from llama import filled
 
-    device = chosen.device
-    cache = filled("ballonet" if is_managed(peer) else peer, model.config, 1, HELD, device)
-    return timed(model, cache, (1, HELD), device, TOKENS[chosen.kind], Clock(device, note)).times
+    device, padded = chosen.device, peer.endswith(PADDED)
+    size = 1 + padded, HELD
+    cache = filled("stock" if peer.startswith("stock") else "ballonet", model.config, *size, device)
+    clock = Clock(device, note)
+    return timed(model, cache, size, device, TOKENS[chosen.kind], clock, HELD // 8 * padded).times
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Time per token while layers stream from the host, against what is possible: the longer of computing and copying.
 
 The bound is the larger of the time with every layer resident and of the bytes that a token brings over the link, at the
-bandwidth that the link gives large copies in the same run. "eager" is `generate()` as it is; "graph", on a GPU, the
-same model with its resident layers in CUDA graphs: they compute in a fraction of the time, and hide less. Predicted is
-the schedule (offload/policy/schedule.py), from the resident time and the link as measured. On a GPU there are two
-others: accelerate with half of the layers on the host, and diffusers' group offloading with all of them.
+bandwidth that the link gives large copies in the same run. Predicted is the schedule (offload/policy/schedule.py), from
+the resident time and the link as measured. On a GPU there are two others: accelerate with half of the layers on the
+host, and diffusers' group offloading with all of them.
 
 Where a limit is missed a trace of the profiler is kept beside the results. The stand-in's link is slowed to 2 GB/s.
 """
@@ -31,17 +30,16 @@ OVER_BOUND, PREDICTED, FASTER = 1.03, 0.1, 9.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`how`: "eager" or "graph"; sequences, and the tokens that each holds."""
+    """Sequences, and the tokens that each holds."""
 
-    how: str
     batch: int
     held: int
 
 
 CASES = {
-    "cuda": (Case("eager", 1, 1024), Case("graph", 1, 1024), Case("eager", 8, 4096), Case("graph", 8, 4096)),
-    "cpu": (Case("eager", 1, 256),),
-    "tiny": (Case("eager", 1, 16), Case("graph", 1, 16)),
+    "cuda": (Case(1, 1024), Case(8, 4096)),
+    "cpu": (Case(1, 256),),
+    "tiny": (Case(1, 16),),
 }
 
 
@@ -74,12 +72,11 @@ def rows_of(
 
     def decode(name: str) -> float:
         tokens = TOKENS["tiny" if chosen.tiny or name in SLOW else chosen.device]
-        answer = found[name].ask("decode", how=case.how, batch=case.batch, held=case.held, tokens=tokens)
+        answer = found[name].ask("decode", batch=case.batch, held=case.held, tokens=tokens)
         answers[name] = {**answer, "back": answer["back"] + answers.get(name, {"back": 0})["back"]}
         return float(answer["ms"])
 
-    able = [name for name in found if name != "link" and (case.how == "eager" or is_managed(name))]
-    turns = {name: lambda name=name: decode(name) for name in able}
+    turns = {name: lambda name=name: decode(name) for name in found if name != "link"}
     taken = interleaved({**turns, "link": lambda: float(found["link"].ask("link"))}, rounds)
     link = taken.pop("link")
     rows = []
@@ -93,9 +90,9 @@ def rows_of(
 def profile(row: Row, peer: Peer, chosen: Options) -> int:
     """Bytes that went to the host, as the profiler saw it. The trace is kept where the limit was missed."""
     case = row.case
-    name = f"streaming-{row.name.replace(' ', '-')}-{case.how}-{case.batch}x{case.held}.trace.json.gz"
+    name = f"streaming-{row.name.replace(' ', '-')}-{case.batch}x{case.held}.trace.json.gz"
     path = (chosen.keep / name).resolve()
-    nbytes = int(peer.ask("trace", how=case.how, batch=case.batch, held=case.held, path=str(path)))
+    nbytes = int(peer.ask("trace", batch=case.batch, held=case.held, path=str(path)))
     if not row.missed:
         path.unlink()
     return nbytes
@@ -150,7 +147,6 @@ class Row:
             faster = Figure.ratio(accelerate, self.ms).at_least(FASTER)
         back = Figure.of([float(self.answer["back"] + profiled)]).at_most(0)
         return {
-            "how": self.case.how,
             "sequences": self.case.batch,
             "tokens held": self.case.held,
             "what streams": self.name,

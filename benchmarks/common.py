@@ -158,18 +158,26 @@ def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REP
 
 
 def report(chosen: Options, name: str, title: str, rows: list[Row]) -> None:
-    """Prints the table and writes it as JSON, with the spread of each figure and the limits. All rows have the same
-    columns in the same order."""
-    cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
-    columns, lines = [column for column, _ in cells[0]], [[value for _, value in row] for row in cells]
+    """Prints the table and writes it. All rows have the same columns in the same order."""
+    columns, lines = keep(chosen, name, title, rows)
     table = Table(*columns, title=title, title_justify="left")
     for line in lines:
         table.add_row(*(escape(str(value)) for value in line))
     console = Console()
     Console(width=None if console.is_terminal else 160).print(table)
+
+
+def keep(chosen: Options, name: str, title: str, rows: list[Row]) -> tuple[list[str], list[list[Any]]]:
+    """Writes the table as JSON, with the spread of each figure and the limits; returns its columns and lines. A
+    benchmark that may be cut off calls it after each row."""
+    cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
+    columns, lines = [column for column, _ in cells[0]], [[value for _, value in row] for row in cells]
     plain = [[asdict(value) if isinstance(value, Figure) else value for value in line] for line in lines]
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps({"benchmark": name, "title": title, "columns": columns, "rows": plain}, indent=1))
+    written = chosen.out.with_suffix(".new")
+    written.write_text(json.dumps({"benchmark": name, "title": title, "columns": columns, "rows": plain}, indent=1))
+    written.replace(chosen.out)
+    return columns, lines
 
 
 def machine() -> dict[str, Any]:

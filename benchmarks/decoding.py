@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from common import Options, describe
 from generating import Clock, timed
-from graphed import GraphedDecode
 from llama import build, few, filled, streamable
 from peer import Functions, synchronize
 from streamed import WARM, interval_of, is_managed, page_size
@@ -29,14 +27,11 @@ def functions(peer: str, chosen: Options) -> Functions:
     """What a peer answers, see peer.begin(). Of a layer that streams "about" tells the bytes."""
     model, managed = prepare(peer, chosen)
 
-    def decode(how: str, batch: int, held: int, tokens: int) -> dict[str, Any]:
-        if how == "graph":
-            assert managed is not None
-            return graphed(peer, model, managed, chosen.device, batch, held, tokens)
-        return eager(peer, model, chosen.device, batch, held, tokens)
+    def decode(batch: int, held: int, tokens: int) -> dict[str, Any]:
+        return decoded(peer, model, chosen.device, batch, held, tokens)
 
-    def trace(how: str, batch: int, held: int, path: str) -> int:
-        return traced(lambda: decode(how, batch, held, WARM + 1), Path(path), chosen.device)
+    def trace(batch: int, held: int, path: str) -> int:
+        return traced(lambda: decode(batch, held, WARM + 1), Path(path), chosen.device)
 
     about = {"what": describe(chosen), "layers": model.config.num_hidden_layers, "layer": 0}
     if managed is not None and managed.report().streamed:
@@ -56,7 +51,7 @@ def at_any_interval(chosen: Options, layers: int) -> Functions:
 
     def decode(interval: int | None, held: int, tokens: int) -> float:
         with ballonet.manage(model, interval=interval):
-            ms: float = eager("resident", model, chosen.device, 1, held, tokens)["ms"]
+            ms: float = decoded("resident", model, chosen.device, 1, held, tokens)["ms"]
         return ms
 
     return {"about": about, "decode": decode}
@@ -113,31 +108,13 @@ def wait(device: str) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def eager(peer: str, model: PreTrainedModel, device: str, batch: int, held: int, tokens: int) -> dict[str, Any]:
+def decoded(peer: str, model: PreTrainedModel, device: str, batch: int, held: int, tokens: int) -> dict[str, Any]:
     """`generate()` with a cache that holds so many tokens. ms per token: the median; bytes of weights per token."""
     cache = filled("ballonet" if is_managed(peer) else peer, model.config, batch, held, device)
     moved = copied(peer)
     clock = timed(model, cache, (batch, held), device, tokens, Clock(device, wait=wait))
     synchronize(device)
     return figures(peer, clock.times, moved, tokens)
-
-
-def graphed(
-    peer: str, model: PreTrainedModel, managed: ballonet.Managed, device: str, batch: int, held: int, tokens: int
-) -> dict[str, Any]:
-    """The model called token by token with its resident layers in graphs; the host does not wait between tokens."""
-    with GraphedDecode(model, managed.report().streamed, batch, held, tokens) as decoding:
-        moved = copied(peer)
-        for _ in range(WARM):
-            decoding.step()
-        wait(device)
-        begin = time.perf_counter()
-        for _ in range(tokens - WARM):
-            decoding.step()
-        wait(device)
-        each = (time.perf_counter() - begin) / (tokens - WARM)
-        synchronize(device)
-        return figures(peer, [each * token for token in range(tokens)], moved, tokens)
 
 
 def figures(peer: str, times: list[float], before: Mapping[str, int], tokens: int) -> dict[str, Any]:

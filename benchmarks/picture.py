@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Case = tuple[str, int, int]  # how, sequences, tokens held
+Case = tuple[int, int]  # sequences, tokens held
 
 
 def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
@@ -19,13 +19,13 @@ def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
     cases = by_case(figure)
     with matplotlib.rc_context({"svg.hashsalt": "ballonet", "font.size": 9}):
         drawn, panels = pyplot.subplots(1, len(cases), figsize=(max(6, 4.5 * len(cases)), 3.6), squeeze=False)
-        for panel, ((how, sequences, held), rows) in zip(panels[0], cases.items(), strict=True):
+        for panel, ((sequences, held), rows) in zip(panels[0], cases.items(), strict=True):
             names = list(rows)
             panel.bar(names, [ms for ms, _ in rows.values()], color="tab:blue", width=0.6)
             for place, (_, bound) in enumerate(rows.values()):
                 if bound is not None:
                     panel.hlines(bound, place - 0.4, place + 0.4, color="black", linewidth=2)
-            panel.set_title(f"{how}, {sequences} x {held:,} tokens held", fontsize=9)
+            panel.set_title(f"{sequences} x {held:,} tokens held", fontsize=9)
             panel.set_ylabel("ms per token; black: max(resident, bytes / link)", fontsize=8)
             panel.tick_params(axis="x", rotation=30)
         drawn.suptitle(title, fontsize=9)
@@ -39,7 +39,7 @@ def by_case(figure: Mapping[str, Any]) -> dict[Case, dict[str, tuple[float, floa
     found: dict[Case, dict[str, tuple[float, float | None]]] = {}
     place = figure["columns"].index
     for row in figure["rows"]:
-        case = (row[place("how")], row[place("sequences")], row[place("tokens held")])
+        case = (row[place("sequences")], row[place("tokens held")])
         bound = row[place("bound, ms")]
         ms = row[place("ms per token")]["median"]
         found.setdefault(case, {})[row[place("what streams")]] = (ms, bound if bound != "" else None)

@@ -4,6 +4,7 @@
     python benchmarks/run.py --minutes 9 --only tests decode streaming      what a short loan of a machine is worth most
     python benchmarks/run.py --only test_kv_stream test_pace                test files by name
     python benchmarks/run.py cpu cpu-pressure cpu-serving    the benchmarks of a machine without a GPU (make bench)
+    .venv-cuda/bin/python benchmarks/run.py simulated        counts on the simulated GPU of `make test-cuda`
 
 Every test file and every benchmark is a step: a process of its own with a time limit. The tests of all parts come
 first, several at a time, then the benchmarks, each alone. A step that fails, crashes or hangs is recorded with the end
@@ -84,6 +85,7 @@ PARTS: Mapping[str, Part] = {
         seconds=3600,
         step_seconds=3000,
     ),
+    "simulated": Part(benchmarks=("calls",), gpu=False, seconds=1200, step_seconds=1200),  # counts, no times
     "core": Part(
         alone=("tests/contract/test_driver_contract.py", "tests/test_device_choice.py"),  # they look at what is free
         tests=(
@@ -125,6 +127,13 @@ PARTS: Mapping[str, Part] = {
         tests=("tests/gpu/test_replicas_*.py", "tests/replicas/test_staging.py", "tests/replicas/test_stage_times.py"),
         benchmarks=("links", "replicas"),
         test_seconds=250,
+    ),
+    "speed": Part(
+        tests=("tests/gpu/test_speed.py",),
+        benchmarks=("speed",),
+        seconds=290,
+        step_seconds=290,
+        test_seconds=40,
     ),
     "prefix": Part(
         tests=("tests/gpu/test_prefix*.py",),
@@ -314,19 +323,22 @@ def read_report(path: Path) -> tuple[Counter[str], list[str], dict[str, str]]:
 
 
 def run_benchmark(name: str, arguments: list[str], record: Record, most: float, deadline: float) -> None:
-    """A benchmark; its table goes into the record."""
+    """A benchmark; its table goes into the record, also where it was cut off: the rows that it had written."""
     program = f"benchmarks/bench_{name}.py"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figure.json"
+    out = record.path.with_name(f"{record.path.stem}-{name}.unfinished").resolve()
+    out.unlink(missing_ok=True)
+    try:
         outcome = run_step([program, *arguments, "--out", str(out)], most, deadline)
-        if outcome is None:
-            record.no_time(program)
-            return
-        if outcome.status == "passed":
+    finally:
+        if out.exists():
             record.figure(json.loads(out.read_text()))
-            for line in re.findall(r"^left out: .*", outcome.output, re.MULTILINE):
-                record.skip(f"{program}: {line}")
-        record.step(program, outcome)
+            out.unlink()
+    if outcome is None:
+        record.no_time(program)
+        return
+    for line in re.findall(r"^left out: .*", outcome.output, re.MULTILINE):
+        record.skip(f"{program}: {line}")
+    record.step(program, outcome)
 
 
 def run_step(command: list[str], most: float, deadline: float) -> Outcome | None:

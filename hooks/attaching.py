@@ -91,11 +91,11 @@ def attach_pieces(
     forwards: Forwards,
     pace: Pace,
 ) -> tuple[PieceRunner | None, Callable[[], object]]:
-    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any. Returns (what
-    runs them, the function that undoes it)."""
+    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any, and keeps
+    cuDNN's attention off. Returns (what runs them, the function that undoes it)."""
     if why_no_pieces(model, device, options) != "":
         return None, nothing
-    from .pieces import calls
+    from .pieces import calls, cudnn
     from .pieces.runner import PieceRunner
 
     governor = governors.of(device)
@@ -111,7 +111,14 @@ def attach_pieces(
         options.priority,
         governor.tuning.pieces,
     )
-    return runner, calls.attach(model, runner)
+    restore = cudnn.keep_off(model)
+    detach = calls.attach(model, runner)
+
+    def undo() -> None:
+        detach()
+        restore()
+
+    return runner, undo
 
 
 def attach_caches(

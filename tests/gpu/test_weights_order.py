@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,40 +16,8 @@ from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device import governors
 
 from .hold import meanwhile
-from .scene import ROOT, Captured, Lane, Place, scene
+from .scene import Captured, Lane, Place, scene
 from .stock import LAYERS, questions, small_layers, tiny
-
-
-@scene(needs_host=True, pages=256, host_pages=128)
-def test_graphs_of_resident_layers(place: Place) -> None:
-    """Layers between two that stream are captured and replayed; the tokens are those of the same model uncaptured."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from graphed import GraphedDecode
-
-    sys.path.remove(str(ROOT / "benchmarks"))
-    model = tiny("llama", place)
-
-    def decode(streamed: tuple[int, ...], steps: int = 8) -> torch.Tensor:
-        torch.manual_seed(5)
-        with GraphedDecode(model, streamed, 2, 16, steps + 1) as decoding:
-            found = [decoding.step() for _ in range(steps)]
-            assert all(run.captured == place.cuda for run in decoding.runs)
-            return torch.cat(found).cpu()
-
-    expected = decode(tuple(range(LAYERS)))
-    assert len(expected.unique()) > 1
-    with small_layers():
-        with ballonet.manage(model, interval=3) as managed:
-            with torch.no_grad():
-                model(expected[:2].to(place.kind))  # once before the first capture
-            before = ballonet.stats().copied.weights_d2h
-            assert torch.equal(decode(managed.report().streamed), expected)
-            assert managed.report().link_bytes > 0
-            assert ballonet.stats().copied.weights_d2h == before
-        with ballonet.manage(model) as managed:
-            assert torch.equal(decode(()), expected), "with the default interval"
-            gc.collect()
-            assert managed.report().kept == (), "the graphs are gone"
 
 
 def exhaust(place: Place) -> bool:

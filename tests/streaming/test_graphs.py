@@ -222,7 +222,7 @@ def test_a_part_of_a_layer_that_is_called_by_itself(
 
 
 def test_runs_of_layers_within_a_forward(model: Any, managed: ballonet.Managed, expected: torch.Tensor) -> None:
-    """As benchmarks/graphed.py: the forwards of layers are called within that of the first, past their hooks."""
+    """The forwards of layers are called within that of the first, past their hooks."""
     made: list[Captured] = []
     placed: list[torch.Tensor] = []
     forwards = [layer.forward for layer in model.model.layers[:2]]
