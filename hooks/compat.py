@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -408,7 +408,7 @@ def run_without_values(model_class: type[GenerationMixin], config: Any) -> list[
             given |= _encoded(model, token)
         else:
             given |= {cache_name(model): caches[0], "input_ids": token}
-        with _AnyAnswer():  # type: ignore[no-untyped-call]
+        with without_values():
             model(**given)
     return caches
 
@@ -419,6 +419,11 @@ def _encoded(model: Any, token: torch.Tensor) -> dict[str, Any]:
         return {"input_ids": token}
     config = getattr(model.config, "encoder", model.config)
     return {"encoder_outputs": BaseModelOutput(last_hidden_state=torch.zeros(1, 1, config.hidden_size))}
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """A `with` block in which models run on the meta device: what reads a value gets an arbitrary one."""
+    return _AnyAnswer()  # type: ignore[no-untyped-call]
 
 
 class _AnyAnswer(TorchDispatchMode):

@@ -42,6 +42,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/streaming",
     "hooks/kv",
     "hooks/prefix",
+    "hooks/pieces",
     "hooks/sectors",
     "hooks/vllm",
     "hooks/batching",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ballonet
 from ballonet.allocator import install
@@ -192,3 +192,38 @@ def test_a_model_that_writes_no_text_has_a_reason() -> None:
     facts = model_info.gather("vit", SETTINGS, 1, 10)
     assert facts["class"] is None
     assert "no class that generates text" in facts["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "why"),
+    [
+        ("llama", "fine", ""),
+        ("deepseek_v2", "coarse", "fine: "),
+        (
+            "bloom",
+            "eager",
+            "runs between an update of the cache and its attention; coarse: mask 6 is called with 6 and 7",
+        ),
+        ("dbrx", "eager", "its result's shape is only known on the device"),
+        ("t5gemma", "eager", "the encoder's keys"),
+    ],
+)
+def test_how_a_model_decodes_on_a_gpu_is_told_with_its_reason(
+    name: str, way: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = model_info.gather(saved(tmp_path, name), SETTINGS, 1, 10)
+    assert facts["pieces"]["way"] == way
+    assert why in facts["pieces"]["why"]
+    assert bool(facts["pieces"]["why"]) is bool(why)
+    model_info.show(facts)
+    said = " ".join(capsys.readouterr().out.split())
+    assert {"fine": "cut at the cache's update", "coarse": "cut around modules", "eager": "launched ("}[way] in said
+
+
+def test_what_the_first_call_tells_is_not_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("no values")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+    facts = model_info.gather(saved(tmp_path, "llama"), SETTINGS, 1, 10)
+    assert facts["pieces"] == {"way": "", "why": "NotImplementedError: no values"}

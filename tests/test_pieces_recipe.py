@@ -53,7 +53,9 @@ class Noted(NamedTuple):
 
 
 @torch.no_grad()
-def record(model: Any, length: int, *, rows: int = 2, away: Container[int] = (), fine: bool = True, **more: Any) -> Noted:
+def record(
+    model: Any, length: int, *, rows: int = 2, away: Container[int] = (), fine: bool = True, **more: Any
+) -> Noted:
     """A forward of one new token after `length` others."""
     cache = DynamicCache(config=model.config)
     ids = models.prompts(rows, max(LENGTHS))["input_ids"][:, :length]
@@ -255,7 +257,10 @@ REFUSED: dict[str, tuple[Work, str]] = {
     "random-in-place": (lambda toy, x: (x + 1).normal_(), "draws random numbers"),
     "anothers-result": (lambda toy, x: x + elsewhere(), "reads a tensor of [4] that is not the model's"),
     "returned-table": (lambda toy, x: toy.table, "the forward returns a tensor of [4] that nothing recorded has made"),
-    "returned-weight": (lambda toy, x: toy.weight, "the forward returns a tensor of [4] that nothing recorded has made"),
+    "returned-weight": (
+        lambda toy, x: toy.weight,
+        "the forward returns a tensor of [4] that nothing recorded has made",
+    ),
 }
 
 
@@ -394,7 +399,12 @@ def test_trees_that_differ_are_not_the_same(name: str) -> None:
 
 
 def test_equal_trees_are_the_same() -> None:
-    for make in (lambda: (A, [1, None]), lambda: {"a": number(2.0)}, lambda: number(float("nan")), lambda: float("nan")):
+    for make in (
+        lambda: (A, [1, None]),
+        lambda: {"a": number(2.0)},
+        lambda: number(float("nan")),
+        lambda: float("nan"),
+    ):
         assert same(make(), make())
 
 
@@ -408,7 +418,11 @@ def recipe(*steps: Any, output: Any = B) -> Recipe:
 
 ADD, MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 DIFFERENT: dict[str, tuple[Recipe, Recipe, str]] = {
-    "operators": (recipe(op(ADD, A, A)), recipe(op(MUL, A, A)), "aten.add.Tensor comes in the place of aten.mul.Tensor"),
+    "operators": (
+        recipe(op(ADD, A, A)),
+        recipe(op(MUL, A, A)),
+        "aten.add.Tensor comes in the place of aten.mul.Tensor",
+    ),
     "constants": (recipe(op(ADD, A, 9)), recipe(op(ADD, A, 10)), "aten.add.Tensor is called with 9 and 10"),
     "one more": (recipe(op(ADD, A, A)), recipe(op(ADD, A, A), op(MUL, B, B)), "aten.mul.Tensor is not always computed"),
     "outputs": (recipe(op(ADD, A, A)), recipe(op(ADD, A, A), output=A), "another output"),

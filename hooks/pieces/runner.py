@@ -195,15 +195,15 @@ class PieceRunner:
         self.acted = Act.RECORD
         self._pace.forget()
         if self.way == "coarse" and self._whole is None:
-            output, self._whole = _given_the_cache(model, lambda: stock(model, **task.given))
+            output, self._whole = modules_with_cache(model, lambda: stock(model, **task.given))
             if not self._whole:
                 self._degrade("no module of it is given the cache")
             return _Output(output)
         pool = self._opened()
         grows = GROWS if batch is None else task.given.keys() - {*ROWS, KEPT}
         given = {name: value if name in grows else _dense(value) for name, value in task.given.items() if name != BATCH}
-        whole = [*(self._whole or ()), *_deciding_by_length(model)]
-        recorder = Recorder(_weights(model), self._torch_device, given, given_cache(given), grows, batch)
+        whole = [*(self._whole or ()), *deciding_by_length(model)]
+        recorder = Recorder(weights_by_address(model), self._torch_device, given, given_cache(given), grows, batch)
         hooks = RecordedLayers(recorder, decoder_layers(model), whole, lambda layer: layer in away)
         with pool.entered():
             self._device.note_stream(pool.handle)
@@ -389,7 +389,7 @@ def _tensors(output: Any) -> Sequence[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor) and each.is_cuda]
 
 
-def _weights(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
+def weights_by_address(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
     """The model's parameters and buffers, by the address of their storage."""
     found: dict[int, tuple[torch.Tensor, ...]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -398,13 +398,13 @@ def _weights(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
     return found
 
 
-def _deciding_by_length(model: nn.Module) -> list[nn.Module]:
+def deciding_by_length(model: nn.Module) -> list[nn.Module]:
     """Modules of rotary positions that compute something else for longer sequences."""
     kinds = ("dynamic", "longrope")
     return [each for each in model.modules() if any(kind in str(getattr(each, "rope_type", "")) for kind in kinds)]
 
 
-def _given_the_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[nn.Module]]:
+def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[nn.Module]]:
     """Calls `run`, a forward of the model on this thread, and returns its result and the innermost modules that were
     given a cache."""
     given: dict[nn.Module, None] = {}

@@ -28,11 +28,18 @@ from ...offload.policy.plan import Fewest
 from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
 from ..kv.grouping import CacheSizes, geometry_for
 from ..kv.kinds import CachePlan, LayerPlan, plan
+from ..pieces.outlook import foreseen
 from ..weights.layers import decoder_layers
 
 Facts = dict[str, Any]
 Widths = tuple[int, int, int]  # heads, elements of a key, elements of a value
 _UNLIMITED: Final = 2**63  # bytes
+_DECODING: Final = {
+    "fine": "by CUDA graphs, cut at the cache's update and at attention",
+    "coarse": "by CUDA graphs, cut around modules that are given the cache",
+    "eager": "every kernel is launched",
+    "": "how is known with the first call",
+}
 
 
 def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
@@ -44,7 +51,8 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
     where not known), layers: a list with one entry for all layers that are alike: {indices, cross (whether they hold
     the encoder's output), kind, stock, layer, elastic, why}, and where they are elastic and their widths known {heads,
     k_dim, v_dim, longest (tokens that attention kernels can index)}; up to that length also {token_bytes (of one layer,
-    for one token of the whole batch), layers_per_range, bytes (of all these layers, in whole pages)}.
+    for one token of the whole batch), layers_per_range, bytes (of all these layers, in whole pages)}; pieces: {way
+    ("fine", "coarse" or "eager", as CUDA graphs are cut on a GPU; empty where only the first call tells), why}.
     """
     quiet()
     config = load_config(name)
@@ -73,6 +81,8 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
         for row in _rows(half, theirs, facts, config, dtype.itemsize)
     ]
     sizes = [row.get("bytes") for row in rows if row["elastic"]]
+    way, why = ("eager", facts["reason"]) if model_class is None else foreseen(model_class, config)
+    facts["pieces"] = {"way": way, "why": why}
     return facts | {"bytes": None if None in sizes else sum(filter(None, sizes)), "layers": rows}
 
 
@@ -90,6 +100,8 @@ def show(facts: Facts) -> None:
             "from host memory; KV and activations come on top.",
             highlight=False,
         )
+    way, why = facts["pieces"]["way"], facts["pieces"]["why"]
+    console.print(f"Decoding on a GPU: {_DECODING[way]}{f' ({why})' if why else ''}.", highlight=False, markup=False)
     if facts["reason"]:
         console.print(f"[yellow]Nothing of its cache is elastic:[/] {facts['reason']}.")
         return

@@ -23,7 +23,9 @@ def prompt(name: str, place: Place, longest: int = LONG, rows: int = 2, *, padde
     return {key: value.to(place.kind) for key, value in asked.items()}
 
 
-def answer(model: Any, given: Mapping[str, Any], tokens: int = TOKENS, mode: str = "greedy", **more: Any) -> models.Output:
+def answer(
+    model: Any, given: Mapping[str, Any], tokens: int = TOKENS, mode: str = "greedy", **more: Any
+) -> models.Output:
     return models.generate(model, mode, given, tokens, **more)
 
 
