@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest

@@ -47,7 +47,7 @@ def _turn_off() -> Iterator[Undo]:
         if was_on and not set_by_user:
             stock(True)
 
-    cuda.enable_cudnn_sdp = enable_cudnn_sdp  # type: ignore[assignment]
+    cuda.enable_cudnn_sdp = enable_cudnn_sdp
     yield unwrap
     stock(False)
     yield turn_on

@@ -70,9 +70,8 @@ def by_graphs(managed: Any) -> Iterator[None]:
 @contextmanager
 def decoding(model: Any, **options: Any) -> Iterator[Any]:
     """The model is managed, and decodes by graphs at least once within."""
-    with ballonet.manage(model, **options) as managed:
-        with by_graphs(managed):
-            yield managed
+    with ballonet.manage(model, **options) as managed, by_graphs(managed):
+        yield managed
 
 
 class Between:

@@ -16,7 +16,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .. import models
 from ..contract.simulated import Counts
-from .decoding import TOKENS, answer, apart, between, by_graphs, decoding, prompt
+from .decoding import answer, apart, between, decoding, prompt
 from .scene import Place, scene
 from .stock import small_layers
 

@@ -4,7 +4,6 @@ the pages of graphs are given back."""
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +15,12 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.forward.forwards import Forwards
 from ballonet.hooks.pieces import attention, calls, graph_pool, plans, program, recorder, runner, seams
 
 from .. import models
 from ..faulting import at_each_line
-from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from .decoding import LONG, SHORT, answer, apart, between, by_graphs, captures, decoding, prompt, replays
 from .scene import Place, scene
-from .stock import small_layers
 
 MODULES = attention, calls, graph_pool, plans, program, recorder, runner, seams
 
