@@ -233,7 +233,7 @@ def torch_graphs(tell: Tell, library: str, ordinal: int) -> None:
 def _in_pieces(device: Device, weight: torch.Tensor, given: torch.Tensor) -> Callable[[], bool]:
     """Captures two graphs into one pool, and returns what replays them with an eager call between, for inputs that
     change, and says whether both times the results are those of eager code."""
-    inputs = [given.clone(), given.flip(0).contiguous()]
+    inputs, given = [given, given.flip(0)], given.clone()
     crossing = torch.empty((given.shape[0], weight.shape[0]), device=given.device, dtype=given.dtype)
     pool, stream = torch._C._graph_pool_handle(), torch.cuda.Stream()
     graphs = [torch._C._CUDAGraph() for _ in range(2)]
