@@ -77,10 +77,11 @@ def attach_pieces(
     forwards: Forwards,
     pace: Pace,
 ) -> tuple[PieceRunner | None, Callable[[], object]]:
-    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any, and keeps cuDNN's
-    attention off. Returns (what runs them, the function that undoes it)."""
+    """Makes forwards of the model within `generate()` run as pieces of CUDA graphs, where there are any, and keeps
+    cuDNN's attention off. Returns (what runs them, the function that undoes it)."""
     config = getattr(model, "config", None)
-    if device.kind != "cuda" or options.pieces is None or config is None or getattr(config, "is_encoder_decoder", False):
+    decodes = config is not None and not getattr(config, "is_encoder_decoder", False)
+    if device.kind != "cuda" or options.pieces is None or not decodes:
         return None, nothing
     from .pieces import calls, cudnn
     from .pieces.runner import PieceRunner
