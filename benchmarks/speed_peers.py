@@ -37,6 +37,8 @@ class SpeedPeer:
     """One model, and what a token of it takes."""
 
     def __init__(self, name: str, chosen: Options) -> None:
+        if chosen.kind != "cuda":
+            torch.set_num_threads(1)
         self.name = name
         self.device = chosen.device
         self.is_managed = name in ("no pieces", "pieces")
@@ -182,7 +184,9 @@ class SpeedPeer:
         return torch.stack(found.logits).cpu()
 
     def _outside(self) -> int:
-        """Bytes of the device that are in use, and not by pages."""
+        """Bytes of the device that are in use, and not by pages; 0 on a CPU."""
+        if self.device != "cuda":
+            return 0
         found = ballonet.stats()
         return -self._free() - sum(found.pages.values()) * found.page_size
 

@@ -65,7 +65,8 @@ def test_a_switch_that_was_off_stays_off() -> None:
     assert not cuda.cudnn_sdp_enabled()
 
 
-def test_another_wrapper_of_the_switch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_wrapper_of_the_switch_stays() -> None:
+    stock: Any = cuda.enable_cudnn_sdp
     model, calls = nn.Linear(1, 1), list[bool]()
     restore = cudnn.keep_off(model)
     ours: Any = cuda.enable_cudnn_sdp
@@ -75,13 +76,12 @@ def test_another_wrapper_of_the_switch_stays(monkeypatch: pytest.MonkeyPatch) ->
         calls.append(enabled)
         ours(enabled)
 
-    stock = ours.__wrapped__
-    monkeypatch.setattr(cuda, "enable_cudnn_sdp", theirs)
-    restore()
-    assert cuda.enable_cudnn_sdp is theirs
-    theirs(False)
-    assert (calls, cuda.cudnn_sdp_enabled()) == ([False], False)
-    monkeypatch.setattr(cuda, "enable_cudnn_sdp", stock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "enable_cudnn_sdp", theirs)
+        restore()
+        assert cuda.enable_cudnn_sdp is theirs
+        theirs(False)
+        assert (calls, cuda.cudnn_sdp_enabled()) == ([False], False)
     cuda.enable_cudnn_sdp = stock
 
 
