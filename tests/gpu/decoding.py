@@ -23,7 +23,9 @@ def prompt(name: str, place: Place, longest: int = LONG, rows: int = 2, *, padde
     return {key: value.to(place.kind) for key, value in asked.items()}
 
 
-def answer(model: Any, given: Mapping[str, Any], tokens: int = TOKENS, mode: str = "greedy", **more: Any) -> models.Output:
+def answer(
+    model: Any, given: Mapping[str, Any], tokens: int = TOKENS, mode: str = "greedy", **more: Any
+) -> models.Output:
     return models.generate(model, mode, given, tokens, **more)
 
 
@@ -68,9 +70,8 @@ def by_graphs(managed: Any) -> Iterator[None]:
 @contextmanager
 def decoding(model: Any, **options: Any) -> Iterator[Any]:
     """The model is managed, and decodes by graphs at least once within."""
-    with ballonet.manage(model, **options) as managed:
-        with by_graphs(managed):
-            yield managed
+    with ballonet.manage(model, **options) as managed, by_graphs(managed):
+        yield managed
 
 
 class Between:

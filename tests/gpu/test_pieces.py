@@ -1,4 +1,4 @@
-"""Tokens and logits of a model that decodes by pieces of CUDA graphs are stock's to the bit, and graphs are replayed."""
+"""Tokens and logits of models that decode by pieces of CUDA graphs: stock's to the bit, and graphs are replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model, or the state of its thread, changes between two calls or two tokens: the next token is what stock makes of it.
+"""A model, or the state of its thread, changes between two calls or two tokens: the next token is stock's.
 
 Stock is a twin that nothing manages, changed in the same way.
 """
@@ -320,11 +320,18 @@ def test_autocast_and_gradients_are_eager_and_right(place: Place) -> None:
         before = replays(managed)
         with torch.autocast(place.kind, torch.bfloat16):
             assert not apart(answer(model, given), answer(twin, given))
-        settings = {"max_new_tokens": TOKENS, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        settings = {
+            "max_new_tokens": TOKENS,
+            "do_sample": False,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
         generate = type(model).generate
         while hasattr(generate, "__wrapped__") and "no_grad" not in repr(generate.__closure__):
             generate = generate.__wrapped__
-        found = [torch.stack(type(model).generate.__wrapped__(each, **given, **settings).logits) for each in (model, twin)]
+        found = [
+            torch.stack(type(model).generate.__wrapped__(each, **given, **settings).logits) for each in (model, twin)
+        ]
         assert torch.equal(*[logits.detach() for logits in found])
         assert replays(managed) >= before
         del found

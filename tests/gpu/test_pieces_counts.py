@@ -6,6 +6,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .. import models
 from ..contract.simulated import Counts
-from .decoding import TOKENS, answer, apart, between, by_graphs, decoding, prompt
+from .decoding import answer, apart, between, decoding, prompt
 from .scene import Place, scene
 from .stock import small_layers
 
@@ -45,7 +46,7 @@ def calls_of(act: Callable[[], object]) -> int:
 
 def per_token(model: Any, given: dict[str, Any]) -> float:
     def call(tokens: int) -> None:
-        model.generate(**given, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        model.generate(**given, max_new_tokens=tokens, do_sample=False)
 
     call(FEW)
     few, many = (calls_of(lambda tokens=tokens: call(tokens)) for tokens in (FEW, MANY))
@@ -97,7 +98,7 @@ def test_replayed_token_changes_no_page(place: Place, name: str) -> None:
             answer(model, given)
         place.synchronize()
         answer(model, given, 20, **between(note))
-        replayed = [(now[0] - was[0], now[1] - was[1]) for was, now in zip(before, before[1:]) if now[2] > was[2]]
+        replayed = [(now[0] - was[0], now[1] - was[1]) for was, now in pairwise(before) if now[2] > was[2]]
         assert len(replayed) >= 15
         assert set(replayed) == {(0, 0)}
 
@@ -149,7 +150,7 @@ def test_no_graph_holds_an_address_of_a_cache(place: Place, name: str, interval:
         assert uses(weight.data_ptr(), weight.nbytes), "graphs are not seen"
         assert managed.report().pieces.graphs
         kept.clear()
-        del model._update_model_kwargs_for_generation, update, weight
+        del model._update_model_kwargs_for_generation, weight
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:

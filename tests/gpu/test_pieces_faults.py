@@ -4,11 +4,11 @@ the pages of graphs are given back."""
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,14 +16,12 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.forward.forwards import Forwards
 from ballonet.hooks.pieces import attention, calls, graph_pool, plans, program, recorder, runner, seams
 
 from .. import models
 from ..faulting import at_each_line
-from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from .decoding import LONG, SHORT, answer, apart, between, by_graphs, captures, decoding, prompt, replays
 from .scene import Place, scene
-from .stock import small_layers
 
 MODULES = attention, calls, graph_pool, plans, program, recorder, runner, seams
 
@@ -52,9 +50,9 @@ def failing(act: Callable[[], object], at: int) -> Iterator[list[int]]:
         yield count
 
 
-def raises(error: BaseException) -> Callable[[], object]:
+def raises(kind: type[BaseException], text: str) -> Callable[[], object]:
     def act() -> None:
-        raise error
+        raise kind(text)
 
     return act
 
@@ -63,8 +61,8 @@ ENDS: dict[str, Callable[[], object]] = {  # in the middle of a capture
     "synchronize": torch.cuda.synchronize,
     "value": lambda: torch.ones(2, device="cuda").sum().item(),
     "pageable copy": lambda: torch.ones(2).to("cuda"),
-    "not implemented": raises(NotImplementedError("no kernel")),
-    "runtime error": raises(RuntimeError("CUDA error: operation failed")),
+    "not implemented": raises(NotImplementedError, "no kernel"),
+    "runtime error": raises(RuntimeError, "CUDA error: operation failed"),
     "empty cache": torch.cuda.empty_cache,
 }
 
@@ -140,7 +138,7 @@ def test_memory_that_runs_out_in_a_capture_is_given_back_and_captured_later(plac
     given = prompt("llama", place)
     expected = answer(model, given)
     with ballonet.manage(model) as managed:
-        with failing(raises(torch.OutOfMemoryError("out of memory")), at):
+        with failing(raises(torch.OutOfMemoryError, "out of memory"), at):
             assert not apart(answer(model, given), expected)
         is_whole(place)
         pieces = managed.report().pieces
@@ -269,12 +267,16 @@ def test_call_goes_on_whatever_is_called_between_two_tokens(place: Place, what: 
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place)
     expected = answer(model, given)
+
+    def act(managed: Any, _: int) -> None:
+        BETWEEN[what](managed)
+
     for at in (1, 2, 3, 7):
         managed = ballonet.manage(model)
         for calls_before in (1, 0):
             if calls_before:
                 answer(model, given)
-            found = answer(model, given, **between(lambda _: BETWEEN[what](managed), at=at))
+            found = answer(model, given, **between(partial(act, managed), at=at))
             assert not apart(found, expected), f"after token {at}"
         if what == "release":
             assert live_graphs() == 0
