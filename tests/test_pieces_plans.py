@@ -17,7 +17,7 @@ def difference(first: str, second: str) -> str:
 
 
 def noted(plan: Plan, call: object, recipe: str = "a") -> tuple[Variant, str]:
-    """Records a forward as the runner does: a variant that is seen for the second time gets a program, and is proved."""
+    """Records a forward as the runner does: what is seen for the second time gets a program, and is proved."""
     assert plan.next(call, LONG, True) is Act.RECORD
     variant, why = plan.recorded(call, recipe, difference)
     if variant.program is not None or variant.recipe is not recipe:

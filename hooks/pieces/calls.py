@@ -42,10 +42,11 @@ class PiecesCall:
         )
 
     def ended(self, result: Any) -> None:
-        self.runner.calls.pop(id(self), None)
+        self.broken_off()
 
     def broken_off(self) -> None:
         self.runner.calls.pop(id(self), None)
+        self.model = None  # what was recorded last is known by this object, which must not keep the model
 
     @property
     def left(self) -> int:

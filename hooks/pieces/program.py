@@ -252,13 +252,16 @@ class Program:
                     sequence[place] = replay, made.act
                 compare(f"{where}{call.call}", call.cuts, recorder.cuts[call.call.number])
                 if isinstance(made, _LayerCall) and made.sequence is not None and recorder.has_seen(made.layer):
-                    play(made.sequence, self._calls_of[made.layer.index], f"{made.layer}, ")
+                    play(made.sequence, self._calls_of[made.layer.index], f"{made.layer}, ")  # noqa: F821 (deleted afterwards)
                 else:
                     call.put(forward, recorder.results[call.call.number])
 
         for name, copied in self._inputs:
             copied.copy_(recorder.given[name])
-        play(self._sequence, self._calls, "")
+        try:
+            play(self._sequence, self._calls, "")
+        finally:
+            del play  # it refers to itself: all that it has seen would live until garbage is collected
         made = [leaf for leaf in operands(self.recipe.output) if isinstance(leaf, Made)]
         compare("the output", [(each, self.tensors[each]) for each in made], recorder.cuts.get(OUTPUT, ()))
         return next((name for name, wrong in zip(names, _told(differ), strict=True) if wrong), "")
@@ -276,6 +279,19 @@ class Program:
                     mine.sequence = self._capture_layer(layer, late=True)
                     mine.layer = layer
         self._trim()
+
+    def close(self) -> None:
+        """Lets go of graphs and tensors, which refer to each other, so that their memory is free at once."""
+        for calls in (self._calls, *self._calls_of.values()):
+            for call in calls:
+                if isinstance(call, _LayerCall):
+                    vars(call.whole).clear()
+                if call is not None:
+                    vars(call).clear()
+            calls.clear()
+        self._sequence.clear()
+        self.layers.clear()
+        self.tensors = {}
 
     def worth_recording(self, away: Container[int]) -> bool:
         """Is there a layer without graphs that could get some, as it is not away any more?"""

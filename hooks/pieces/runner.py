@@ -309,7 +309,10 @@ class PieceRunner:
 
     def _drop(self) -> None:
         """Drops all graphs, which no kernel reads any more."""
+        plans = [*self._plans.values()]
         self._plans.clear()
+        for program in (each.program for plan in plans for each in plan.variants if each.program is not None):
+            program.close()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

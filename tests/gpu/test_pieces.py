@@ -1,4 +1,4 @@
-"""Tokens and logits of a model that decodes by pieces of CUDA graphs are stock's to the bit, and graphs are replayed."""
+"""Tokens and logits of models that decode by pieces of CUDA graphs: stock's to the bit, and graphs are replayed."""
 
 from __future__ import annotations
 
@@ -162,8 +162,12 @@ def test_returned_hidden_states_and_logits_are_nobody_elses(place: Place) -> Non
         return update(outputs, *args, **kwargs)
 
     def spoil(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs.logits.fill_(float("nan"))
+        for logits in last:
+            logits.fill_(float("nan"))
+        last[:] = [outputs.logits]
         return update(outputs, *args, **kwargs)
+
+    last: list[torch.Tensor] = []
 
     expected = answer(model, given)
     with decoding(model):
@@ -179,6 +183,7 @@ def test_returned_hidden_states_and_logits_are_nobody_elses(place: Place) -> Non
         assert not apart(answer(model, given), expected)
         del model._update_model_kwargs_for_generation
         kept.clear()
+        last.clear()
 
 
 @scene(only="cuda", pages=128)
@@ -235,7 +240,7 @@ def test_tokens_are_stocks_after_eviction_and_return(place: Place) -> None:
             assert not apart(found, expected)
             del found
         copied = ballonet.stats().copied
-        assert copied.weights_h2d + copied.kv_h2d > 0, "pages have come back"
+        assert copied.weights_h2d + copied.kv_h2d + copied.weights_d2h + copied.kv_d2h > 0, "no page has moved"
         budget(256)
         gc.collect()
         with by_graphs(managed):
@@ -259,7 +264,9 @@ def test_layer_that_was_away_at_the_capture_is_captured_once_it_is_back(place: P
     with small_layers(), mock.patch.object(plan, "at_interval", chosen), ballonet.manage(model, interval=1) as managed:
         for now in ([layers - 1], [], [0]):
             streamed[:] = now
-            residency_of(managed)._replanned()
+            residency = residency_of(managed)
+            residency._change(chosen(residency.plan.pages, 1))
+            residency._make_resident(residency.arrangement.returned(False))
             for _ in range(3):
                 with by_graphs(managed):
                     assert not apart(answer(model, given), expected), f"{now} away"

@@ -1,4 +1,4 @@
-"""A model, or the state of its thread, changes between two calls or two tokens: the next token is what stock makes of it.
+"""A model, or the state of its thread, changes between two calls or two tokens: the next token is stock's.
 
 Stock is a twin that nothing manages, changed in the same way.
 """

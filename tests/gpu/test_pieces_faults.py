@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import ballonet
+from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.pieces import attention, calls, graph_pool, plans, program, recorder, runner, seams
 
 from .. import models
@@ -49,9 +51,9 @@ def failing(act: Callable[[], object], at: int) -> Iterator[list[int]]:
         yield count
 
 
-def raises(error: BaseException) -> Callable[[], object]:
+def raises(kind: type[BaseException], text: str) -> Callable[[], object]:
     def act() -> None:
-        raise error
+        raise kind(text)
 
     return act
 
@@ -60,8 +62,8 @@ ENDS: dict[str, Callable[[], object]] = {  # in the middle of a capture
     "synchronize": torch.cuda.synchronize,
     "value": lambda: torch.ones(2, device="cuda").sum().item(),
     "pageable copy": lambda: torch.ones(2).to("cuda"),
-    "not implemented": raises(NotImplementedError("no kernel")),
-    "runtime error": raises(RuntimeError("CUDA error: operation failed")),
+    "not implemented": raises(NotImplementedError, "no kernel"),
+    "runtime error": raises(RuntimeError, "CUDA error: operation failed"),
     "empty cache": torch.cuda.empty_cache,
 }
 
@@ -109,9 +111,11 @@ def test_driver_call_that_fails_is_a_step_that_was_computed_eagerly(place: Place
             super().capture_begin(*args, **kwargs)
 
         def capture_end(self) -> None:
-            if when == "capture_end" and left[0] == 1:
-                left[0] = 0
-                torch._C._cuda_synchronize()  # breaks the capture
+            if when == "capture_end":
+                left[0] -= 1
+                if left[0] == 0:
+                    with suppress(RuntimeError):
+                        torch._C._cuda_synchronize()  # breaks the capture
             super().capture_end()
             self._fails("instantiation")
 
@@ -137,11 +141,11 @@ def test_memory_that_runs_out_in_a_capture_is_given_back_and_captured_later(plac
     given = prompt("llama", place)
     expected = answer(model, given)
     with ballonet.manage(model) as managed:
-        with failing(raises(torch.OutOfMemoryError("out of memory")), at):
+        with failing(raises(torch.OutOfMemoryError, "out of memory"), at):
             assert not apart(answer(model, given), expected)
         is_whole(place)
         pieces = managed.report().pieces
-        assert (pieces.way, pieces.why, pieces.pages) == ("fine", "", 0)
+        assert (pieces.way, pieces.why) == ("fine", "")
         with by_graphs(managed):
             for _ in range(2):
                 assert not apart(answer(model, given), expected)
@@ -158,7 +162,7 @@ def test_device_that_is_full_at_a_capture_decodes_eagerly(place: Place) -> None:
     prepare = graph_pool.GraphPool._prepare
 
     def fill(self: Any) -> None:
-        with suppress(torch.OutOfMemoryError):
+        with suppress(torch.OutOfMemoryError, PoolExhausted):
             while True:
                 filler.map(taken[0], 1)
                 taken[0] += 1
@@ -242,7 +246,7 @@ def test_pages_of_graphs_come_back_at_release_and_with_the_model(place: Place) -
 
 
 def live_graphs() -> int:
-    return sum(isinstance(thing, program.Program) for thing in gc.get_objects())
+    return sum(type(thing) is program.Program for thing in gc.get_objects())
 
 
 def graph_segments() -> list[Any]:
@@ -266,12 +270,16 @@ def test_call_goes_on_whatever_is_called_between_two_tokens(place: Place, what: 
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place)
     expected = answer(model, given)
+
+    def act(managed: Any, _: int) -> None:
+        BETWEEN[what](managed)
+
     for at in (1, 2, 3, 7):
         managed = ballonet.manage(model)
         for calls_before in (1, 0):
             if calls_before:
                 answer(model, given)
-            found = answer(model, given, **between(lambda _: BETWEEN[what](managed), at=at))
+            found = answer(model, given, **between(partial(act, managed), at=at))
             assert not apart(found, expected), f"after token {at}"
         if what == "release":
             assert live_graphs() == 0
