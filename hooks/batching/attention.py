@@ -151,8 +151,9 @@ def attend_alone(
     values of each, [1, heads, tokens, dim]. Returns [1, rows, heads, dim]."""
     results = []
     for own, (key, value) in zip(query[0].transpose(0, 1).split(rows), states, strict=True):
-        mask = keys.mask(len(own), key.shape[2], query.device)
-        results.append(attend_one(own, key, value, mask, scale, dropout))
+        if len(own):  # else it is only there to be forked
+            mask = keys.mask(len(own), key.shape[2], query.device)
+            results.append(attend_one(own, key, value, mask, scale, dropout))
     return torch.cat(results).unsqueeze(0)
 
 

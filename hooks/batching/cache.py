@@ -39,6 +39,7 @@ class ElasticPagedCache(PagedAttentionCache):
     pool: SectorPool
     kept: ListedBlocks | None = None  # where beginnings of prompts are shared
     _renewed = False  # was the model looked at since the last batch?
+    _indices: list[list[int]] | None = None  # of rows that the batch writes
 
     def __init__(
         self,
@@ -234,8 +235,8 @@ class ElasticPagedCache(PagedAttentionCache):
     ) -> None:
         """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (host_writes.py)."""
         rows = [len(each) for each in write_index]
-        if not any(rows):
-            self.new_blocks = {}  # a batch begins
+        if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
+            self._indices, self.new_blocks = write_index, {}
             if self.by_request is not None:
                 self.by_request.begin(reads=read_index is not None)
         reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
