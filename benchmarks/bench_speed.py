@@ -201,7 +201,7 @@ class Decoding:
         said = {name: self._found[name].ask("stream", held=self._held) for name in ("no pieces", "pieces")}
         ms = {name: Figure.of([answer["ms"]]) for name, answer in said.items()}
         bound = said["pieces"]["bytes"] / link.median * 1e3
-        what, over = "every second layer streams: ms per token", f"pieces / {bound:.1f} ms of the link"
+        what, over = "every second layer streams: ms per token", f"pieces / {bound:.3g} ms of the link"
         self._rows.add(what, ms, over, Figure.of([ms["pieces"].median / bound]).at_most(OF_LINK))
 
     def graphs(self) -> None:

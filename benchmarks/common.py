@@ -170,6 +170,8 @@ def report(chosen: Options, name: str, title: str, rows: list[Row]) -> None:
 def keep(chosen: Options, name: str, title: str, rows: list[Row]) -> tuple[list[str], list[list[Any]]]:
     """Writes the table as JSON, with the spread of each figure and the limits; returns its columns and lines. A
     benchmark that may be cut off calls it after each row."""
+    if not rows:
+        raise SystemExit("there is nothing to report")
     cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
     columns, lines = [column for column, _ in cells[0]], [[value for _, value in row] for row in cells]
     plain = [[asdict(value) if isinstance(value, Figure) else value for value in line] for line in lines]

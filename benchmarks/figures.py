@@ -20,12 +20,12 @@ from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results"
 CLAIMS = (  # of the README, in its order: the first machine's table of each, the others' in docs/measuring.md
-    *("oom", "context", "prefix", "streaming", "decode", "prefill"),
+    *("oom", "context", "prefix", "streaming", "speed", "calls", "decode", "prefill"),
     *("kv-growth", "serve", "serve-plain", "peak", "shrink"),
 )
 OTHERS = (
     *("slo", "knee", "driver-time", "recover", "fragmentation", "page-size", "kv-stream", "lending", "tenants"),
-    *("hit-rate", "cold-load", "reactivate", "allocate", "exchange", "traces", "calls", "plan", "replicas", "links"),
+    *("hit-rate", "cold-load", "reactivate", "allocate", "exchange", "traces", "plan", "replicas", "links"),
 )
 OMITTED = {  # columns that only the stored results have
     "context": ("what gave pages",),
@@ -53,10 +53,12 @@ def main() -> None:
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """What was kept, machines with a GPU first."""
+    """What was kept, machines with a GPU first, then the simulated one."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     results = [each for each in found if "figures" in each]  # a preflight has none
-    return sorted(results, key=lambda result: "gpu" not in result["machine"])
+    gpus = [result["machine"].get("gpu", "") for result in results]
+    order = sorted(range(len(results)), key=lambda place: (not gpus[place], "simulated" in gpus[place]))
+    return [results[place] for place in order]
 
 
 def sections(results: list[dict[str, Any]]) -> Iterator[tuple[Path, str, str]]:

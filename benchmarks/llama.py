@@ -32,6 +32,8 @@ SMALL = sized(576, 1536, 30, 9, 3, 49152, 32768)  # that of SmolLM2-135M
 TINY = sized(64, 96, 2, 4, 2, 199, 1024)
 LARGER = sized(256, 1024, 6, 4, 2, 199, 32768)  # the smallest whose layers can stream: a matrix of each is 1 MiB
 
+LARGER_HALF = sized(256, 2048, 6, 4, 2, 199, 32768)  # the same in bfloat16
+
 
 def shape(chosen: Options) -> LlamaConfig:
     """What is measured here: the largest that the kind of device can do in minutes."""
@@ -40,7 +42,7 @@ def shape(chosen: Options) -> LlamaConfig:
 
 def streamable(chosen: Options) -> LlamaConfig:
     """The same with layers that can stream."""
-    return LARGER if chosen.tiny else shape(chosen)
+    return shape(chosen) if not chosen.tiny else LARGER_HALF if chosen.cuda else LARGER
 
 
 def few(chosen: Options, layers: int) -> LlamaConfig:

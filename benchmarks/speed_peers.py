@@ -15,6 +15,7 @@ from decoding import decoded
 from generating import Clock, answer, timed, words
 from llama import build, filled, streamable
 from peer import Functions, seconds, synchronize
+from streamed import page_size
 from torch.backends import cuda
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -43,7 +44,7 @@ class SpeedPeer:
         self.device = chosen.device
         self.is_managed = name in ("no pieces", "pieces")
         if self.is_managed:
-            ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=65536 if chosen.tiny else None)
+            ballonet.install("60GiB" if chosen.kind == "cuda" else "4GiB", page_size=page_size(chosen))
         self.model: PreTrainedModel = build(streamable(chosen), self.device)
         self.managed = ballonet.manage(self.model, pieces=self._pieces) if self.is_managed else None
 

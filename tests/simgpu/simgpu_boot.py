@@ -32,11 +32,15 @@ class Follow(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # some only ask where torch is
         if spec is not None and spec.loader is not None:
             execute: Any = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                sys.meta_path.remove(self)
                 execute(module)
                 module.ops.load_library(str(HERE / f"torch-{module.__version__}" / EXTENSION))
 
