@@ -42,10 +42,11 @@ class PiecesCall:
         )
 
     def ended(self, result: Any) -> None:
-        self.runner.calls.pop(id(self), None)
+        self.broken_off()
 
     def broken_off(self) -> None:
         self.runner.calls.pop(id(self), None)
+        self.model = None  # as a plan remembers its last call, and would keep the model alive
 
     @property
     def left(self) -> int:
