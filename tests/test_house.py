@@ -517,7 +517,11 @@ PROCESS = {
         "models": "the registry of managed models, where what users call looks",
         "lock": "of the above",
     },
-    "hooks/pieces/calls.py": {"_runners": "`forward` of a class is wrapped once"},
+    "hooks/pieces/calls.py": {
+        "_runners": "`forward` of a class is wrapped once",
+        "_loops": "a loop is known by its cache",
+    },
+    "hooks/pieces/cudnn.py": {"_users": "torch's switch of cuDNN's attention is the process's"},
     "hooks/pieces/recipe.py": {
         "writes": "an operator of torch has one schema",
         "THE_CACHE": "a name in recipes",

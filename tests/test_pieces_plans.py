@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from ballonet.hooks.pieces.plans import CHANGES, PROOFS, VARIANTS, Act, Plan, Variant
+from ballonet.hooks.pieces.plans import CHANGES, PROOFS, VARIANTS, Act, KeyPlan, Variant
 
 LONG = 100  # forwards that a call is likely to make
 
@@ -16,7 +16,7 @@ def difference(first: str, second: str) -> str:
     return "" if first == second else f"{first} is not {second}"
 
 
-def noted(plan: Plan, call: object, recipe: str = "a") -> tuple[Variant, str]:
+def noted(plan: KeyPlan, call: object, recipe: str = "a") -> tuple[Variant, str]:
     """Records a forward as the runner does: what is seen for the second time gets a program, and is proved."""
     assert plan.next(call, LONG, True) is Act.RECORD
     variant, why = plan.recorded(call, recipe, difference)
@@ -31,15 +31,15 @@ def text(letter: str) -> str:
     return "".join([letter, "!"])
 
 
-def replaying(call: object) -> Plan:
-    plan = Plan()
+def replaying(call: object) -> KeyPlan:
+    plan = KeyPlan()
     for _ in range(1 + PROOFS):
         noted(plan, call, text("a"))
     return plan
 
 
 def test_forwards_of_a_key_are_recorded_captured_proved_and_then_replayed() -> None:
-    plan, call = Plan(), object()
+    plan, call = KeyPlan(), object()
     acts = []
     for _ in range(5):
         acts.append(plan.next(call, LONG, True))
@@ -51,7 +51,7 @@ def test_forwards_of_a_key_are_recorded_captured_proved_and_then_replayed() -> N
 
 
 def test_a_variant_without_its_second_proof_is_not_replayed() -> None:
-    plan, call = Plan(), object()
+    plan, call = KeyPlan(), object()
     noted(plan, call, text("a"))
     noted(plan, call, text("a"))
     assert plan.variants[0].proofs == 1 < PROOFS
@@ -59,7 +59,7 @@ def test_a_variant_without_its_second_proof_is_not_replayed() -> None:
 
 
 def test_comparisons_at_one_length_are_one_proof() -> None:
-    plan, call = Plan(), object()
+    plan, call = KeyPlan(), object()
     noted(plan, call, text("a"))
     variant, _ = plan.recorded(call, text("a"), difference)
     variant.program = object()
@@ -71,7 +71,7 @@ def test_comparisons_at_one_length_are_one_proof() -> None:
 
 
 def test_a_captured_variant_that_was_never_compared_is_not_replayed() -> None:
-    plan, call = Plan(), object()
+    plan, call = KeyPlan(), object()
     for _ in range(2):
         plan.recorded(call, "a", difference)
     plan.variants[0].program = object()
@@ -92,11 +92,11 @@ def test_first_forward_of_each_later_call_is_recorded() -> None:
 def test_calls_of_fewer_than_four_tokens_record_nothing() -> None:
     for tokens in range(1, 6):
         forwards_left = tokens  # those of the prompt's is behind it: one token comes of each
-        assert (Plan().next(object(), forwards_left, True) is Act.RECORD) == (tokens > PROOFS + 1)
+        assert (KeyPlan().next(object(), forwards_left, True) is Act.RECORD) == (tokens > PROOFS + 1)
 
 
 def test_call_that_ends_before_a_replay_is_eager_though_it_has_begun() -> None:
-    plan, call = Plan(), object()
+    plan, call = KeyPlan(), object()
     noted(plan, call, text("a"))
     assert plan.next(call, PROOFS, True) is Act.EAGER
     assert plan.next(call, PROOFS + 1, True) is Act.RECORD
@@ -110,14 +110,14 @@ def test_known_variant_is_recorded_only_where_a_replay_can_follow() -> None:
 
 def test_shortage_keeps_new_variants_eager_and_old_ones_replaying() -> None:
     call = object()
-    assert Plan().next(call, LONG, False) is Act.EAGER
+    assert KeyPlan().next(call, LONG, False) is Act.EAGER
     plan = replaying(call)
     assert plan.next(call, LONG, False) is Act.REPLAY
     assert plan.next(object(), LONG, False) is Act.RECORD, "a comparison captures nothing"
 
 
 def test_variant_that_comes_back_keeps_its_program() -> None:
-    plan, programs = Plan(), []
+    plan, programs = KeyPlan(), []
     for letter in "aabbab":
         for _ in range(3):
             call = object()
@@ -141,20 +141,20 @@ def test_changed_forward_is_another_variant_that_is_recorded_again() -> None:
 
 
 def test_forward_that_changes_at_every_length_says_why_within_one_call() -> None:
-    plan, call = Plan(), object()
+    plan, call = KeyPlan(), object()
     said = [plan.recorded(call, f"length {length}", difference)[1] for length in range(CHANGES + 1)]
     assert said == [""] * CHANGES + [f"length {CHANGES - 1} is not length {CHANGES}"]
     assert len(plan.variants) == 1, "recordings that were seen once are not kept"
 
 
 def test_changes_of_other_calls_do_not_count() -> None:
-    plan = Plan()
+    plan = KeyPlan()
     for number in range(3 * CHANGES):
         assert not plan.recorded(object(), f"recipe {number}", difference)[1]
 
 
 def test_variants_that_were_not_computed_for_longest_are_forgotten() -> None:
-    plan = Plan()
+    plan = KeyPlan()
     for number in range(2 * VARIANTS):
         for _ in range(2):
             noted(plan, object(), f"recipe {number}")

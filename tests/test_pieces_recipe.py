@@ -13,27 +13,27 @@ from torch import nn
 from transformers import DynamicCache
 
 from ballonet.hooks.pieces import runner
-from ballonet.hooks.pieces.attention import Listener
+from ballonet.hooks.pieces.attention import TorchListener
 from ballonet.hooks.pieces.recipe import (
     OUTSIDE,
     THE_CACHE,
-    Call,
+    EagerCall,
     Fresh,
     Given,
-    Layer,
+    LayerStep,
     Made,
     Number,
     Op,
     OutputFields,
     Recipe,
-    Weight,
+    WeightOperand,
     difference,
     eager_calls,
     operands,
     rebuild,
     same,
 )
-from ballonet.hooks.pieces.recorder import RecordedLayers, Recorder
+from ballonet.hooks.pieces.recorder import ForwardRecorder, RecordedLayers
 from ballonet.hooks.pieces.seams import recording
 from ballonet.hooks.weights.layers import decoder_layers
 
@@ -47,7 +47,7 @@ class Noted(NamedTuple):
     """A forward that was recorded."""
 
     recipe: Recipe | None
-    recorder: Recorder
+    recorder: ForwardRecorder
     output: Any
 
 
@@ -66,7 +66,7 @@ def record(
         "cache": cache,
         "use_cache": True,
     } | more
-    recorder = Recorder(runner._weights(model), CPU, given, cache, runner.GROWS)
+    recorder = ForwardRecorder(runner._weights(model), CPU, given, cache, runner.GROWS)
     hooks = RecordedLayers(recorder, decoder_layers(model), (), lambda layer: layer in away)
     with recording(recorder, model, hooks, fine):
         output = model(**given)
@@ -89,7 +89,7 @@ def ops_of(steps: Any) -> list[Op]:
     for step in steps:
         if isinstance(step, Op):
             found.append(step)
-        elif isinstance(step, Layer):
+        elif isinstance(step, LayerStep):
             found += ops_of(step.body or ())
     return found
 
@@ -144,19 +144,19 @@ def test_replaced_weight_is_named(llama: Any) -> None:
 
 def test_weight_of_another_shape_over_the_same_memory_is_another_one(llama: Any) -> None:
     weight = llama.model.layers[0].mlp.up_proj.weight
-    before = Weight(weight)
+    before = WeightOperand(weight)
     weight.data = weight.data.view(-1)
-    assert before != Weight(weight)
+    assert before != WeightOperand(weight)
 
 
 def test_weight_that_moved_is_not_read_from_where_it_was(llama: Any) -> None:
     weight = llama.lm_head.weight
-    reference = Weight(weight)
+    reference = WeightOperand(weight)
     assert reference.tensor() is weight
     weight.data = weight.data.clone()
     with pytest.raises(LookupError, match="replaced"):
         reference.tensor()
-    gone = Weight(nn.Parameter(torch.ones(3)))
+    gone = WeightOperand(nn.Parameter(torch.ones(3)))
     with pytest.raises(LookupError, match="replaced"):
         gone.tensor()
 
@@ -231,7 +231,7 @@ class Toy(nn.Module):
 def noted_work(work: Work) -> Noted:
     toy, given = Toy(), {"input": torch.arange(4.0)}
     inputs = given | {"attention_mask": toy.mask, "cache": toy.cache}
-    recorder = Recorder(runner._weights(toy), CPU, inputs, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner._weights(toy), CPU, inputs, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         output = work(toy, given["input"])
     return Noted(recorder.recipe(output), recorder, output)
@@ -310,9 +310,9 @@ def test_operator_between_update_and_attention_is_refused() -> None:
         recorder.call("update", lambda cache: (x, x), (toy.cache,), {})
         return x + 1
 
-    toy_recorder = list[Recorder]()
+    toy_recorder = list[ForwardRecorder]()
     toy = Toy()
-    recorder = Recorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     toy_recorder.append(recorder)
     with torch.no_grad(), recorder:
         output = work(toy, recorder.given["input"])
@@ -322,7 +322,7 @@ def test_operator_between_update_and_attention_is_refused() -> None:
 
 def test_update_without_attention_is_refused() -> None:
     toy = Toy()
-    recorder = Recorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         output = recorder.given["input"] + 1
         recorder.call("update", lambda cache: None, (toy.cache,), {})
@@ -332,7 +332,7 @@ def test_update_without_attention_is_refused() -> None:
 
 def test_eager_call_with_another_cache_is_refused() -> None:
     toy = Toy()
-    recorder = Recorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         recorder.call("update", lambda cache: None, (DynamicCache(),), {})
     assert "another cache" in recorder.refusal
@@ -340,7 +340,7 @@ def test_eager_call_with_another_cache_is_refused() -> None:
 
 def test_eager_call_with_an_object_of_unknown_state_is_refused() -> None:
     toy = Toy()
-    recorder = Recorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         recorder.call("attention", lambda thing: None, (object(),), {})
     assert "is given a object" in recorder.refusal
@@ -432,13 +432,13 @@ DIFFERENT: dict[str, tuple[Recipe, Recipe, str]] = {
         "aten.add.Tensor comes in the place of aten.mul.Tensor",
     ),
     "calls": (
-        recipe(Call((OUTSIDE, 1), "mask", min, (A,), {})),
-        recipe(Call((OUTSIDE, 1), "mask", max, (A,), {})),
+        recipe(EagerCall((OUTSIDE, 1), "mask", min, (A,), {})),
+        recipe(EagerCall((OUTSIDE, 1), "mask", max, (A,), {})),
         "mask 1 is another function",
     ),
     "layers": (
-        recipe(Layer(0, Call((OUTSIDE, 1), "module", min, (), {}), [])),
-        recipe(Layer(1, Call((OUTSIDE, 1), "module", min, (), {}), [])),
+        recipe(LayerStep(0, EagerCall((OUTSIDE, 1), "module", min, (), {}), [])),
+        recipe(LayerStep(1, EagerCall((OUTSIDE, 1), "module", min, (), {}), [])),
         "layer 0 comes in the place of layer 1",
     ),
 }
@@ -455,7 +455,7 @@ def test_methods_of_another_object_are_another_function() -> None:
     one, other = Toy(), Toy()
 
     def called(function: Any) -> Recipe:
-        return recipe(Call((OUTSIDE, 1), "attention", function, (), {}))
+        return recipe(EagerCall((OUTSIDE, 1), "attention", function, (), {}))
 
     assert not difference(called(one.forward), called(one.forward))
     assert difference(called(one.forward), called(other.forward))
@@ -465,7 +465,7 @@ def test_methods_of_another_object_are_another_function() -> None:
 
 
 def listened(function: Callable[[], Any], known: dict[int, Any]) -> Any:
-    listener = Listener(lambda tensor: known.get(id(tensor)))
+    listener = TorchListener(lambda tensor: known.get(id(tensor)))
     with listener:
         result = function()
     return listener.returned(result)

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .recipe import Call, Fresh, Given, Made, operands, rebuild
+from .recipe import EagerCall, Fresh, Given, Made, operands, rebuild
 
 _ATTENTION: Final = "transformers.integrations.sdpa_attention"  # the module of the function
 _MASK: Final = "create_causal_mask"
@@ -37,7 +37,7 @@ class TorchCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Listener(TorchFunctionMode):
+class TorchListener(TorchFunctionMode):
     """Notes the calls of torch within a `with` block. `calls`: None where they cannot be made by themselves."""
 
     def __init__(self, operand: Callable[[torch.Tensor], Any]) -> None:
@@ -126,7 +126,7 @@ def as_one_function(
     return made
 
 
-def makes_no_mask(call: Call) -> bool:
+def makes_no_mask(call: EagerCall) -> bool:
     """Does this call of a mask function, which has returned None, do so at any length?"""
     if call.kind != "mask" or call.results is not None or getattr(call.function, "__name__", "") != _MASK:
         return False

@@ -49,14 +49,12 @@ class GraphPool:
         current = self._current()
 
         def begin() -> None:
-            self._came.record(current)
-            self.stream.wait_event(self._came)
-            torch.cuda.set_stream(self.stream)
+            _order(current, self._came, self.stream)
+            _enter(self.stream)
 
         def end(failed: bool) -> None:
-            torch.cuda.set_stream(current)
-            self._went.record(self.stream)
-            current.wait_event(self._went)
+            _enter(current)
+            _order(self.stream, self._went, current)
 
         return guarded(begin, end)
 
@@ -174,3 +172,22 @@ def _no_collection() -> Guarded[None]:
             gc.enable()
 
     return guarded(begin, end)
+
+
+# What torch's functions of these names do, for each token, without the three functions that they take to it.
+
+
+def _order(before: Any, event: Any, after: Any) -> None:
+    """Has a stream wait for what another one has been given so far."""
+    _EVENT.record(event, before)
+    _EVENT.wait(event, after)
+
+
+def _enter(stream: Any) -> None:
+    """Makes a stream this thread's current one."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
+_EVENT: Final = torch._C._CudaEventBase

@@ -17,7 +17,7 @@ import torch
 from ..compat import cache_name, prepared_caches, without_values
 from ..weights.layers import decoder_layers
 from .recipe import Recipe, difference
-from .recorder import RecordedLayers, Recorder
+from .recorder import ForwardRecorder, RecordedLayers
 from .runner import GROWS, deciding_by_length, modules_with_cache, weights_by_address
 from .seams import recording
 
@@ -62,7 +62,7 @@ def _refusal(model_class: type, config: Any, fine: bool) -> str:
         recipes: list[Recipe] = []
         for length in (_PROMPT + 1, _PROMPT + 2):
             step = given(1, length)
-            recorder = Recorder(weights_by_address(model), torch.device("meta"), step, cache, GROWS)
+            recorder = ForwardRecorder(weights_by_address(model), torch.device("meta"), step, cache, GROWS)
             layers = RecordedLayers(recorder, decoder_layers(model), whole, lambda layer: False)
             with recording(recorder, model, layers, fine):
                 output = model(**step)

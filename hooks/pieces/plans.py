@@ -44,7 +44,7 @@ class Variant:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class KeyPlan:
     """The forwards of one key: the variants, that of the last recorded forward first."""
 
     variants: list[Variant] = field(default_factory=list)

@@ -21,25 +21,25 @@ from .graph_pool import GraphPool
 from .recipe import (
     OUTSIDE,
     THE_CACHE,
-    Call,
+    EagerCall,
     Facts,
     Fresh,
     Given,
-    Layer,
+    LayerStep,
     Made,
     Number,
     Op,
     OutputFields,
     Recipe,
     Step,
-    Weight,
+    WeightOperand,
     eager_calls,
     operands,
     read_by,
     rebuild,
     same,
 )
-from .recorder import OUTPUT, Recorder
+from .recorder import OUTPUT, ForwardRecorder
 
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INITIAL: Final = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))  # fill nothing
@@ -71,7 +71,7 @@ Acts = list[tuple[Replay | None, Act | None]]  # (replays a graph, makes an eage
 class _EagerCall:
     """An eager call of a program. `act(forward)` makes it; `put(forward, result)` takes what another one returned."""
 
-    def __init__(self, program: Program, call: Call) -> None:
+    def __init__(self, program: Program, call: EagerCall) -> None:
         self.call = call
         self.cuts = [(made, program.tensors[made]) for made in read_by(call)]
         self._targets: dict[Any, torch.Tensor] = {made: program.tensors[made] for made in call.facts}
@@ -159,7 +159,7 @@ def _maker(tree: Any) -> Callable[[Forward], Any]:
 class _LayerCall:
     """A decoder layer of a program: by graphs where it has them and is not away, else as one eager call."""
 
-    def __init__(self, program: Program, layer: Layer, sequence: Acts | None) -> None:
+    def __init__(self, program: Program, layer: LayerStep, sequence: Acts | None) -> None:
         self.layer = layer
         self.whole = _EagerCall(program, layer.call)
         self.sequence = sequence
@@ -180,7 +180,7 @@ class _LayerCall:
 class Program:
     """A forward as graphs and eager calls, made of its recipe right after it was recorded."""
 
-    def __init__(self, recipe: Recipe, recorder: Recorder, pool: GraphPool) -> None:
+    def __init__(self, recipe: Recipe, recorder: ForwardRecorder, pool: GraphPool) -> None:
         """Captures on the current stream, which is the pool's. Raises what a capture raises; nothing is left then."""
         self.recipe = recipe
         self.pool = pool
@@ -225,7 +225,7 @@ class Program:
             return found.kind(**{name: rebuild(value, leaf) for name, value in found.fields.items()})
         return rebuild(found, leaf)
 
-    def disagrees(self, recorder: Recorder, recipe: Recipe) -> str:
+    def disagrees(self, recorder: ForwardRecorder, recipe: Recipe) -> str:
         """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then,
         and returns where a bit differs; empty where none does. Touches no cache. Waits for the device."""
         names: list[str] = []
@@ -310,7 +310,7 @@ class Program:
     def _bound(self, value: Any) -> Any:
         if isinstance(value, Made):
             return self.tensors[value]
-        if isinstance(value, Weight):
+        if isinstance(value, WeightOperand):
             return value.tensor()
         return value.tensor if isinstance(value, Number) else value
 
@@ -328,7 +328,7 @@ class Program:
             replay = self._capture(ops)
             ops = []
             made: _EagerCall | _LayerCall
-            if isinstance(step, Layer):
+            if isinstance(step, LayerStep):
                 body = None if step.body is None else self._capture_layer(step)
                 self._own_results(step.call)
                 made = _LayerCall(self, step, body)
@@ -343,7 +343,7 @@ class Program:
             sequence.append((self._capture(ops), None))
         return sequence
 
-    def _capture_layer(self, layer: Layer, late: bool = False) -> Acts:
+    def _capture_layer(self, layer: LayerStep, late: bool = False) -> Acts:
         """Captures the body of a layer. Its results are tensors of its body, or `late` are copied to those that others
         read already."""
         calls: list[_EagerCall | _LayerCall | None] = []
@@ -358,7 +358,7 @@ class Program:
         self._calls_of[layer.index] = calls
         return sequence
 
-    def _own_results(self, call: Call) -> None:
+    def _own_results(self, call: EagerCall) -> None:
         for made, facts in call.facts.items():
             if made not in self.tensors:
                 self.tensors[made] = _like(facts, self.pool.device)
@@ -389,7 +389,7 @@ class Program:
                 raise RuntimeError(f"{op} made {Facts.of(tensor)} in a graph, and {facts} outside")
             self.tensors[made] = tensor
 
-    def _reads_known(self, layer: Layer) -> bool:
+    def _reads_known(self, layer: LayerStep) -> bool:
         """Does its body read only tensors that the program has?"""
         read = {made for step in layer.body or () for made in read_by(step) if made.block == OUTSIDE}
         return read <= self.tensors.keys()
@@ -455,8 +455,8 @@ def _crossing(recipe: Recipe) -> set[Made]:
                 continue
             graph += 1
             crossing.update(read_by(step))
-            call = step.call if isinstance(step, Layer) else step
-            if isinstance(step, Layer) and step.body is not None:
+            call = step.call if isinstance(step, LayerStep) else step
+            if isinstance(step, LayerStep) and step.body is not None:
                 walk(step.body)
                 graph += 1
                 crossing.update(step.made.values())

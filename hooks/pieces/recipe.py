@@ -6,7 +6,7 @@ Note [Operands]
         Made       a tensor that an earlier step of this forward has made, or an input that is copied in
         Fresh      what an eager call has returned in this forward: keys and values, a mask
         Given      a keyword argument of this forward as it is (the attention mask, which grows)
-        Weight     a parameter or buffer of the model
+        WeightOperand     a parameter or buffer of the model
         Number     a scalar on the CPU, which a kernel gets by value
         THE_CACHE  the cache of this forward
 
@@ -51,7 +51,7 @@ class _TheCache:
 THE_CACHE: Final = _TheCache()
 
 
-class Weight:
+class WeightOperand:
     """A parameter or buffer, referred to weakly: kept alive by a recipe, it would hide that it was replaced."""
 
     __slots__ = ("facts", "reference")
@@ -68,7 +68,7 @@ class Weight:
         return found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Weight) and self.facts == other.facts
+        return isinstance(other, WeightOperand) and self.facts == other.facts
 
     def __hash__(self) -> int:
         return hash(self.facts)
@@ -134,7 +134,7 @@ class Op:
 
 
 @dataclass(slots=True)
-class Call:
+class EagerCall:
     """An eager call: cache update, mask, attention, or a module that is never captured.
 
     `results`: tree of what it returns: `Fresh` leaves are read by other eager calls as they are, `Made` leaves are
@@ -155,13 +155,13 @@ class Call:
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerStep:
     """A decoder layer: its call, and the steps that it consists of; None where they were not seen, as it was away.
     `made`: what the call returns -> the tensor of its body that it is. `why_not_alone`: why it cannot be called by
     itself, empty where it can."""
 
     index: int
-    call: Call
+    call: EagerCall
     body: list[Step] | None
     made: dict[Made, Made] = field(default_factory=dict)
     why_not_alone: str = ""
@@ -170,7 +170,7 @@ class Layer:
         return f"layer {self.index}"
 
 
-Step = Op | Call | Layer
+Step = Op | EagerCall | LayerStep
 
 
 class OutputFields:
@@ -190,16 +190,16 @@ class Recipe:
     steps: list[Step]
     output: Any
 
-    def layers(self) -> Iterator[Layer]:
-        return (step for step in self.steps if isinstance(step, Layer))
+    def layers(self) -> Iterator[LayerStep]:
+        return (step for step in self.steps if isinstance(step, LayerStep))
 
 
-def eager_calls(steps: Sequence[Step]) -> Iterator[Call]:
+def eager_calls(steps: Sequence[Step]) -> Iterator[EagerCall]:
     """Yields the eager calls of the steps, a layer's own before those of its body."""
     for step in steps:
-        if isinstance(step, Call):
+        if isinstance(step, EagerCall):
             yield step
-        elif isinstance(step, Layer):
+        elif isinstance(step, LayerStep):
             yield step.call
             yield from eager_calls(step.body or ())
 
@@ -236,7 +236,7 @@ def rebuild(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 def read_by(step: Step) -> Iterator[Made]:
     """Yields the tensors that a step reads; a layer's body is not looked at."""
-    if isinstance(step, Layer):
+    if isinstance(step, LayerStep):
         step = step.call
     yield from (leaf for leaf in operands((step.args, step.kwargs)) if isinstance(leaf, Made))
 
@@ -257,12 +257,12 @@ def _read_steps(steps: Sequence[Step], read: set[Made]) -> list[Step]:
             if read.isdisjoint(step.results) and not writes(step.function):
                 continue
         else:
-            call = step.call if isinstance(step, Layer) else step
+            call = step.call if isinstance(step, LayerStep) else step
             call.results = rebuild(
                 call.results, lambda leaf: UNREAD if type(leaf) is Made and leaf not in read else leaf
             )
             call.facts = {made: facts for made, facts in call.facts.items() if made in read}
-            if isinstance(step, Layer):
+            if isinstance(step, LayerStep):
                 step.made = {made: inner for made, inner in step.made.items() if made in read}
                 if step.body is not None:
                     read.update(step.made.values())
@@ -301,7 +301,7 @@ def _steps_differ(first: Sequence[Step], second: Sequence[Step]) -> str:
 
 
 def _differs(one: Step, other: Step) -> str:
-    if isinstance(one, Layer) and isinstance(other, Layer):
+    if isinstance(one, LayerStep) and isinstance(other, LayerStep):
         if one.index != other.index:
             return f"{one} comes in the place of {other}"
         if found := _differs(one.call, other.call):
@@ -317,7 +317,7 @@ def _differs(one: Step, other: Step) -> str:
         if one.results != other.results or one.facts != other.facts:
             return f"{one} makes tensors of other shapes"
         return ""
-    if isinstance(one, Call) and isinstance(other, Call):
+    if isinstance(one, EagerCall) and isinstance(other, EagerCall):
         if one.kind != other.kind or not _same_function(one.function, other.function):
             return f"{one} is another function"
         if not same((one.args, one.kwargs), (other.args, other.kwargs)):
@@ -335,7 +335,7 @@ def _same_function(one: Any, other: Any) -> bool:
     )
 
 
-def _first_other(one: Op | Call, other: Op | Call) -> str:
+def _first_other(one: Op | EagerCall, other: Op | EagerCall) -> str:
     for a, b in zip(operands((one.args, one.kwargs)), operands((other.args, other.kwargs)), strict=False):
         if not same(a, b):
             return f"{_short(a)} and {_short(b)}"
@@ -355,7 +355,7 @@ def same(one: Any, other: Any) -> bool:
         return False
     if type(one) is not type(other):
         return False
-    if isinstance(one, (Made, Fresh, Given, Weight, Number)):
+    if isinstance(one, (Made, Fresh, Given, WeightOperand, Number)):
         return bool(one == other)
     if isinstance(one, OutputFields):
         return one.kind is other.kind and same(one.fields, other.fields)

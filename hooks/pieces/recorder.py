@@ -33,23 +33,23 @@ from transformers import PreTrainedConfig
 
 from ..compat import Cache, TorchDispatchMode
 from ..forward.hook_base import remove_all
-from .attention import Listener
+from .attention import TorchListener
 from .batch import BatchStep
 from .recipe import (
     OUTSIDE,
     THE_CACHE,
-    Call,
+    EagerCall,
     Facts,
     Fresh,
     Given,
-    Layer,
+    LayerStep,
     Made,
     Number,
     Op,
     OutputFields,
     Recipe,
     Step,
-    Weight,
+    WeightOperand,
     operands,
     rebuild,
     without_unread,
@@ -90,7 +90,7 @@ class Refused(Exception):
     """Why a forward cannot be recorded as it was tried."""
 
 
-class Recorder(TorchDispatchMode):
+class ForwardRecorder(TorchDispatchMode):
     """Records the forward within `recording()`. `refusal`: why there is no recipe, empty where there is one."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._blocks = [_Block(OUTSIDE)]
         self._count = 0  # decoder layers so far
-        self._layers: list[Layer] = []
+        self._layers: list[LayerStep] = []
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Made | Fresh | Given]] = {}
         self._paused = 0
         self._awaits = ""  # what must come before the next operator
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         """Refused where an operator writes to what this forward has not made, or to a view of that."""
         address = value.untyped_storage().data_ptr()
         if address and address in self._weights:
-            raise Refused(f"{function} writes to {Weight(self._weights[address][0])!r}")
+            raise Refused(f"{function} writes to {WeightOperand(self._weights[address][0])!r}")
         if address and address in self._given_storages:
             raise Refused(f"{function} writes to an argument of the forward")
 
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
             f"{function} reads a tensor of {list(value.shape)} that is not the model's"
         )
 
-    def _weight(self, value: torch.Tensor) -> Weight | None:
+    def _weight(self, value: torch.Tensor) -> WeightOperand | None:
         try:
             address = value.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
         if not any(value is weight for weight in self._weights.get(address, ())):
             return None
         self.constants[id(value)] = value
-        return Weight(value)
+        return WeightOperand(value)
 
     # -- tensors
 
@@ -259,20 +259,20 @@ class Recorder(TorchDispatchMode):
 
     def call(self, kind: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Makes an eager call and notes it: returns what `function(*args, **kwargs)` does."""
-        noted: Call | None = None
+        noted: EagerCall | None = None
         try:
             noted = self.began(kind, function, args, kwargs)
         except Refused as why:
             self.refuse(str(why))
-        listener = Listener(lambda tensor: self.found(tensor) or self._weight(tensor))
-        with self._pause(), listener if Listener.understands(function) else nullcontext():
+        listener = TorchListener(lambda tensor: self.found(tensor) or self._weight(tensor))
+        with self._pause(), listener if TorchListener.understands(function) else nullcontext():
             result = function(*args, **kwargs)
         if noted is not None:
             noted.calls = listener.returned(result)
             self.returned(noted, result)
         return result
 
-    def began(self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def began(self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EagerCall:
         """Notes an eager call that begins. Refused."""
         self._check(kind)
         passed = {name: Given(name) for name, value in kwargs.items() if self._passes(name, value)}
@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
         read[1].update(passed)
         block = self._blocks[-1]
         block.calls += 1
-        call = Call((block.place, block.calls), kind, function, *read)
+        call = EagerCall((block.place, block.calls), kind, function, *read)
         with self._pause():
             self.cuts[call.number] = [
                 (made, value.clone())
@@ -319,7 +319,7 @@ class Recorder(TorchDispatchMode):
             raise Refused(f"{kind} reads a tensor of {list(value.shape)} that nothing recorded has made")
         return known
 
-    def returned(self, noted: Call, result: Any, layer: Layer | None = None) -> None:
+    def returned(self, noted: EagerCall, result: Any, layer: LayerStep | None = None) -> None:
         """Notes what an eager call has returned. `layer`: the one whose call it is."""
         fresh = noted.kind in ("update", "mask")
         count = 0
@@ -364,7 +364,7 @@ class Recorder(TorchDispatchMode):
                 self.refuse(f"layer {index} is away: {why}")
                 return
             call, why_not = self.began("module", module, (), {}), str(why)
-        layer = Layer(index, call, None if away else [], why_not_alone=why_not)
+        layer = LayerStep(index, call, None if away else [], why_not_alone=why_not)
         self._layers.append(layer)
         if layer.body is None:
             self._paused += 1
@@ -385,10 +385,10 @@ class Recorder(TorchDispatchMode):
 
     # -- the whole
 
-    def has_seen(self, layer: Layer) -> bool:
+    def has_seen(self, layer: LayerStep) -> bool:
         """Has it recorded this layer from within?"""
         return layer.body is not None and all(
-            step.number in self.results for step in layer.body if isinstance(step, Call)
+            step.number in self.results for step in layer.body if isinstance(step, EagerCall)
         )
 
     def recipe(self, output: Any) -> Recipe | None:
@@ -450,7 +450,7 @@ class RecordedLayers:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: ForwardRecorder,
         layers: Sequence[nn.Module],
         whole: Sequence[nn.Module],
         away: Callable[[int], bool],
@@ -461,7 +461,7 @@ class RecordedLayers:
         self._whole = [module for module in whole if module not in layers]
         self._away = away
         self._handles: list[RemovableHandle] = []
-        self._open: list[tuple[nn.Module, Call]] = []
+        self._open: list[tuple[nn.Module, EagerCall]] = []
 
     def add(self) -> None:
         """Puts the hooks in, until `remove`."""

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Device
 from ...allocator.interrupts import Guarded, guarded
-from ...offload.policy.tuning import Pieces
+from ...offload.policy.tuning import PieceForwards
 from ..cache_argument import given_cache
 from ..compat import Cache
 from ..device import pressure
@@ -42,10 +42,10 @@ from ..measure.report import PiecesReport
 from ..weights.layers import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
 from .graph_pool import GraphPool
-from .plans import Act, Plan, Variant
+from .plans import Act, KeyPlan, Variant
 from .program import Forward, Program, Stale
 from .recipe import difference
-from .recorder import BATCH, RecordedLayers, Recorder
+from .recorder import BATCH, ForwardRecorder, RecordedLayers
 from .seams import recording
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
@@ -80,7 +80,7 @@ class PieceRunner:
         between: Callable[[], object],
         pace: Pace,
         priority: int,
-        tuning: Pieces,
+        tuning: PieceForwards,
     ) -> None:
         """`away`: returns the decoder layers that run on their own, as they are read from slots; None where no forward
         may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
@@ -100,7 +100,7 @@ class PieceRunner:
         self._pace = pace
         self._tuning = tuning
         self._torch_device = torch_device(device)
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()  # by key, the one used last at the end
+        self._plans: OrderedDict[Any, KeyPlan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
         self._whole: Sequence[nn.Module] | None = None  # never captured, where the way is coarse
         self._why: dict[str, str] = {}  # by way
@@ -141,7 +141,7 @@ class PieceRunner:
                 return None
             if self.exhausted:
                 self._obey()
-            plan = self._plans.setdefault(task.key, Plan())
+            plan = self._plans.setdefault(task.key, KeyPlan())
             self._plans.move_to_end(task.key)
             self._evict()
             if plan.replays(task.call) and (found := self._replay(plan, task, away)) is not None:
@@ -159,7 +159,7 @@ class PieceRunner:
 
         return guarded(partial(self._running.setdefault, 0, me), end)
 
-    def _replay(self, plan: Plan, task: _Task, away: Container[int]) -> _Output | None:
+    def _replay(self, plan: KeyPlan, task: _Task, away: Container[int]) -> _Output | None:
         """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
         program = plan.variants[0].program
         if program.worth_recording(away) and not self._scarce():
@@ -189,7 +189,7 @@ class PieceRunner:
         task.call.eager = task.call.eager or _is_watched(task.model)
         return bool(task.call.eager)
 
-    def _record(self, stock: Callable[..., Any], task: _Task, plan: Plan, away: Container[int]) -> _Output:
+    def _record(self, stock: Callable[..., Any], task: _Task, plan: KeyPlan, away: Container[int]) -> _Output:
         """Computes a forward eagerly, and finds out what pieces of it can be made."""
         model, batch = task.model, task.batch
         self.acted = Act.RECORD
@@ -203,7 +203,9 @@ class PieceRunner:
         grows = GROWS if batch is None else task.given.keys() - {*ROWS, KEPT}
         given = {name: value if name in grows else _dense(value) for name, value in task.given.items() if name != BATCH}
         whole = [*(self._whole or ()), *deciding_by_length(model)]
-        recorder = Recorder(weights_by_address(model), self._torch_device, given, given_cache(given), grows, batch)
+        recorder = ForwardRecorder(
+            weights_by_address(model), self._torch_device, given, given_cache(given), grows, batch
+        )
         hooks = RecordedLayers(recorder, decoder_layers(model), whole, lambda layer: layer in away)
         with pool.entered():
             self._device.note_stream(pool.handle)
@@ -224,7 +226,13 @@ class PieceRunner:
         return _Output(output)
 
     def _prove(
-        self, variant: Variant, recipe: Any, recorder: Recorder, pool: GraphPool, away: Container[int], task: _Task
+        self,
+        variant: Variant,
+        recipe: Any,
+        recorder: ForwardRecorder,
+        pool: GraphPool,
+        away: Container[int],
+        task: _Task,
     ) -> None:
         """Captures a variant that was seen for the second time, and compares graphs with what was recorded."""
         try:

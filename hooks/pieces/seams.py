@@ -23,26 +23,26 @@ from ...allocator.patches import Patches, Seam, Undo
 from ..compat import Cache
 from . import batch
 from .recipe import Fresh
-from .recorder import RecordedLayers, Recorder
+from .recorder import ForwardRecorder, RecordedLayers
 
 _MASKS: Final = "create_"  # how the names of mask functions begin
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt: the host waits for the device
 
 
 class _Thread(threading.local):
-    recorder: Recorder | None = None
+    recorder: ForwardRecorder | None = None
 
 
 _thread: Final = _Thread()
 
 
-def _recorder() -> Recorder | None:
+def _recorder() -> ForwardRecorder | None:
     """The recorder of this thread, if the call that is about to be made has to be noted."""
     recorder = _thread.recorder
     return recorder if recorder is not None and recorder.records else None
 
 
-def recording(recorder: Recorder, model: nn.Module, layers: RecordedLayers, fine: bool) -> Guarded[None]:
+def recording(recorder: ForwardRecorder, model: nn.Module, layers: RecordedLayers, fine: bool) -> Guarded[None]:
     """A `with` block in which a forward of `model` on this thread is recorded. `fine`: attention is cut out; else only
     the modules that `layers` names are."""
     before = _thread.recorder

@@ -305,7 +305,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PieceForwards:
     """Which forwards run as pieces of CUDA graphs (hooks/pieces). All chosen."""
 
     # New tokens of each sequence: assisted decoding checks up to 21 at once. Longer forwards hide their launches.
@@ -639,7 +639,7 @@ class Tuning:
     prefixes: Prefixes = field(default_factory=Prefixes)
     files: WeightsFiles = field(default_factory=WeightsFiles)
     waiting: Waiting = field(default_factory=Waiting)
-    pieces: Pieces = field(default_factory=Pieces)
+    pieces: PieceForwards = field(default_factory=PieceForwards)
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
     replicas: Replicas = field(default_factory=Replicas)

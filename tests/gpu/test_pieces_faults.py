@@ -246,7 +246,7 @@ def test_pages_of_graphs_come_back_at_release_and_with_the_model(place: Place) -
 
 
 def live_graphs() -> int:
-    return sum(type(thing) is program.Program for thing in gc.get_objects())
+    return sum(type(thing) is program.Program and bool(thing._sequence) for thing in gc.get_objects())
 
 
 def graph_segments() -> list[Any]:
@@ -415,19 +415,19 @@ def test_calls_that_are_interrupted_anywhere_leave_nothing_behind(place: Place) 
 @scene(only="cuda", pages=128)
 @pytest.mark.parametrize("at", [3, 60])
 def test_graphs_that_compute_something_else_are_never_replayed(place: Place, at: int) -> None:
-    """A kernel that does something else under capture; there is one warning for each way that was tried."""
+    """A kernel that does something else under capture: the next way is taken, with one warning."""
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place)
     expected = answer(model, given)
-    stock, count = program.Program._do, [0]
+    stock, count, done = program.Program._do, [0], list[str]()
 
     def do(self: Any, op: Any) -> None:
         stock(self, op)
         count[0] += 1
         changed = self.tensors[op.results[0]]
-        if count[0] >= at and changed.is_floating_point() and changed.numel() > 8:
+        if not done and count[0] >= at and changed.is_floating_point() and changed.numel() > 8:
             changed.mul_(1.001)
-            count[0] = -(10**6)
+            done.append(str(op))
 
     with ballonet.manage(model) as managed:
         with mock.patch.object(program.Program, "_do", do), warnings.catch_warnings(record=True) as caught:
@@ -435,8 +435,8 @@ def test_graphs_that_compute_something_else_are_never_replayed(place: Place, at:
             for _ in range(4):
                 count[0] = 0
                 assert not apart(answer(model, given), expected)
-        assert count[0] < 0 or managed.report().pieces.way == "eager"
+        assert done, "nothing was changed"
         pieces = managed.report().pieces
-        assert "graphs and eager code differ in" in pieces.why
-        assert pieces.replayed == 0
-        assert 1 <= len([each for each in caught if "fewer graphs" in str(each.message)]) <= 2
+        assert "fine: graphs and eager code differ in" in pieces.why
+        assert pieces.way != "fine"
+        assert len([each for each in caught if "fewer graphs" in str(each.message)]) == 1
