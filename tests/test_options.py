@@ -39,6 +39,7 @@ EXAMPLES: Mapping[str, tuple[object, str, object]] = {  # a keyword's value, the
     "prefix_dir_limit": (2**20, "1MiB", 2**20),
     "shared_budget": ("2MiB", "2MiB", 2**21),
     "batches": ("full", "full", "full"),
+    "pieces": (None, "none", None),
 }
 WRONG: Mapping[str, tuple[str, str]] = {  # a text, and what is said of it, and what to do
     "interval": ("often", "a whole number from 1"),
@@ -50,6 +51,7 @@ WRONG: Mapping[str, tuple[str, str]] = {  # a text, and what is said of it, and 
     "prefix_dir_limit": ("0", "is no size: write"),
     "shared_budget": ("all", "is no size: write"),
     "batches": ("big", 'give "fast"'),
+    "pieces": ("some", 'give "auto"'),
 }
 
 

@@ -344,14 +344,14 @@ def test_autocast_and_gradients_are_eager_and_right(place: Place) -> None:
 
 
 @scene(only="cuda", pages=128)
-def test_captures_of_a_program_of_its_own_go_on_beside_pieces(place: Place, pieces: str | None = "auto") -> None:
+def test_captures_of_a_program_of_its_own_go_on_beside_pieces(place: Place) -> None:
     """A user captures and replays direct calls of the model; its pieces are replayed before and after."""
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place)
     expected = answer(model, given)
     ids = given["input_ids"]
     right = model(ids, use_cache=False).logits
-    with ballonet.manage(model, pieces=pieces) as managed, torch.no_grad():
+    with ballonet.manage(model), torch.no_grad():
         for _ in range(2):
             answer(model, given)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
