@@ -32,7 +32,7 @@ INSIDE = (
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
     *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve", "bench_serve_plain"),
 )
-FORKED = ("bench_plan",)  # in this process, with a fork for each peer
+FORKED = ("bench_plan", "bench_speed")  # in this process, with a fork for each peer
 HERE = {*INSIDE, *FORKED}
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *HERE})
 
@@ -197,6 +197,13 @@ Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps({"benchmark": 
     "rows": [[{"median": 3.0, "least": 2.0, "most": 4.0, "limit": "<= 1", "met": False}], [17]]}))
 """,
     "raises": "raise ValueError('so it is')",
+    "broken": """
+import json, sys
+from pathlib import Path
+Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps({"benchmark": "broken", "title": "it",
+    "columns": ["x"], "rows": [[1]]}))
+raise ValueError("after a row")
+""",
     "crashes": "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
     "hangs": """
 import subprocess, time
@@ -273,6 +280,14 @@ def test_whatever_fails_is_recorded_and_the_rest_goes_on(
     said = capsys.readouterr().out
     assert "3 (2 to 4) [≤ 1: NOT MET]" in said
     assert "limit missed: good" in said
+
+
+def test_a_benchmark_that_is_cut_off_keeps_the_rows_that_it_had(run: ModuleType, house: Path) -> None:
+    assert not run.run({"core": run.Part(benchmarks=("broken",))}, house / "results")
+    result = only_result(house / "results")
+    assert [figure["rows"] for figure in result["figures"]] == [[[1]]]
+    assert result["failed"] == ["benchmarks/bench_broken.py: exit status 1"]
+    assert [path.suffix for path in (house / "results").iterdir()] == [".json"]
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(run: ModuleType, house: Path) -> None:

@@ -511,6 +511,7 @@ PROCESS = {
         "models": "the registry of managed models, where what users call looks",
         "lock": "of the above",
     },
+    "hooks/pieces/cudnn.py": {"_users": "torch's switch of cuDNN's attention is the process's"},
     "hooks/plan/forward.py": {"seen": "a configuration has the same forwards whoever plans with it"},
     "hooks/plan/shape.py": {"_all_widths": "a configuration has the same widths"},
     "hooks/prefix/sessions.py": {
