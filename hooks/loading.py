@@ -54,6 +54,7 @@ def from_pretrained(
     prefix_dir_limit: int | str | None = None,
     shared_budget: int | str | bool | None = None,
     batches: str = "fast",
+    pieces: Literal["auto"] | None = "auto",
     **options: Any,
 ) -> Any:
     """Loads a model and manages it: `cls.from_pretrained(name_or_path, **options)`, then `manage()`, except that the

@@ -69,6 +69,7 @@ def manage(
         that they have set.
     `batches`: of `generate_batch()` and the server. "fast": as many requests in a step as give the most tokens per
         second, once measured. "full": as many as fit.
+    `pieces`: "auto": decodes by pieces of CUDA graphs, to the same bits as eager code. None: by eager code.
 
     The environment sets options that have their defaults here: BALLONET_ and the name in capitals (BALLONET_TPOT_SLO).
 
