@@ -225,7 +225,8 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/pieces/outlook.py": {"_PROMPT"},
-    "hooks/pieces/plans.py": {"CHANGES", "PROOFS"},  # two lengths are what a proof is
+    "hooks/pieces/batch.py": {"SMALLEST"},  # rows below which no other kernels are taken
+    "hooks/pieces/plans.py": {"CHANGES", "PROOFS", "VARIANTS"},  # two lengths are what a proof is
     "hooks/pieces/recipe.py": {"OUTSIDE"},
     "hooks/plan/moments.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
@@ -522,6 +523,7 @@ PROCESS = {
         "_loops": "a loop is known by its cache",
     },
     "hooks/pieces/cudnn.py": {"_users": "torch's switch of cuDNN's attention is the process's"},
+    "hooks/pieces/graph_pool.py": {"_without_collection": "Python collects for the whole process, or not"},
     "hooks/pieces/recipe.py": {
         "writes": "an operator of torch has one schema",
         "THE_CACHE": "a name in recipes",

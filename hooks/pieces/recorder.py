@@ -163,7 +163,10 @@ class ForwardRecorder(TorchDispatchMode):
         found = [leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor)]
         if found and all(leaf.device.type == "cpu" != self._device.type and not leaf.dim() for leaf in found):
             return  # a scalar, which is read by value
-        if any(isinstance(leaf, torch.Tensor) and self._is_fresh(leaf) for leaf in operands((args, kwargs))):
+        if any(
+            isinstance(leaf, torch.Tensor) and isinstance(self.found(leaf), (Fresh, Given))
+            for leaf in operands((args, kwargs))
+        ):
             self._note_fresh(function, args, kwargs, result)
             return
         read = rebuild((tuple(args), dict(kwargs)), functools.partial(self._operand, function))
@@ -183,9 +186,6 @@ class ForwardRecorder(TorchDispatchMode):
             raise Refused(f"{function} writes to {WeightOperand(self._weights[address][0])!r}")
         if address and address in self._given_storages:
             raise Refused(f"{function} writes to an argument of the forward")
-
-    def _is_fresh(self, tensor: torch.Tensor) -> bool:
-        return isinstance(self.found(tensor), (Fresh, Given))
 
     def _note_fresh(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes an operator on a mask: what it makes is as long as that, and is made anew each time."""

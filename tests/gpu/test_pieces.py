@@ -40,7 +40,7 @@ COARSE = ("latent", "hybrid")  # kinds whose attention cannot be cut out
 @scene(only="cuda", pages=128)
 @pytest.mark.parametrize("what", KINDS)
 def test_tokens_and_logits_of_all_calls_are_stocks(place: Place, what: str) -> None:
-    """Of the first calls, of later ones, and of one whose cache has another length."""
+    """The first calls, later ones, and one whose cache has another length."""
     name, changes, padded = KINDS[what]
     model = models.build(name, **changes).to(place.kind)
     asked = [prompt(name, place, longest, padded=padded) for longest in (LONG, SHORT)]

@@ -222,7 +222,7 @@ def test_adapters_that_are_switched_between_calls_are_each_their_own(place: Plac
 
 @scene(only="cuda", pages=128)
 def test_foreign_hooks_are_called_for_every_token(place: Place) -> None:
-    """Of a hook that was registered before a call, in the middle of one, on one module and on all; one that changes
+    """Hooks: one that was registered before a call, in the middle of one, on one module and on all; one that changes
     something is in the tokens."""
     model, twin = twins(place)
     given = prompt("llama", place)
