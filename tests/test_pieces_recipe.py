@@ -66,7 +66,7 @@ def record(
         "cache": cache,
         "use_cache": True,
     } | more
-    recorder = ForwardRecorder(runner._weights(model), CPU, given, cache, runner.GROWS)
+    recorder = ForwardRecorder(runner.weights_by_address(model), CPU, given, cache, runner.GROWS)
     hooks = RecordedLayers(recorder, decoder_layers(model), (), lambda layer: layer in away)
     with recording(recorder, model, hooks, fine):
         output = model(**given)
@@ -231,7 +231,7 @@ class Toy(nn.Module):
 def noted_work(work: Work) -> Noted:
     toy, given = Toy(), {"input": torch.arange(4.0)}
     inputs = given | {"attention_mask": toy.mask, "cache": toy.cache}
-    recorder = ForwardRecorder(runner._weights(toy), CPU, inputs, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner.weights_by_address(toy), CPU, inputs, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         output = work(toy, given["input"])
     return Noted(recorder.recipe(output), recorder, output)
@@ -312,7 +312,7 @@ def test_operator_between_update_and_attention_is_refused() -> None:
 
     toy_recorder = list[ForwardRecorder]()
     toy = Toy()
-    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner.weights_by_address(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     toy_recorder.append(recorder)
     with torch.no_grad(), recorder:
         output = work(toy, recorder.given["input"])
@@ -322,7 +322,7 @@ def test_operator_between_update_and_attention_is_refused() -> None:
 
 def test_update_without_attention_is_refused() -> None:
     toy = Toy()
-    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner.weights_by_address(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         output = recorder.given["input"] + 1
         recorder.call("update", lambda cache: None, (toy.cache,), {})
@@ -332,7 +332,7 @@ def test_update_without_attention_is_refused() -> None:
 
 def test_eager_call_with_another_cache_is_refused() -> None:
     toy = Toy()
-    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner.weights_by_address(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         recorder.call("update", lambda cache: None, (DynamicCache(),), {})
     assert "another cache" in recorder.refusal
@@ -340,7 +340,7 @@ def test_eager_call_with_another_cache_is_refused() -> None:
 
 def test_eager_call_with_an_object_of_unknown_state_is_refused() -> None:
     toy = Toy()
-    recorder = ForwardRecorder(runner._weights(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
+    recorder = ForwardRecorder(runner.weights_by_address(toy), CPU, {"input": torch.ones(4)}, toy.cache, runner.GROWS)
     with torch.no_grad(), recorder:
         recorder.call("attention", lambda thing: None, (object(),), {})
     assert "is given a object" in recorder.refusal

@@ -296,14 +296,15 @@ def attending(stock: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        cache: Any = kwargs.get("cache")
-        if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
-            kwargs.pop(BY_REQUEST, None)  # stock raises an error for the first, and for the second without masks
-        elif BY_REQUEST not in kwargs and getattr(cache, "by_request", None) is not None:
-            cache.update(key, value, module.layer_idx, kwargs)
-        if (by_request := kwargs.get(BY_REQUEST)) is None:
+        # In few calls: this runs for each layer of each token, in loops or not.
+        if BY_REQUEST not in kwargs and "cache" in kwargs:
+            cache: Any = kwargs["cache"]
+            if getattr(cache, "by_request", None) is not None:
+                cache.update(key, value, module.layer_idx, kwargs)
+        if BY_REQUEST not in kwargs:
             found: tuple[torch.Tensor, None] = stock(module, query, key, value, attention_mask, *args, **kwargs)
             return found
+        by_request = kwargs[BY_REQUEST]
         return by_request(query, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
 
     return attend

@@ -72,7 +72,7 @@ ENDS: dict[str, Callable[[], object]] = {  # in the middle of a capture
 @pytest.mark.parametrize("what", ENDS)
 @pytest.mark.parametrize("at", [2, 40])
 def test_failed_capture_is_a_step_that_was_computed_eagerly(place: Place, what: str, at: int) -> None:
-    """And the next call, also one that draws random numbers, goes on."""
+    """The next call, also one that draws random numbers, goes on."""
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place)
     expected, drawn = answer(model, given), answer(model, given, mode="sampling")
@@ -357,7 +357,7 @@ def test_two_models_at_once_get_stocks_tokens(place: Place) -> None:
 
 @scene(only="cuda", pages=128)
 def test_step_for_another_stream_waits_until_the_last_ones_logits_are_copied(place: Place) -> None:
-    """They are copied late, on the stream of their caller, when another one asks."""
+    """Logits are copied late, on the stream of their caller, when another one asks."""
     model = models.build("llama").to(place.kind)
     asked = [prompt("llama", place, longest) for longest in (LONG, SHORT)]
     expected = [answer(model, given) for given in asked]
