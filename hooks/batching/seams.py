@@ -149,10 +149,14 @@ def _replace() -> Iterator[Undo]:
             return PagedAttentionCache(**kwargs)
         config, settings, dtype = (kwargs[name] for name in ("config", "continuous_batching_config", "dtype"))
         _thread.way = way = choose_way(config, settings, kwargs["device"], dtype, find_head_dim(config))
+        if way is not None:  # only now: each layer of each token of `generate()` would pay for it, too
+            _attached.also("sdpa", lambda: _put(functions, "sdpa", attending(functions["sdpa"])))
         tuning = governors.of(model.device).tuning.serving
         make = functools.partial(ElasticPagedCache, model=model, way=way, tuning=tuning, **kwargs)
         with torch.inference_mode(False):  # the loop runs in its caller's mode, and the next one may be another's
             return make() if model.loop_caches is None else model.loop_caches.take(settings, dtype, way, make)
+
+    functions: dict[str, Any] = AttentionInterface._global_mapping
 
     def mask_is_needed(config: Any) -> bool:
         return _thread.way is None and stock_mask_is_needed(config)
@@ -178,8 +182,6 @@ def _replace() -> Iterator[Undo]:
     yield _put(continuous_api, "PagedAttentionCache", cache)
     yield _put(continuous_api, "OffloadingManager", preemption)
     yield _put(input_outputs, "attn_mask_is_needed", mask_is_needed)
-    functions: dict[str, Any] = AttentionInterface._global_mapping
-    yield _put(functions, "sdpa", attending(functions["sdpa"]))
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         yield _put(mapping, name, scheduling(mapping[name], elastic))
     processor = continuous_api.ContinuousBatchProcessor

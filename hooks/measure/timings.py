@@ -36,10 +36,14 @@ class Timings:
 
     def seconds(self, point: Point) -> float | None:
         """Implements `IterationTimes.seconds`."""
+        if not self._pieces:
+            return None if self.record is None else self.record.time(*point)
         return self._look_up(Record.time, point)
 
     def typical(self, point: Point) -> float | None:
         """Implements `IterationTimes.typical`."""
+        if not self._pieces:
+            return None if self.record is None else self.record.typical(*point)
         return self._look_up(Record.typical, point)
 
     def _look_up(self, time: Callable[[Record, Phase, int, int], float | None], point: Point) -> float | None:
