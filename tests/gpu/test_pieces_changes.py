@@ -350,7 +350,8 @@ def test_captures_of_a_program_of_its_own_go_on_beside_pieces(place: Place) -> N
     given = prompt("llama", place)
     expected = answer(model, given)
     ids = given["input_ids"]
-    right = model(ids, use_cache=False).logits
+    with torch.no_grad():
+        right = model(ids, use_cache=False).logits
     with ballonet.manage(model), torch.no_grad():
         for _ in range(2):
             answer(model, given)
