@@ -120,7 +120,7 @@ def test_change_between_calls_is_in_the_next_one(place: Place, change: str) -> N
     model, twin = twins(place)
     given = prompt("llama", place)
     stock = answer(twin, given)
-    with decoding(model):
+    with decoding(model) as managed:
         answer(model, given)
         assert not apart(answer(model, given), stock)
         torch.manual_seed(9)
@@ -130,6 +130,7 @@ def test_change_between_calls_is_in_the_next_one(place: Place, change: str) -> N
         expected = answer(twin, given)
         for _ in range(3):
             assert not apart(answer(model, given), expected)
+        assert not managed.report().pieces.why, "graphs of before were compared with what changed"
 
 
 @scene(only="cuda", needs_host=True, pages=128, host_pages=64)
