@@ -307,7 +307,7 @@ def test_what_a_graph_may_do_is_written_down(name: str) -> None:
 def test_operator_between_update_and_attention_is_refused() -> None:
     def work(toy: Toy, x: torch.Tensor) -> torch.Tensor:
         recorder = toy_recorder[0]
-        recorder.call("update", lambda cache: (x, x), (toy.cache,), {})
+        recorder.call("update", lambda cache: (torch.ones(4), torch.ones(4)), (toy.cache,), {})
         return x + 1
 
     toy_recorder = list[ForwardRecorder]()
