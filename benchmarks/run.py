@@ -128,6 +128,7 @@ PARTS: Mapping[str, Part] = {
         benchmarks=("links", "replicas"),
         test_seconds=250,
     ),
+    "pieces": Part(tests=("tests/gpu/test_pieces*.py",), benchmarks=(), test_seconds=300),
     "speed": Part(
         tests=("tests/gpu/test_speed.py",),
         benchmarks=("speed",),

@@ -163,7 +163,7 @@ def plain_attention(model: Any) -> Iterator[None]:
 
 def keeps_requests_apart(model: Any) -> bool:
     """Does continuous batching give each request of a batch its own tokens? Where attention does not go through
-    transformers' AttentionInterface (bloom, falcon, gptj, gpt_neo, mpt) it silently attends to those of others, too."""
+    transformers' AttentionInterface (bloom, falcon, gpt_neo, mpt) it silently attends to those of others, too."""
     return hasattr(model, "init_continuous_batching") and model._can_set_attn_implementation()
 
 

@@ -90,7 +90,8 @@ class ElasticPagedCache(PagedAttentionCache):
         self.request_pages = RequestPages(on, self.pages, self.cache_allocators)
         self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
-        self.max_tokens_read = readable(budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
+        indices = len(self.cache_allocators) * handler.io_multiplier
+        self.max_tokens_read = readable(budget, part, self.max_batch_tokens, masks, size, indices, self.max_tokens_read)
 
     def _hold(self, sectors: int, block: int) -> None:
         """Makes the cache's range of so many sectors. `block`: bytes of the KV of a block in all layers."""

@@ -30,6 +30,8 @@ class RequestMemory:
         self._most = most
         self._extra_reserve = 0  # bytes that stay free beside the reserve
         self.without_reserve = False  # may one request have all that is free?
+        self._needed = 0  # bytes for activations of the last batch, as estimated
+        self._grown = 0, 0  # bytes idle in the heap after a batch for which it could grow freely, and of its estimate
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
         host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
@@ -73,9 +75,15 @@ class RequestMemory:
 
     def make_room(self, found: Admission) -> None:
         """Frees pages of idle KV before new KV takes idle pages of the heap. Activations use the latter in each step
-        and would have to map them again, so the heap keeps twice the pages that they take."""
-        page, now = self._cache.on.page_size, self._measured()
-        spare = self._cache.on.available + max(0, now.activations - 2 * found.activations) // page
+        and would have to map them again, so the heap keeps twice what they are estimated to take, or what it had for
+        such a batch when it could grow: tensors share few pages."""
+        page, now, free = self._cache.on.page_size, self._measured(), self._cache.on.available
+        if free * page >= now.activations:
+            self._grown = now.activations, self._needed
+        self._needed = found.activations
+        grown, needed = self._grown
+        keeps = max(2 * found.activations, grown if 2 * found.activations >= needed else 0)
+        spare = free + (now.activations - keeps) // page
         lacking = found.kv // page - spare
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)

@@ -28,6 +28,7 @@ class PagePreemption(OffloadingManager):
     scheduler: ElasticScheduler
     _waits = 0  # attempts since the last batch, with one request alone
     _tries: Mapping[str, int] = {}  # by request: its steps that found no memory while no other one ran
+    _again: tuple[str, int] = "", 0  # the request computed again last, and how many of its tokens had been computed
 
     def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
         return 0
@@ -64,6 +65,7 @@ class PagePreemption(OffloadingManager):
         """Frees the request's blocks; it waits, and is computed again with all of its tokens."""
         again, slo = state.create_equivalent_initial_request(), self.scheduler.slos.asked(state.request_id)
         state._status = RequestStatus.FINISHED
+        self._again = state.request_id, state.position_offset
         self.scheduler.leave(state.request_id)
         self.scheduler.slos.note(state.request_id, slo)
         self.scheduler.wait_again(again)
@@ -108,8 +110,11 @@ class PagePreemption(OffloadingManager):
         return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.hopeless()
 
     def scheduled(self) -> None:
-        """Notes that a batch was made without using the reserve."""
-        if not self.scheduler.memory.without_reserve:
+        """Notes that a batch was made: without using the reserve, and not only of a request that comes as far again as
+        it had come."""
+        active, (name, reached) = self.scheduler.active_requests, self._again
+        further = len(active) > 1 or name not in active or active[name].position_offset > reached
+        if further and not self.scheduler.memory.without_reserve:
             self._waits = 0
 
     def begin_again(self, requests: list[Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ...allocator import devices
-from ...allocator.errors import DriverError, ManageError
+from ...allocator.errors import DriverError, ManageError, RequestTooLarge
 from ...offload.policy.idle_heap import IdleHeap
 from ...offload.policy.request_slo import NOTHING
 from ...offload.policy.step_costs import Step
@@ -96,17 +96,25 @@ class ElasticScheduler(Scheduler):
         """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
         memory is less than `RequestMemory.refusal` could know. From then on one request at a time may use all of it,
         without a reserve; where that was too little for each, the oldest one is taken out."""
-        now, gone, blocks = self.memory.free(), list[tuple[Any, Exception]](), self.cache.pages
-        most = replace(now, elsewhere=now.elsewhere + blocks.nbytes - blocks.fixed)
-        for name, state in list(self.waiting_requests.items()):
-            why = self.memory.refused(name, len(state.initial_tokens), state.max_new_tokens or 0, most)
-            if why is not None:
+        gone = list[tuple[Any, Exception]]()
+        for state in list(self.waiting_requests.values()):
+            if (why := self._too_large(state)) is not None:
                 gone.append((self._drop(state), why))
         if self._none_fits and not gone:
             state = self.waiting_requests[self.waiting_requests_order[0]]
             gone.append((self._drop(state), no_room(state.request_id)))
         self.memory.without_reserve, self._none_fits = bool(self.waiting_requests), False
         return gone
+
+    def why_not(self, state: Any) -> Exception:
+        """Returns why a request finds no memory although no other one runs."""
+        return self._too_large(state) or no_room(state.request_id)
+
+    def _too_large(self, state: Any) -> RequestTooLarge | None:
+        """Returns why all memory that is free while no other one runs is too little for a request; None otherwise."""
+        now, blocks = self.memory.free(), self.cache.pages
+        most = replace(now, elsewhere=now.elsewhere + blocks.nbytes - blocks.fixed)
+        return self.memory.refused(state.request_id, len(state.initial_tokens), state.max_new_tokens or 0, most)
 
     def _drop(self, state: Any) -> Any:
         del self.waiting_requests[state.request_id]

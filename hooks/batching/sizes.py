@@ -49,12 +49,10 @@ def largest_batch(budget: int, part: int, sizes: Sizes, masks: int, itemsize: in
     return low
 
 
-def readable(budget: int, part: int, batch: int, masks: int, itemsize: int, most: int) -> int:
-    """Tokens that may be read in one step so that masks [batch, batch + tokens] take no more than 1/`part` of the
-    budget; without masks, `most`."""
-    if not masks:
-        return most
-    return max(1, min(most, budget // (part * masks * itemsize * batch) - batch))
+def readable(budget: int, part: int, batch: int, masks: int, itemsize: int, indices: int, most: int) -> int:
+    """Tokens that may be read in one step so that masks [batch, batch + tokens], and so many indices of 8 bytes for
+    each token, take no more than 1/`part` of the budget; at most `most`."""
+    return max(1, min(most, budget // (part * (masks * itemsize * batch + 8 * indices)) - batch))
 
 
 def masks_of(handler: Any) -> int:

@@ -30,7 +30,6 @@ import torch
 from ...allocator.errors import DriverError
 from .cache import ElasticPagedCache
 from .preemption import PagePreemption
-from .scheduler import no_room
 
 
 class _Noted:
@@ -141,7 +140,7 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
                     continue
                 state = next(reversed(active.values()), None)
                 if state is not None and len(active) == 1 and not preemption.may_wait():
-                    _fail(self, state, no_room(state.request_id))
+                    _fail(self, state, preemption.scheduler.why_not(state))
                     continue
                 if state is not None:
                     preemption.compute_again(state)

@@ -167,7 +167,7 @@ class PieceRunner:
         if RemovableHandle.next_id != self._hooks and self._watches(task):  # a hook was registered somewhere
             return None
         self._between()
-        forward = Forward(given_cache(task.given), task.given, away)
+        forward = Forward(given_cache(task.given), task.given, away, task.call.unmasked)
         pool = program.pool
         try:
             with pool.entered():

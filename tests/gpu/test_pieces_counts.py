@@ -82,6 +82,26 @@ def counted() -> Counts:
 
 
 @scene(only="cuda", pages=128)
+@pytest.mark.parametrize(("padded", "waits"), [(False, 1), (True, 2)])
+def test_host_waits_for_a_token_as_rarely_as_its_padding_allows(place: Place, padded: bool, waits: int) -> None:
+    """Stock's loop asks whether all sequences have ended, and in each forward whether the mask hides anything: that is
+    known after the first token of a call that hides nothing."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place, padded=padded)
+
+    def waits_of_tokens() -> set[int]:
+        before: list[int] = []
+        answer(model, given, 20, **between(lambda _: before.append(counted().synchronizations)))
+        return {now - was for was, now in pairwise(before[4:])}
+
+    assert waits_of_tokens() == {2}
+    with decoding(model):
+        for _ in range(2):
+            answer(model, given)
+        assert waits_of_tokens() == {waits}
+
+
+@scene(only="cuda", pages=128)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_replayed_token_changes_no_page(place: Place, name: str) -> None:
     """While its cache needs none: a page has many tokens."""

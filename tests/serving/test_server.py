@@ -80,6 +80,13 @@ with tuning(serving={"told": 600.0}):
 """
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class Serving:
     """A server in a process of its own, of models with so many layers."""
 
@@ -94,9 +101,7 @@ class Serving:
     ) -> None:
         """`runtime`: the folder of its control socket, None for that of the tests; `held`: see HELD."""
         self.models = [saved(folder / f"{count} layers", count, longest, chat=count != 4) for count in layers]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
         begin = ("-m", "ballonet") if held is None else ("-c", HELD, str(held))
@@ -572,13 +577,25 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("llama", "cannot be loaded"), ("gptj", "is a GPTJForCausalLM, which transformers cannot batch continuously")],
+    [("llama", "cannot be loaded"), ("bloom", "is a BloomForCausalLM, which transformers cannot batch continuously")],
 )
 def test_a_model_that_cannot_be_served_ends_the_server_with_its_name(name: str, why: str, tmp_path: Path) -> None:
     good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2, name=name)
     if name == "llama":
         (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
-    command = ["-m", "ballonet", "serve", good, bad, "--budget", "24MiB", "--page-size", "64KiB"]
+    command = [
+        "-m",
+        "ballonet",
+        "serve",
+        good,
+        bad,
+        "--port",
+        str(free_port()),
+        "--budget",
+        "24MiB",
+        "--page-size",
+        "64KiB",
+    ]
     done = programs.python(*command, variables=ENVIRONMENT)
     assert done.returncode == 1
     assert "ready" not in done.stderr
