@@ -74,7 +74,7 @@ def main() -> None:
         attempt(decoding.attention)
         first = attempt(decoding.first_calls)
         ms = [attempt(partial(decoding.case, *case)) for case in CASES[chosen.kind][: chosen.cases]]
-        for measure in (decoding.equality, decoding.memory, decoding.prefill, decoding.streaming, decoding.graphs):
+        for measure in (decoding.equality, decoding.memory, decoding.prefill, decoding.graphs, decoding.streaming):
             attempt(measure)
     with peers(__file__, chosen, OTHERS, environments(chosen)) as found:
         attempt((others := Decoding(chosen, found, rows)).attention)

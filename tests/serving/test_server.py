@@ -583,19 +583,8 @@ def test_a_model_that_cannot_be_served_ends_the_server_with_its_name(name: str, 
     good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2, name=name)
     if name == "llama":
         (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
-    command = [
-        "-m",
-        "ballonet",
-        "serve",
-        good,
-        bad,
-        "--port",
-        str(free_port()),
-        "--budget",
-        "24MiB",
-        "--page-size",
-        "64KiB",
-    ]
+    sizes = ["--budget", "24MiB", "--page-size", "64KiB"]
+    command = ["-m", "ballonet", "serve", good, bad, "--port", str(free_port()), *sizes]
     done = programs.python(*command, variables=ENVIRONMENT)
     assert done.returncode == 1
     assert "ready" not in done.stderr
