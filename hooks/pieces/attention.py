@@ -3,10 +3,8 @@
 Note [Known functions]
     `sdpa_attention_forward` looks at a dozen things before it makes two or three calls of torch, for each layer of each
     token. Which calls these are does not depend on the length: so they are noted while it is recorded, and a program
-    makes them itself. `create_causal_mask` makes no mask for one token where nothing is hidden, whatever the length;
-    but to see that of a mask that it is given, the host waits for the device. `generate()` adds ones to that mask:
-    where nothing is hidden from one token of a call, nothing is from the next. Only of these two functions is that
-    known; any other is called.
+    makes them itself. `create_causal_mask` makes no mask for one token that hides nothing, whatever the length. Only of
+    these two is that known; any other function is called.
 """
 
 from __future__ import annotations
@@ -128,19 +126,12 @@ def as_one_function(
     return made
 
 
-def unmasked(call: EagerCall) -> str:
-    """How long this call of a mask function, which has returned None, goes on to do so: "always", at any length;
-    "call", until the call of `generate()` ends, as only ones are added to its mask; empty where that is not known."""
+def makes_no_mask(call: EagerCall) -> bool:
+    """Does this call of a mask function, which has returned None, do so at any length?"""
     if call.kind != "mask" or call.results is not None or getattr(call.function, "__name__", "") != _MASK:
-        return ""
+        return False
     given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
-    mask = given.pop("attention_mask", None)
     if any(value is not None for name, value in given.items() if name not in _READ):
-        return ""
-    if getattr(given["config"], "_attn_implementation", None) != "sdpa" or not isinstance(
-        given.get("position_ids"), Made
-    ):
-        return ""
-    if mask is None:
-        return "always"
-    return "call" if isinstance(mask, Given) and mask.name == "attention_mask" else ""
+        return False
+    positions = given.get("position_ids")
+    return getattr(given["config"], "_attn_implementation", None) == "sdpa" and isinstance(positions, Made)

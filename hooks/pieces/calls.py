@@ -16,15 +16,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
 
 from ...allocator.interrupts import Finalizer
 from ...allocator.patches import Seam, Undo
 from ..compat import tokens_of_prompt
 from ..kv import generation
 from .runner import PieceRunner
-
-_EXTEND: Final = GenerationMixin._update_model_kwargs_for_generation  # adds ones to the mask
 
 
 class PiecesCall:
@@ -35,9 +32,6 @@ class PiecesCall:
         self.runner = runner
         self.eager = False  # is all of the call, as something watches the model's modules?
         self.forwards = 0  # so far
-        # Calls of mask functions that have found nothing hidden; None where other than ones may be added to the mask.
-        extend = getattr(model._update_model_kwargs_for_generation, "__func__", None)
-        self.unmasked: set[Any] | None = set() if extend is _EXTEND else None
         self._new = 0  # tokens that are likely to be made of each sequence
         runner.calls[id(self)] = weakref.ref(self)
 
@@ -64,7 +58,6 @@ class LoopCall:
     """A generation loop of a model that runs by pieces."""
 
     left = 1 << 30  # forwards that are likely to come
-    unmasked = None  # requests come and go, and with them what is hidden
 
     def __init__(self, cache: Any) -> None:
         self.cache = weakref.proxy(cache)

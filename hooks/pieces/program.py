@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..kv.layer import ElasticLayer
-from .attention import as_one_function, unmasked
+from .attention import as_one_function, makes_no_mask
 from .graph_pool import GraphPool
 from .recipe import (
     OUTSIDE,
@@ -50,20 +50,16 @@ class Stale(Exception):
 
 
 class Forward:
-    """One forward by a program: its cache, its keyword arguments, the layers that run on their own, the calls of mask
-    functions that need not be made again, and what its eager calls have returned so far."""
+    """One forward by a program: its cache, its keyword arguments, the layers that run on their own, and what its eager
+    calls have returned so far."""
 
-    __slots__ = ("away", "cache", "fresh", "given", "layers", "unmasked")
+    __slots__ = ("away", "cache", "fresh", "given", "layers")
 
-    def __init__(
-        self, cache: Any, given: Mapping[str, Any], away: Container[int], unmasked: set[Any] | None = None
-    ) -> None:
-        """`unmasked`: of the call of `generate()`, to which more are added; None: they are known for this one only."""
+    def __init__(self, cache: Any, given: Mapping[str, Any], away: Container[int]) -> None:
         self.cache = cache
         self.layers = getattr(cache, "layers", ())
         self.given = given
         self.away = away
-        self.unmasked = set() if unmasked is None else unmasked
         self.fresh: dict[tuple[int, int], Any] = {}
 
 
@@ -86,16 +82,9 @@ class _EagerCall:
         self._whole: Act = lambda forward: self.put(forward, function(*positional(forward), **named(forward)))
         self._quick = self._update_act(function, args, kwargs) or self._attention_act(program)
         self.act: Act | None = self._quick or self._whole
-        if (how_long := unmasked(call) if program.new_tokens == 1 else "") == "always":
+        new = program.new_tokens
+        if new == 1 and makes_no_mask(call):
             self.act = None
-        elif how_long:
-            self.act = self._once
-
-    def _once(self, forward: Forward) -> None:
-        """Makes the call, unless it has said in this call of `generate()` that nothing is hidden."""
-        if self not in forward.unmasked:
-            self._whole(forward)
-            forward.unmasked.add(self)
 
     def put(self, forward: Forward, result: Any) -> None:
         """Takes what the call has returned: copies what graphs read. Stale where a mask has come or gone."""

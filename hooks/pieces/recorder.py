@@ -107,6 +107,7 @@ class ForwardRecorder(TorchDispatchMode):
         loop that the forward is."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal = ""
+        self.never_alone = set[int]()  # layers that are away, and cannot run on their own
         self.fine = True  # is attention cut out?
         self.thread = threading.get_ident()
         self.cache = cache
@@ -361,6 +362,7 @@ class ForwardRecorder(TorchDispatchMode):
             call, why_not = self.began("module", module, args, kwargs), ""
         except Refused as why:
             if away:
+                self.never_alone.add(index)
                 self.refuse(f"layer {index} is away: {why}")
                 return
             call, why_not = self.began("module", module, (), {}), str(why)

@@ -103,6 +103,7 @@ class PieceRunner:
         self._plans: OrderedDict[Any, KeyPlan] = OrderedDict()  # by key, the one used last at the end
         self._pool: GraphPool | None = None
         self._whole: Sequence[nn.Module] | None = None  # never captured, where the way is coarse
+        self._never_alone: set[int] = set()  # layers without which nothing runs by pieces: they cannot run on their own
         self._why: dict[str, str] = {}  # by way
         self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
@@ -134,7 +135,7 @@ class PieceRunner:
     def _by_pieces(self, stock: Callable[..., Any], task: _Task) -> _Output | None:
         """Computes a forward by graphs, or records it; None where it is to be eager, and nothing was done."""
         away = self._away()
-        if away is None:
+        if away is None or any(layer in away for layer in self._never_alone):
             return None
         with self._turn(task) as whose:
             if whose is not task:
@@ -167,7 +168,7 @@ class PieceRunner:
         if RemovableHandle.next_id != self._hooks and self._watches(task):  # a hook was registered somewhere
             return None
         self._between()
-        forward = Forward(given_cache(task.given), task.given, away, task.call.unmasked)
+        forward = Forward(given_cache(task.given), task.given, away)
         pool = program.pool
         try:
             with pool.entered():
@@ -212,7 +213,10 @@ class PieceRunner:
             with recording(recorder, model, hooks, self.way == "fine"):
                 output = stock(model, **given)
             recipe = recorder.recipe(output)
-            if recipe is None:
+            if recorder.never_alone:
+                self._never_alone |= recorder.never_alone
+                self._why["streaming"] = recorder.refusal
+            elif recipe is None:
                 self._degrade(recorder.refusal, task)
             else:
                 variant, why = plan.recorded(task.call, recipe, difference)
@@ -334,6 +338,7 @@ class PieceRunner:
         """Drops all graphs, as the model has changed. No forward of it runs."""
         self._drop()
         self._whole = None
+        self._never_alone.clear()
         self.way, self._why = WAYS[0], {}
 
     def give_up(self, pages: int) -> int:

@@ -273,3 +273,21 @@ def test_layer_that_was_away_at_the_capture_is_captured_once_it_is_back(place: P
             assert list(managed.report().streamed) == now
             graphs.append(managed.report().pieces.graphs)
         assert graphs[0] < graphs[1], "a layer that has come back has no graphs"
+
+
+@scene(only="cuda", needs_host=True, pages=128, host_pages=64)
+def test_layers_that_cannot_run_alone_decode_by_graphs_once_none_streams(place: Place) -> None:
+    model = models.build("gemma3n_text").to(place.kind)
+    given = prompt("gemma3n_text", place)
+    expected = answer(model, given)
+    with small_layers(), ballonet.manage(model, interval=2) as managed:
+        for _ in range(2):
+            assert not apart(answer(model, given), expected)
+        assert "streaming: layer 1 is away" in managed.report().pieces.why
+        assert replays(managed) == 0
+        residency = residency_of(managed)
+        residency._change(plan.Plan(residency.plan.pages))
+        residency._make_resident(residency.arrangement.returned(False))
+        with by_graphs(managed):
+            for _ in range(2):
+                assert not apart(answer(model, given), expected)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -84,17 +84,17 @@ def counted() -> Counts:
 @scene(only="cuda", pages=128)
 @pytest.mark.parametrize(("padded", "waits"), [(False, 1), (True, 2)])
 def test_host_waits_for_a_token_as_rarely_as_its_padding_allows(place: Place, padded: bool, waits: int) -> None:
-    """Stock's loop asks whether all sequences have ended, and in each forward whether the mask hides anything: that is
-    known after the first token of a call that hides nothing."""
+    """Stock's loop asks whether all sequences have ended; and where `generate()` has kept the mask, as it hides
+    something, each forward asks again whether it does."""
     model = models.build("llama").to(place.kind)
     given = prompt("llama", place, padded=padded)
 
     def waits_of_tokens() -> set[int]:
         before: list[int] = []
         answer(model, given, 20, **between(lambda _: before.append(counted().synchronizations)))
-        return {now - was for was, now in pairwise(before[4:])}
+        return {now - was for was, now in itertools.pairwise(before[4:])}
 
-    assert waits_of_tokens() == {2}
+    assert waits_of_tokens() == {waits}
     with decoding(model):
         for _ in range(2):
             answer(model, given)
@@ -118,14 +118,19 @@ def test_replayed_token_changes_no_page(place: Place, name: str) -> None:
             answer(model, given)
         place.synchronize()
         answer(model, given, 20, **between(note))
-        replayed = [(now[0] - was[0], now[1] - was[1]) for was, now in pairwise(before) if now[2] > was[2]]
+        replayed = [(now[0] - was[0], now[1] - was[1]) for was, now in itertools.pairwise(before) if now[2] > was[2]]
         assert len(replayed) >= 15
         assert set(replayed) == {(0, 0)}
 
 
 @scene(only="cuda", needs_host=True, pages=128, host_pages=64)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n_text", "mixtral", "deepseek_v2", "falcon_h1"])
-@pytest.mark.parametrize("interval", [None, 2])
+@pytest.mark.parametrize(
+    ("name", "interval"),
+    [
+        *itertools.product(["llama", "gemma3_text", "mixtral", "deepseek_v2", "falcon_h1"], [None, 2]),
+        ("gemma3n_text", None),  # its layers are given each other's KV, and cannot run on their own
+    ],
+)
 def test_no_graph_holds_an_address_of_a_cache(place: Place, name: str, interval: int | None) -> None:
     """Neither of KV in the pool nor of what a cache keeps beside it; though graphs read the model's weights."""
     device = library()
