@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -349,6 +350,17 @@ def test_eager_call_with_an_object_of_unknown_state_is_refused() -> None:
 # -- Trees
 
 A, B = Made(OUTSIDE, 1), Made(0, 1)
+
+
+def test_call_of_another_thread_sees_hooks_before_their_keywords_are_noted() -> None:
+    """torch puts a hook in first, and then notes that it takes keyword arguments."""
+    layer, module = nn.Linear(2, 2), nn.Linear(2, 2)
+    elsewhere: Any = SimpleNamespace(thread=-1, refusal="", records=True)
+    hooks = RecordedLayers(elsewhere, [layer], [module], lambda _: False)
+    hooks.add()
+    for watched in (layer, module):
+        watched._forward_pre_hooks_with_kwargs.clear()
+        assert watched(torch.ones(2)).shape == (2,)
 
 
 def test_leaves_of_a_tree_are_found_and_put_back() -> None:

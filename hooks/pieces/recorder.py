@@ -448,7 +448,11 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
 
 
 class RecordedLayers:
-    """Hooks of decoder layers, and of modules that are never captured, which tell a recorder of their calls."""
+    """Hooks of decoder layers, and of modules that are never captured, which tell a recorder of their calls.
+
+    torch puts a hook in before it notes that it takes keyword arguments: a call of another thread that comes in between
+    gives none.
+    """
 
     def __init__(
         self,
@@ -481,7 +485,7 @@ class RecordedLayers:
     def _mine(self) -> bool:
         return threading.get_ident() == self._recorder.thread and not self._recorder.refusal
 
-    def _enter_layer(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_layer(self, index: int, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._mine() and self._recorder.records:
             self._recorder.enter_layer(index, module, args, kwargs, self._away(index))
 
@@ -490,7 +494,7 @@ class RecordedLayers:
         if self._mine() and layers and layers[-1].call.function is module:
             self._recorder.leave_layer(result)
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         recorder = self._recorder
         if not self._mine() or not recorder.records:
             return

@@ -392,7 +392,12 @@ def _length(task: _Task) -> Any:
     mask = task.given.get("attention_mask")
     if task.batch is not None:
         return object()
-    return mask.shape[1] if isinstance(mask, torch.Tensor) else given_cache(task.given).get_seq_length()
+    if isinstance(mask, torch.Tensor):
+        return mask.shape[1]
+    try:
+        return given_cache(task.given).get_seq_length()
+    except ValueError:  # no layer of the cache keeps tokens
+        return task.call.forwards
 
 
 def _dense(value: Any) -> Any:
@@ -426,7 +431,7 @@ def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, l
     given: dict[nn.Module, None] = {}
     thread, handles = threading.get_ident(), list[RemovableHandle]()
 
-    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def look(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # None: see RecordedLayers
         if threading.get_ident() == thread and any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             given[module] = None
 
