@@ -355,7 +355,7 @@ A, B = Made(OUTSIDE, 1), Made(0, 1)
 def test_call_of_another_thread_sees_hooks_before_their_keywords_are_noted() -> None:
     """torch puts a hook in first, and then notes that it takes keyword arguments."""
     layer, module = nn.Linear(2, 2), nn.Linear(2, 2)
-    elsewhere: Any = SimpleNamespace(thread=-1, refusal="", records=True)
+    elsewhere: Any = SimpleNamespace(thread=-1, refusal="", records=True, _layers=[])
     hooks = RecordedLayers(elsewhere, [layer], [module], lambda _: False)
     hooks.add()
     for watched in (layer, module):
