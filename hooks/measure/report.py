@@ -84,7 +84,7 @@ class PiecesReport:
 
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
-        if self.way == "eager":
+        if self.way == "eager" or (why and not self.graphs):
             return f"eager{why}"
         return f"{self.graphs} CUDA graphs, {self.way} cuts{why}, {self.captures} captures, {self.replayed:,} forwards"
 

@@ -32,7 +32,8 @@ class PiecesCall:
         self.runner = runner
         self.eager = False  # is all of the call, as something watches the model's modules?
         self.forwards = 0  # so far
-        self._new = 0  # tokens that are likely to be made of each sequence
+        # Tokens that are likely to be made of each sequence: a model that makes its own cache tells `prepared` nothing.
+        self._new = kwargs.get("max_new_tokens") or LoopCall.left
         runner.calls[id(self)] = weakref.ref(self)
 
     def prepared(self, given: dict[str, Any]) -> None:

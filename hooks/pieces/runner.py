@@ -105,6 +105,7 @@ class PieceRunner:
         self._whole: Sequence[nn.Module] | None = None  # never captured, where the way is coarse
         self._never_alone: set[int] = set()  # layers without which nothing runs by pieces: they cannot run on their own
         self._why: dict[str, str] = {}  # by way
+        self._unfit = ""  # why the last forward of few tokens had no key
         self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
         pressure.add(device, self)
@@ -289,7 +290,10 @@ class PieceRunner:
             elif value is None or isinstance(value, (bool, int, float, str)):
                 parts.append((name, value))
             elif name not in GROWS:
+                self._unfit = f"{name} is a {type(value).__name__}"
                 return None
+        if cache is None:
+            self._unfit = "no cache of transformers is given"
         if not rows or cache is None or not _may_run():
             return None
         return (*parts, torch.is_inference_mode_enabled())
@@ -360,7 +364,8 @@ class PieceRunner:
 
     def report(self) -> PiecesReport:
         """Returns how the model decodes."""
-        why = "; ".join(f"{way}: {reason}" for way, reason in self._why.items())
+        reasons = self._why if self.replayed or not self._unfit else self._why | {"forwards": self._unfit}
+        why = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
         pool = self._pool
         graphs = 0 if pool is None else pool.captured
         pages = 0 if pool is None else -(-pool.nbytes() // self._device.page_size)

@@ -24,9 +24,9 @@ PARTS = 9  # of the tokens of a call that is enough to replay some
 
 
 def decode(place: Place, names: tuple[str, ...], told: str) -> None:
-    """Writes which of the architectures replay, and why the others do not, to the file `told`."""
+    """Writes how each of the architectures decodes, and why not by finer cuts, to the file `told`."""
     wrong: list[str] = []
-    how: dict[str, str] = {}
+    how: dict[str, tuple[str, str]] = {}
     for name in names:
         model = models.build(name).to(place.kind)
         asked = [prompt(name, place, longest, padded=longest == SHORT) for longest in (LONG, SHORT)]
@@ -36,7 +36,7 @@ def decode(place: Place, names: tuple[str, ...], told: str) -> None:
                 if said := apart(answer(model, asked[which], PARTS), expected[which]):
                     wrong.append(f"{name}, {'padded' if which else 'plain'}: {said}")
             pieces = managed.report().pieces
-            how[name] = "" if pieces.replayed else pieces.why or "no reason"
+            how[name] = (pieces.way, pieces.why) if pieces.replayed else ("eager", pieces.why or "no reason")
         del model, expected, asked
         gc.collect()
         place.synchronize()
@@ -46,7 +46,7 @@ def decode(place: Place, names: tuple[str, ...], told: str) -> None:
 
 @pytest.mark.gpu
 def test_decoders_replay_or_say_why(tmp_path: Path) -> None:
-    how: dict[str, str] = {}
+    how: dict[str, tuple[str, str]] = {}
     wrong: list[str] = []
     for first in range(0, len(NAMES), AT_ONCE):
         told = tmp_path / str(first)
@@ -56,8 +56,8 @@ def test_decoders_replay_or_say_why(tmp_path: Path) -> None:
             wrong.append(str(error))
         how |= json.loads(told.read_text()) if told.exists() else {}
     assert not wrong, "\n".join(wrong)
-    eager = {name: why for name, why in how.items() if why}
-    print("\n".join(f"{name}: {why}" for name, why in eager.items()))
+    print("\n".join(f"{name}: {way} {why}" for name, (way, why) in how.items()))
+    eager = {name: why for name, (way, why) in how.items() if way == "eager"}
     assert len(how) == len(NAMES)
     assert len(how) - len(eager) >= REPLAYING, eager
     assert "no reason" not in eager.values(), eager
