@@ -4,6 +4,7 @@ the pages of graphs are given back."""
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import ballonet
+from ballonet.allocator import devices
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.pieces import attention, calls, graph_pool, plans, program, recorder, runner, seams
 
@@ -255,9 +257,23 @@ def graph_segments() -> list[Any]:
     return [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
 
 
+def fork(_: Any) -> None:
+    if not (child := os.fork()):
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+
+
+def change_budget(_: Any) -> None:
+    device = devices.require()
+    for size in (device.budget - 16 * device.page_size, device.budget):
+        ballonet.set_budget(size)
+
+
 BETWEEN: dict[str, Callable[[Any], object]] = {
     "empty cache": lambda managed: torch.cuda.empty_cache(),
     "garbage": lambda managed: gc.collect(),
+    "fork": fork,
+    "budget": change_budget,
     "release": lambda managed: managed.release(),
     "exhausted": lambda managed: setattr(managed._pieces, "exhausted", True),
     "other hooks": lambda managed: torch.nn.Linear(2, 2).register_forward_hook(print),
