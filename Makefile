@@ -77,7 +77,7 @@ bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py
 
-gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve, speed, replicas or prefix, RESULTS=folder, MINUTES=9, ONLY="preflight tests decode"
+gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap, balloon, serve, pieces, speed, replicas or prefix, RESULTS=folder, MINUTES=9, ONLY="preflight tests decode"
 	@$(PYTHON) -c 'import importlib.util as i, sys; missing = [n for n in ("setuptools", "pybind11") if i.find_spec(n) is None]; \
 		sys.exit(f"make gpu needs {chr(32).join(missing)} in {sys.executable}: pip install {chr(32).join(missing)}" if missing else 0)'
 	@$(PYTHON) setup.py -q build_ext --inplace
