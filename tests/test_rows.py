@@ -128,7 +128,7 @@ slots: one or two by the closed forms
   gpu gpu/test_remap_architectures.py::test_tokens_are_stocks figure:streaming
 one direction: weights are never copied back
   cpu streaming/test_streaming.py::test_tokens_equal_stock
-  gpu gpu/test_weights_order.py::test_graphs_of_resident_layers figure:streaming
+  gpu gpu/test_remap_architectures.py::test_tokens_are_stocks figure:streaming
 reversion: pages that the cache leaves return to the weights
   cpu test_remap.py::test_what_is_given_back_fits_and_costs_no_time
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing

@@ -82,8 +82,9 @@ class RequestMemory:
             self._grown = now.activations, self._needed
         self._needed = found.activations
         grown, needed = self._grown
-        keeps = max(2 * found.activations, grown if 2 * found.activations >= needed else 0)
-        spare = free + (now.activations - keeps) // page
+        grown = grown if 2 * found.activations >= needed else 0
+        beside = max(0, now.activations - max(2 * found.activations, grown)) - max(0, grown - now.activations)
+        spare = free + beside // page
         lacking = found.kv // page - spare
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)

@@ -69,9 +69,10 @@ def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.Captur
         for each, other in (servers, servers[::-1]):
             for _ in range(ROUNDS):
                 load(each)
-                if (found := parts())[each.process.pid] > TOTAL // 2:
+                found = parts()
+                if found[each.process.pid] > 1.5 * found[other.process.pid]:
                     break
-            assert found[each.process.pid] > TOTAL // 2 > found[other.process.pid], "pages follow the load"
+            assert found[each.process.pid] > 1.5 * found[other.process.pid], "pages follow the load"
             assert each.figure('ballonet_shared_budget_bytes{what="total"') == TOTAL
         for total in (LESS, TOTAL):
             waiting = threads.submit(load, *servers)

@@ -41,7 +41,7 @@ def test_those_that_wait_get_the_pages_of_an_idle_process(
             manager.add_request(asked)
             found = manager.get_result(timeout=600)
             assert (found.generated_tokens, found.error) == (expected, None)
-            assert part() > 2 * before
+            assert part() > 1.5 * before
             del manager
     control.stop()
 
