@@ -119,11 +119,11 @@ class ElasticLayer(DynamicLayer):
             kv_range = cast(KVRange, self._range)
         return kv_range.append(self._place, key_states, value_states)
 
-    def append_eagerly(self, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
-        """Does what `update` does, in few calls, with a token of plain tensors that nothing traces; None, and nothing
-        has changed, where more has to be done than to write it."""
+    def append_eagerly(self, keys: torch.Tensor, values: torch.Tensor, stream: int) -> Pair | None:
+        """Does what `update` does, in few calls, with a token of plain tensors that nothing traces, on the current
+        stream; None, and nothing has changed, where more has to be done than to write it."""
         kv_range = self._range if self._keys is self._values is None else None
-        return None if kv_range is None else kv_range.append_next(self._place, keys, values)
+        return None if kv_range is None else kv_range.append_next(self._place, keys, values, stream)
 
     def reset(self) -> None:
         """Forgets everything, as if never used."""

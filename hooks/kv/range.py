@@ -107,10 +107,12 @@ class KVRange:
         mapped = self.shown.mapped or self.shown.open()
         return tokens <= mapped.capacity or self.pages.reachable(mapped.pieces, self.geometry.pieces(tokens))
 
-    def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+    def append_next(
+        self, place: int, keys: torch.Tensor, values: torch.Tensor, stream: int | None = None
+    ) -> Pair | None:
         """Fast path of `append`, called for every layer except the first, per token: one token, on a mapped page, in a
-        forward for which all of the cache is resident (`KVTurns.forward`). None, and nothing has changed, where that
-        does not hold or `takes` would return False."""
+        forward for which all of the cache is resident (`KVTurns.forward`). `stream`: the current one, where that is
+        known. None, and nothing has changed, where that does not hold or `takes` would return False."""
         tier, shown = self._tier, self.shown
         mapped, latest = shown.mapped, shown.latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
@@ -131,18 +133,19 @@ class KVRange:
             or not keys.device == values.device == self.shape.device
         ):
             return None
-        stream = 0 if self._standin else raw_stream(self.device.ordinal)
+        if stream is None or self._standin:
+            stream = 0 if self._standin else raw_stream(self.device.ordinal)
         turns, number = tier.turns, self.pages.number
         if lease.number != turns.forward or turns.since >= turns.layers or (number, place) == turns.first:
             return None
         turns.since += 1
         turns.appended.append(number)
-        turns.stream = stream
         if self._standin:
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, step, 0, True)
-        else:
+        elif stream != turns.stream:  # else the core knows it since another layer's token
             self.device.note_stream(stream)
+        turns.stream = stream
         if self._forward != lease.number:
             self._forward = lease.number
             lease.touched(self._movable)

@@ -80,7 +80,7 @@ class _EagerCall:
         function, args, kwargs = call.function, program.bound(call.args), program.bound(call.kwargs)
         positional, named = _maker(args), _maker(kwargs)
         self._whole: Act = lambda forward: self.put(forward, function(*positional(forward), **named(forward)))
-        self._quick = self._update_act(function, args, kwargs) or self._attention_act(program)
+        self._quick = self._update_act(program, function, args, kwargs) or self._attention_act(program)
         self.act: Act | None = self._quick or self._whole
         new = program.new_tokens
         if new == 1 and makes_no_mask(call):
@@ -109,16 +109,16 @@ class _EagerCall:
         if self.call.calls is not None and not same(self.call.calls, calls):
             self.call.calls, self.act = None, self._whole
 
-    def _update_act(self, function: Any, args: Any, kwargs: Any) -> Act | None:
+    def _update_act(self, program: Program, function: Any, args: Any, kwargs: Any) -> Act | None:
         """The usual update of a cache, in few calls."""
         if self.call.kind != "update" or len(args) < 4 or _varies(args[1:]) or _varies(kwargs):
             return None
-        number, new = self.call.number, args[1:]
+        number, new, stream = self.call.number, args[1:], program.pool.handle
         keys, values, layer = args[1:4]
 
         def update(forward: Forward) -> None:
             own = forward.layers[layer]
-            found = own.append_eagerly(keys, values) if type(own) is ElasticLayer else None
+            found = own.append_eagerly(keys, values, stream) if type(own) is ElasticLayer else None
             forward.fresh[number] = function(forward.cache, *new, **kwargs) if found is None else found
 
         return update
