@@ -1,8 +1,8 @@
-"""Hit rates of a prefix cache against its size, drawn."""
+"""Draws time per token against the budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Any, Final
 from ...allocator.errors import ConfigError
 
 SUFFIXES: Final = (".svg", ".png")
-_NAMES: Final = {"odds": "ballonet (odds)", "lru": "least recently used"}
-_COLORS: Final = {"odds": "#3b6fb6", "lru": "#e08a2c"}
 
 
 def check(path: str | Path) -> None:
@@ -48,16 +46,14 @@ def picture(path: str | Path) -> Iterator[Any]:
 
 
 def draw(
-    path: str | Path, sizes: Sequence[int], rates: Mapping[str, Sequence[float]], capacity: int, infinite: float
+    path: str | Path, points: Sequence[tuple[int, float]], title: str, asked: int, slo: float | None = None
 ) -> None:
-    """Draws the curve to `path`. `sizes`: blocks; `rates`: at each, by policy; `capacity`: the size in question.
-    ConfigError."""
+    """Draws the curve to `path`. `points`: (bytes of budget, seconds per token); `asked`: the budget in question;
+    `slo`: seconds. ConfigError."""
     with picture(path) as axes:
-        for policy, found in rates.items():
-            axes.plot(sizes, found, marker="o", markersize=4, label=_NAMES[policy], color=_COLORS[policy])
-        axes.axhline(infinite, color="#404040", linestyle="--", label=f"a cache that evicts nothing ({infinite:.4f})")
-        axes.axvline(capacity, color="#d0d0d0", zorder=0)
-        axes.set(
-            xscale="log", xlabel="blocks that the cache holds", ylabel="hit rate", title="Prefix cache: blocks found"
-        )
-        axes.legend(loc="lower right")
+        axes.plot([size / 2**30 for size, _ in points], [1e3 * seconds for _, seconds in points], color="#3b6fb6")
+        axes.axvline(asked / 2**30, color="#e08a2c", label="the budget that was asked about")
+        if slo is not None:
+            axes.axhline(1e3 * slo, color="#404040", linestyle="--", label="the SLO")
+        axes.set(xlabel="budget, GiB", ylabel="ms per token", title=title)
+        axes.legend()

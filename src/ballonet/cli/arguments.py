@@ -98,10 +98,3 @@ def ratio(text: str) -> Fraction:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1000000")
-
-
-def places(text: str) -> tuple[int, ...]:
-    """Layers, with commas between them."""
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 0,1,2,31")
-    return tuple(map(int, text.split(",")))

@@ -55,7 +55,7 @@ def _plan(args: argparse.Namespace) -> None:
     from ..hooks.plan.planner import Planner
     from ..hooks.plan.show import show
     from ..offload.policy.tuning import DEFAULT
-    from ..offload.timeline import budget_curve, curve
+    from ..offload.timeline import curve
 
     if args.curve is not None:
         curve.check(args.curve)  # before anything takes its time
@@ -79,5 +79,5 @@ def _plan(args: argparse.Namespace) -> None:
                 "with python -m ballonet profile"
             )
         title = f"{', '.join(args.model)}: {args.batch} x {args.context:,} tokens"
-        budget_curve.draw(args.curve, points, title, facts["budget"], args.slo)
+        curve.draw(args.curve, points, title, facts["budget"], args.slo)
     tell(facts, show, as_json=args.json)
