@@ -155,7 +155,6 @@ setup(
     package_data={
         "ballonet": ["py.typed"],
         "ballonet.allocator": ["_native.pyi", *COMPILED_LATER],
-        "ballonet.offload.timeline": ["page.html"],
     },
     include_package_data=False,
     ext_modules=[core, standin],

@@ -362,9 +362,11 @@ def test_a_timeline_is_drawn_of_a_program_up_to_its_very_end(tmp_path: Path) -> 
     assert NOTHING_MANAGED not in done.stderr, "the child is not the program"
     *_, error, where = done.stderr.splitlines()
     assert (done.stdout, error) == ("written by the child: False\n", "KeyboardInterrupt")
-    assert where == f"ballonet: the timeline is in {tmp_path / 't.json'}"
-    told = json.loads((tmp_path / "t.json").read_text())
-    assert told["program"] == "program.py"
-    activations = [row[1 + told["owners"].index("activations")] for row in told["rows"]]
-    assert max(activations) >= 128, "what was allocated last, by a function that runs at exit, is in it"
+    assert where.startswith(
+        f"ballonet: the timeline is in {tmp_path / 't.json'} (open it at https://ui.perfetto.dev). "
+    )
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert events[0]["args"]["name"] == "ballonet program.py"
+    activations = [event["args"]["value"] for event in events if event["name"] == "activations, bytes"]
+    assert max(activations) >= 128 * 65536, "what was allocated last, by a function that runs at exit, is in it"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["child.json", "program.py", "t.json"]

@@ -213,7 +213,6 @@ FACTS = {
     "offload/policy/coordinator.py": {"FIXED"},
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/record/record.py": {"FORMAT"},
-    "offload/timeline/fleet.py": {"_ROW", "_WIDTH"},  # pixels
     "offload/residency/kv_slots.py": {"_TAKEN"},
     "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/safetensors.py": {"LONGEST_HEADER"},
@@ -451,7 +450,7 @@ def test_a_broken_reference_is_seen(path: str, text: str) -> None:
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes
-    *("hooks/programs/facts.py", "hooks/server/page_size.py", "hooks/watch/notebook.py"),
+    *("hooks/programs/facts.py", "hooks/server/page_size.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
     *(f"hooks/whatif/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
     *(f"hooks/whatif/replicas/{name}.py" for name in ("memory_policies", "pipeline")),
@@ -798,7 +797,6 @@ def test_the_sdist_holds_every_source(sdist: Path) -> None:
         "constraints.txt",
         "pyproject.toml",
         "setup.py",
-        "offload/timeline/page.html",
         "src/ballonet/py.typed",
     }
     assert wanted - files(sdist) == set()
@@ -811,7 +809,6 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
     python = {f"ballonet/{path.relative_to(FACADE if room == 'facade' else ROOT).as_posix()}" for room, path in SOURCES}
     data = {
         "py.typed",
-        "offload/timeline/page.html",
         "allocator/_native.pyi",
         *(
             f"allocator/csrc/torch/{n}"

@@ -45,8 +45,8 @@ def add_timeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         metavar="FILE",
-        help="draw who owned which page, every decision, and requests that were served, written when the program ends: "
-        ".html, a page that needs nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
+        help="write who owned which page, every decision, and requests that were served, when the program ends: .json, "
+        "a trace to open at ui.perfetto.dev; .png, a picture (needs matplotlib)",
     )
 
 
