@@ -320,7 +320,7 @@ class PieceForwards:
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """How much of a run a timeline keeps (timeline/recorder.py). Chosen for a page that a browser draws at once."""
+    """How much of a run a timeline keeps (timeline/recorder.py). Chosen for a trace that a browser opens at once."""
 
     # Seconds between two collections; the device's own log lasts for seconds.
     interval: float = 0.05
@@ -584,6 +584,8 @@ class Watching:
     decisions: int = 5
     # Columns of a bar. Chosen: half of a terminal.
     bar: int = 40
+    # Columns in a notebook. Chosen: a wide terminal.
+    columns: int = 120
     # Looks at the keyboard, in seconds: a key is answered before anybody notices. Chosen.
     keys: float = 0.1
     # Last seconds of the buckets of durations: from a decode step of a tiny model to a prompt that waits for a minute,
