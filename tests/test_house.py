@@ -201,7 +201,6 @@ def test_a_wrong_import_is_seen(room: str, line: str) -> None:
 FACTS = {
     "allocator/control.py": {"LONGEST", "LONGEST_ANSWER", "LONGEST_PATH"},
     "allocator/findings.py": {"FORMAT"},
-    "allocator/preflight/cuda.py": {"NOT_READY", "POSIX_FD", "READ_ONLY"},
     "allocator/preflight/measure.py": {"MIB"},
     "allocator/preflight/run.py": {"SAID"},
     "allocator/preflight/torch_probes.py": {"PAGES"},
