@@ -50,9 +50,9 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/watch",
     "hooks",
     "hooks/programs",
-    "hooks/plan",
     "hooks/server",
     "hooks/replicas",
+    "hooks/plan",
     "hooks/whatif",
 )
 CORE = (
@@ -451,7 +451,7 @@ EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/device/shared_total.py",  # what a command asks of other processes
     *("hooks/programs/facts.py", "hooks/server/page_size.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
-    *(f"hooks/whatif/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
+    *(f"hooks/plan/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
     *(f"hooks/whatif/replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 

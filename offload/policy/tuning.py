@@ -351,7 +351,7 @@ class Serving:
     # A request that is alone in a step that finds no memory is computed again so often where others could free some.
     # Each time it waits for a larger reserve, or `lonely` looks. Chosen: half a minute.
     tries: int = 3
-    look: float = 0.1  # s, that this loop waits (hooks/whatif)
+    look: float = 0.1  # s, that this loop waits (hooks/plan/loops.py)
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.
     idle: int = 64
