@@ -166,7 +166,7 @@ def test_folders_import_one_way(trees: dict[Path, ast.Module]) -> None:
     ("path", "line"),
     [
         ("offload/policy/plan.py", "from ..residency.ring import Ring"),
-        ("offload/residency/ring.py", "from ..governor import levers"),
+        ("offload/residency/ring.py", "from ..governor import kv_tier"),
         ("hooks/forward/lease.py", "from ..kv.pages import KVPages"),
         ("hooks/kv/pages.py", "from .. import managed"),
         ("hooks/compat.py", "from .device import marks"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EnterLayer(Hook):
-    """The hook before a decoder layer: lets chaos move pages, gives pages that other threads request, copies a streamed
+    """The hook before a decoder layer: gives pages that other threads request, copies a streamed
     layer to its slot, and tells the core which pages the layer reads. Runs for each token, so it is one call, which
     makes others only where they have something to do. `opaque`: the compiler breaks its graph at this hook, see
     hook_base.py, Note [Streaming and torch.compile]."""
@@ -34,8 +34,8 @@ class EnterLayer(Hook):
         forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
         if (span := forwards.local_layers.span) is not None and layer not in span:  # passes its input through
             return None
-        if forwards.chaos is not None:
-            forwards.move_pages_randomly(forwards.chaos)
+        if forwards.at_layer is not None:
+            forwards.at_layer()
         # Another thread found no free pages: this one may have some to spare.
         if weights.device.page_request:
             forwards.yield_pages()

@@ -174,7 +174,7 @@ class PeerPages:
 
 @dataclass(frozen=True, slots=True)
 class ChaosMoves:
-    """How much chaos moves (governor/chaos.py): much in a short test, and a forward still ends. Chosen."""
+    """How much chaos moves (ballonet/testing/chaos.py): much in a short test, and a forward still ends. Chosen."""
 
     # Attempts at each boundary of layers, for weights and for KV.
     moves: int = 2
@@ -286,7 +286,7 @@ class Waiting:
     """How long one thread waits for another, in seconds of the clock of waits, and how often it looks, in seconds that
     really pass. All chosen."""
 
-    # `manage()` for forwards that are running, and between looks at their stacks: an order above a long prefill.
+    # changes of layers for forwards that are running, and between looks at them: an order above a long prefill.
     gate: float = 30.0
     gate_look: float = 0.005
     # A forward for the slots: without them it reads the host, right and slower, so it need not wait long.
