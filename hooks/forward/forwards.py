@@ -1,4 +1,4 @@
-"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks (layer_hooks.py).
+"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks.
 
 Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
@@ -25,8 +25,7 @@ from ...allocator._native import Range
 from ...allocator.errors import ModelInUse, PoolExhausted
 from ..weights.ranges import Weights
 from .gate import Gate
-from .hook_base import CALL, CallKeywords, Hook, remove_all
-from .layer_hooks import EnterLayer, LeaveLayer
+from .hook_base import CALL, CallKeywords, Hook, opaquely, remove_all
 from .lease import ForwardLease
 from .local_layers import LocalLayers
 from .turns import Turn, Turns
@@ -292,3 +291,56 @@ class _Leave(Hook):
                     error = sys.exc_info()[1]
                     if isinstance(error, torch.OutOfMemoryError):
                         self._forwards.exhausted(error)
+
+
+class EnterLayer(Hook):
+    """The hook before a decoder layer: gives pages that other threads request, copies a streamed
+    layer to its slot, and tells the core which pages the layer reads. Runs for each token, so it is one call, which
+    makes others only where they have something to do. `opaque`: the compiler breaks its graph at this hook, see
+    hook_base.py, Note [Streaming and torch.compile]."""
+
+    opaque = False
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+    def __call__(self, module: object = None, args: Any = (), kwargs: Any = None) -> Any:
+        # There are no keywords from the compiler, nor from torch for a hook that was removed since the call began.
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
+            if self.opaque:
+                opaquely(self)
+            return None
+        forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
+        if (span := forwards.local_layers.span) is not None and layer not in span:  # passes its input through
+            return None
+        if forwards.at_layer is not None:
+            forwards.at_layer()
+        # Another thread found no free pages: this one may have some to spare.
+        if weights.device.page_request:
+            forwards.yield_pages()
+        # A resident layer reads its own addresses, but a capture is announced to every layer.
+        if not self.opaque and not forwards.layers.capturing():
+            weights.use(layer)
+            return None
+        call = None if kwargs is None else CallKeywords(kwargs)
+        slot = forwards.layers.enter(layer, call)
+        if slot is None:
+            weights.use(layer)
+            return None
+        slot.note_use(weights.stream(), False)
+        return None if call is None else (args, call)
+
+
+class LeaveLayer(Hook):
+    """The hook after a decoder layer that streams: frees its slot. The compiler breaks its graph at it, too."""
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+    def __call__(self, *_: Any) -> None:
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            opaquely(self)
+        elif self._forwards.layers.inside == self._layer:
+            self._forwards.layers.leave(self._layer)
