@@ -1,5 +1,4 @@
 #include "bindings/bindings.h"
-
 #include "device/registry.h"
 #include "device/replay.h"
 
