@@ -47,10 +47,11 @@ mutants: build  ## plants the bugs of tests/mutants one after the other, and run
 build: $(VENV)/.ready  ## the environment and the native core, in place
 	@$(PY) setup.py -q build_ext --inplace
 
-check: build  ## ruff, mypy, clang-format
+check: build  ## ruff, mypy, import-linter, clang-format
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
+	@PYTHONPATH=src $(VENV)/bin/lint-imports --cache-dir build/imports >build/imports.log || { cat build/imports.log; exit 1; }
 	@$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
 
 format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them

@@ -105,7 +105,7 @@ class BuildExt(build_ext):
         note.write_text(problem)
         tell(
             f"ballonet is installed WITHOUT ITS NATIVE CORE: {problem}. So install(), manage(), run and serve raise "
-            "CoreMissing, and only what needs no pages works (info, simulate, prefix-sim, load). To have it: "
+            "CoreMissing, and only what needs no pages works (info, load). To have it: "
             f"{remedy}, then pip install --force-reinstall --no-cache-dir ballonet"
         )
         self.extensions = []
@@ -155,7 +155,6 @@ setup(
     package_data={
         "ballonet": ["py.typed"],
         "ballonet.allocator": ["_native.pyi", *COMPILED_LATER],
-        "ballonet.offload.timeline": ["page.html"],
     },
     include_package_data=False,
     ext_modules=[core, standin],

@@ -19,7 +19,7 @@ def __getattr__(name: str) -> NoReturn:
     why = f"when ballonet was installed, {note.read_text()}" if note.exists() else "it has not been built here"
     raise CoreMissing(
         f"ballonet's native core is missing: {why}. Without it there is no pool of pages: install(), manage(), run and "
-        "serve cannot work; info, simulate, prefix-sim and load do. To go on: install a C++17 compiler and Python's "
-        "headers (Debian: apt install g++ python3-dev), then pip install --force-reinstall --no-cache-dir ballonet "
+        "serve cannot work; info and load do. To go on: install a C++17 compiler and Python's headers "
+        "(Debian: apt install g++ python3-dev), then pip install --force-reinstall --no-cache-dir ballonet "
         "(in a checkout: make build)"
     )

@@ -47,11 +47,5 @@ LEDGER_LONGEST: Final = 1 << 20
 COMPILE: Final = 300
 # Seconds that all probes of a preflight may take together. Chosen: they take seconds, one that hangs is killed.
 PREFLIGHT: Final = 150.0
-# Seconds of work in front of what a probe times: longer than the host needs to submit it. Chosen.
-PROBE_BUSY: Final = 0.03
 # A kind of host memory is slow below this part of the speed of memory from cuMemHostAlloc. Chosen.
 PROBE_SLOW: Final = 0.8
-# Microseconds that a mapping may wait for another thread's pinning. Chosen.
-PROBE_LONG_MAP: Final = 20_000
-# The part by which NVML's counter may be off. Chosen.
-PROBE_COUNTER: Final = 0.15

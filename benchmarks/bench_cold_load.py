@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common import MIB, Figure, Options, describe, report
-from peer import Functions, begin, peers, seconds
+from peer import Functions, bandwidth, begin, peers, seconds
 from streamed import environment, page_size, titled
 
 NAMES = {
@@ -71,9 +71,7 @@ def once(name: str, chosen: Options, what: str, **arguments: Any) -> Any:
 def functions(name: str, chosen: Options) -> Functions:
     if name != "file":
         return {"load": lambda folder, nbytes: load(name, folder, nbytes, chosen)}
-    from bandwidth import measure
-
-    return {"write": lambda folder: write(folder, chosen), "link": lambda: measure(chosen)()}
+    return {"write": lambda folder: write(folder, chosen), "link": lambda: bandwidth(chosen)()}
 
 
 def write(folder: str, chosen: Options) -> tuple[int, str]:

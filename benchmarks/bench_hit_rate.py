@@ -17,7 +17,8 @@ from typing import Any
 
 from common import Figure, options, report
 
-from ballonet.offload.policy.prefix_sim import hits
+from ballonet.offload.policy.prefixes import Hits, Index
+from ballonet.offload.policy.worth import Odds, Policy, Recency
 
 TURNS = {False: 4000, True: 60}  # of the trace made here, by whether it is tiny
 SIZES = (0.02, 0.05, 0.1, 0.25, 0.5)  # of the distinct blocks
@@ -35,9 +36,9 @@ def measure(path: Path | None, turns: int) -> Iterator[dict[str, Any]]:
     """A row for each size."""
     trace = list(made(turns)) if path is None else list(recorded(path))
     distinct = len({key for keys in trace for key in keys})
-    best = hits(trace, None, "lru")
+    best = hits(trace, None, Recency())
     for size in sorted({round(distinct * part) for part in SIZES} | ({AT} if distinct > AT else set())):
-        found = Figure.of([hits(trace, size, "odds").hit_rate])
+        found = Figure.of([hits(trace, size, Odds()).hit_rate])
         if size == AT and path is not None:
             found = found.at_least(round(best.hit_rate - CLOSE, 4))
         yield {
@@ -45,9 +46,19 @@ def measure(path: Path | None, turns: int) -> Iterator[dict[str, Any]]:
             "requests": best.requests,
             "blocks stored, at most": size,
             "hit rate": found,
-            "least recently used": Figure.of([hits(trace, size, "lru").hit_rate]),
+            "least recently used": Figure.of([hits(trace, size, Recency()).hit_rate]),
             "without a limit": Figure.of([best.hit_rate]),
         }
+
+
+def hits(trace: list[list[int]], blocks: int | None, policy: Policy) -> Hits:
+    """What a cache of so many blocks finds, any number if None: each request asks for its blocks, then stores them."""
+    index = Index(blocks, policy)
+    for request, keys in enumerate(trace):
+        index.match(keys)
+        index.insert(keys, request)
+        index.evict(index.excess())
+    return index.hits
 
 
 def recorded(path: Path) -> Iterator[list[int]]:

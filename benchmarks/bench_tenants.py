@@ -96,9 +96,9 @@ def main() -> None:
 def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
     """A row for each policy."""
     from ballonet.allocator.errors import BallonetError
+    from ballonet.hooks.plan.machine import Machine, Tenant, dealt
+    from ballonet.hooks.plan.run import run
     from ballonet.hooks.server.arrivals import read
-    from ballonet.hooks.whatif.machine import Machine, Tenant, dealt
-    from ballonet.hooks.whatif.run import run
     from ballonet.offload.policy.step_costs import Parts
 
     shrink = 1 if chosen.tiny else SHRINK

@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from common import Figure, Options, interleaved, options
+from common import MIB, Figure, Options, interleaved, options
 
 SECONDS = 300.0  # that an answer may take
 TAIL = 2000  # characters of what a peer that failed had said
@@ -136,9 +136,7 @@ def begin(name: str, description: str | None, functions: Callable[[str, Options]
     if chosen.peer is None:
         return chosen
     if chosen.peer == "link":
-        from bandwidth import measure
-
-        serve({"about": dict, "link": measure(chosen)})
+        serve({"about": dict, "link": bandwidth(chosen)})
     else:
         serve(functions(chosen.peer, chosen))
     raise SystemExit
@@ -173,3 +171,43 @@ def synchronize(device: str) -> None:
         import torch
 
         torch.cuda.synchronize()
+
+
+COPIES = 4  # that the link is measured by
+
+
+def bandwidth(chosen: Options) -> Callable[[], float]:
+    """What measures bytes per second that the link gives large copies, the yardstick of what streams: by torch, from
+    pinned memory; on the stand-in by its own copies, which are as slow as it was told."""
+    nbytes = (16 if chosen.tiny else 256) * MIB
+    copy = pinned(nbytes) if chosen.cuda else paged(nbytes)
+    return lambda: COPIES * nbytes / seconds(chosen.device, copy)
+
+
+def pinned(nbytes: int) -> Callable[[], object]:
+    import torch
+
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    return lambda: [target.copy_(source, non_blocking=True) for _ in range(COPIES)]
+
+
+def paged(nbytes: int) -> Callable[[], object]:
+    import ballonet
+    from ballonet.allocator import devices
+    from ballonet.allocator._native import Transfer
+
+    if devices.current() is None:
+        ballonet.install(2 * nbytes, host_budget=2 * nbytes)
+    device = devices.require()
+    source, target = (device.reserve(nbytes, "weights", device.group()) for _ in range(2))
+    source.map_host(0, source.pieces)
+    target.map(0, target.pieces)
+    transfer = Transfer(device)
+
+    def copy() -> None:
+        parts = [(target.address, source.address, nbytes)]
+        done = [transfer.copy(parts, after=0, owner="weights", to="device") for _ in range(COPIES)]
+        done[-1].wait()
+
+    return copy

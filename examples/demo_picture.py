@@ -9,9 +9,6 @@ from typing import Any
 from ballonet.allocator.units import format_size
 
 MIB = 2**20
-COLORS = {"weights": "#3b6fb6", "kv": "#e08a2c", "activations": "#58a55c", "retiring": "#b65a9a", "free": "#d9d9d9"}
-NAMES = {"kv": "KV cache", "retiring": "retiring (waits for what still uses it)", "free": "free, kept for the next"}
-POINTS = 600
 
 
 def draw(path: Path, runs: Mapping[str, Mapping[str, Any]], weights: int) -> None:
@@ -22,11 +19,13 @@ def draw(path: Path, runs: Mapping[str, Mapping[str, Any]], weights: int) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from ballonet.offload.timeline.series import COLOURS
+
     figure, axes = pyplot.subplots(len(runs), 1, figsize=(11, 3.1 * len(runs)), squeeze=False, layout="constrained")
     highest = max(level[1] for run in runs.values() for level in run["levels"]) / MIB
     for panel, (title, run) in zip(axes[:, 0], runs.items(), strict=True):
         _panel(panel, run)
-        panel.axhline(weights / MIB, color=COLORS["weights"], linestyle=":", linewidth=1.2, label="all weights")
+        panel.axhline(weights / MIB, color=COLOURS["weights"], linestyle=":", linewidth=1.2, label="all weights")
         panel.set_title(title, loc="left", fontsize="medium")
         panel.set_ylim(0, highest * 1.2)  # the words of the phases stand above
         panel.set_ylabel("MiB")
@@ -40,30 +39,8 @@ def draw(path: Path, runs: Mapping[str, Mapping[str, Any]], weights: int) -> Non
 
 
 def _panel(panel: Any, run: Mapping[str, Any]) -> None:
-    from ballonet.offload.timeline.series import resample
+    from ballonet.offload.timeline.picture import draw_pages
 
-    start, stop, page = run["start"], run["stop"], run["page_size"]
-    series = resample([tuple(row) for row in run["rows"]], start, stop, POINTS)
-    stacks = [[count * page / MIB for count in series.pages[owner]] for owner in COLORS]
-    labels = [NAMES.get(owner, owner) for owner in COLORS]
-    panel.stackplot(series.seconds, stacks, labels=labels, colors=list(COLORS.values()), step="post")
-
-    def seconds(when: int) -> float:
-        return (when - start) / 1e9
-
-    end = seconds(stop)
-    times = [seconds(level[0]) for level in run["levels"]]
-    budgets = [level[1] / MIB for level in run["levels"]]
-    panel.step([*times, end], [*budgets, budgets[-1]], where="post", color="black", linestyle="--", label="budget")
-    for name, when in run["marks"]:
-        panel.axvline(seconds(when), color="#555555", linewidth=0.8)
-        panel.annotate(
-            name,
-            (seconds(when), 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -4),
-            textcoords="offset points",
-            va="top",
-            fontsize="small",
-        )
-    panel.set_xlim(0, end)
+    rows = [tuple(row) for row in run["rows"]]
+    marks = [(when, name) for name, when in run["marks"]]
+    draw_pages(panel, rows, run["levels"], marks, (run["start"], run["stop"]), run["page_size"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch import nn
@@ -79,11 +80,11 @@ def manage(
     The model may be changed in every way that torch and transformers allow. New tensors (converted, assigned, resized
     weights, adapters, layers) are moved into the pool at its next forward; those that cannot be are in
     `Managed.report().unmanaged_tensors`. Copies of the model are not managed. Views of weights that were taken before
-    keep the old memory, as with `Module.to`. A failure changes nothing. Waits for forwards that run on other threads;
-    those that begin meanwhile wait (gate.py).
+    keep the old memory, as with `Module.to`. A failure changes nothing. Call it while no other thread runs the model;
+    forwards that begin meanwhile wait (gate.py).
 
-    Raises ManageError (OptionError, AlreadyManaged, WrongDevice, ModelInUse where a forward does not end within 30 s or
-    this is called within one, SLOError: with the nearest SLO and budget that would do), BudgetError,
+    Raises ManageError (OptionError, AlreadyManaged, WrongDevice, ModelInUse where this is called within a
+    forward, SLOError: with the nearest SLO and budget that would do), BudgetError,
     torch.OutOfMemoryError, DriverError, and the errors of `install()`.
     """
     keywords = given(locals())  # the table of options says which names of these count
@@ -124,9 +125,9 @@ def managed(
         if (found := known()) is not None:
             return found
     composed.interpreter.check()
-    gate = Gate(model, composed.tuning.waiting, composed.waits)
+    gate = Gate(model)
     with gate.closed():
-        gate.wait_until_unused()  # without the lock, for which a forward may wait
+        gate.check_outside()
         with lock:
             if (found := known()) is not None:
                 return found
@@ -144,8 +145,10 @@ def managed(
                 )
             mark("manage()", device)
             streams.wait_for_work(device)
-            made = Managed(model, gate, device, found_on.settings.chaos, rule, options, files, progress)
+            made = Managed(model, gate, device, rule, options, files, progress)
             models[model] = made
+            if (seed := found_on.settings.chaos) is not None:  # of tests alone, so its module comes only then
+                import_module("ballonet.testing").move_pages(made, seed)
         try:
             streams.wait_for_work(device)  # other threads run it on other streams
             made._govern(grid, record)

@@ -17,13 +17,10 @@ import torch
 from torch import nn
 
 from ..allocator._native import Device
-from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, PoolExhausted
+from ..allocator.errors import BallonetError, ManageError, ModelInUse, PoolExhausted
 from ..allocator.interrupts import Finalizer
 from ..allocator.units import format_size
-from ..offload.governor.chaos import Chaos
-from ..offload.governor.levers import levers
 from ..offload.policy.plan import Rule
-from ..offload.policy.tuning import Tuning
 from ..offload.record.record import Point, Record
 from . import attaching
 from .device import governors
@@ -43,7 +40,6 @@ from .weights.backings import Files
 from .weights.follow import WeightsFollower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Weights
-from .weights.storages import in_graphs
 
 if TYPE_CHECKING:
     from .pieces.runner import PieceRunner
@@ -68,20 +64,9 @@ def _kept(model: nn.Module, device: Device) -> Record | None:
     return kept(model, device)
 
 
-def chaos_of(managed: Managed) -> Chaos | None:
-    """Returns the chaos that moves pages of its model at random, None without. For tests: `ballonet.testing`."""
-    return managed._forwards.chaos
-
-
-def move_pages(managed: Managed, seed: int) -> None:
-    """Moves pages of its model at random from now on. For tests: `ballonet.testing`. AlreadyManaged after a call with
-    another seed."""
-    if managed._seed not in (None, seed):
-        raise AlreadyManaged(f"pages of {managed._name} move by seed {managed._seed} already: release() it first")
-    if managed._seed is None:
-        device = managed._weights.device
-        managed._forwards.chaos = _chaos(seed, device, governors.of(device).tuning)
-        managed._seed = seed
+def forwards_of(managed: Managed) -> Forwards:
+    """The hooks and running forwards of its model."""
+    return managed._forwards
 
 
 def pace_of(managed: Managed) -> Pace:
@@ -119,16 +104,14 @@ class Managed:
         model: nn.Module,
         gate: Gate,
         device: Device,
-        seed: int | None,
         rule: Rule,
         options: ManageOptions,
         files: Files | None,
         progress: Callable[[int], object],
     ) -> None:
-        """Called by `managed()`, which checks the arguments and has closed the gate. `seed`: of chaos."""
+        """Called by `managed()`, which checks the arguments and has closed the gate."""
         self._name = type(model).__name__
         self._options = options
-        self._seed: int | None = None  # the chaos seed, if a test has set one
         self._pieces: PieceRunner | None = None
         self._not_pieces: PiecesReport | None = None  # why there is none
         self._prefixes: PrefixStore | None = None
@@ -164,15 +147,12 @@ class Managed:
             streaming = self._residency.streaming
             self._forwards = Forwards(
                 self._weights,
-                None if seed is None else _chaos(seed, device, tuning),
                 open_lease,
                 self._before,
                 self._residency.after,
                 partial(governors.yield_pages, device, governor),
                 self._turns,
                 streaming,
-                levers(governor, device, spill=governor.spill),
-                partial(_in_graphs, self._model),
                 local_layers_of(model),
                 self._explain,
             )
@@ -324,8 +304,7 @@ class Managed:
         model = self._model()
         if self._released or model is None:
             raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
-        governor = governors.of(self._weights.device)
-        gate = Gate(model, governor.tuning.waiting, governor.waits)
+        gate = Gate(model)
         with gate.closed():
             self._wait_until_none_runs(gate)
             with lock:
@@ -434,16 +413,7 @@ def _changes(config: Any, sizes: Mapping[str, int]) -> Sequence[str]:
     return changes(config, **sizes)
 
 
-def _chaos(seed: int, device: Device, tuning: Tuning) -> Chaos:
-    return Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
-
-
 def all_managed() -> list[tuple[nn.Module, Weights]]:
     """The models that are managed now, and their weights."""
     with lock:
         return [(model, managed._weights) for model, managed in models.items()]
-
-
-def _in_graphs(reference: weakref.ref[nn.Module]) -> bool:
-    model = reference()
-    return model is not None and in_graphs(model)

@@ -87,12 +87,12 @@ class Inside:
 
 @pytest.mark.parametrize("program", INSIDE)
 def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bandwidth import measure
+    from peer import bandwidth
 
     module = importlib.import_module(program)
 
     def link(chosen: Any) -> dict[str, Callable[..., Any]]:
-        return {"about": dict, "link": measure(chosen)}
+        return {"about": dict, "link": bandwidth(chosen)}
 
     @contextmanager
     def peers(_: str, chosen: Any, names: Sequence[str], environments: Any = None) -> Iterator[dict[str, Inside]]:

@@ -18,11 +18,11 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.governor.chaos import OF_A_PEER, WHERE, Chaos
-from ballonet.offload.governor.levers import Lever
 from ballonet.offload.policy.reclaim_order import Rung
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.testing import chaos_of
+from ballonet.testing.chaos import OF_A_PEER, WHERE, Chaos
+from ballonet.testing.levers import Lever
 
 from . import models
 from .core import Other

@@ -21,6 +21,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.manage import managed
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.options import ManageOptions
+from ballonet.testing.movable import MovableKV
 
 from . import models
 from .tuned import Clock, Tuned
@@ -122,7 +123,7 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
         assert [[model["name"] for model in each["models"]] for each in said] == names
         kv_range = kept.past_key_values.layers[0].kv_range
         with GroupLease(kv_range.group):
-            assert kv_range.pages.movable.displace(0)
+            assert MovableKV(kv_range.pages).displace(0)
         assert [looks.look(number=each.number)["kv"]["displaced"] for each in two] == [0, 1]
         del kept, also, kv_range
     for each in two:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -20,41 +21,7 @@ from ballonet.allocator import _native, device_choice
 from ballonet.offload.policy.tuning import DEFAULT
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("allocator", "offload", "hooks", "facade")  # each may import those before it, and itself
-FOLDERS = (  # the same within the rooms; a file that is named stands for itself
-    "allocator",
-    "allocator/preflight",
-    "offload/policy",
-    "offload/policy/replicas",
-    "offload/policy/planner",
-    "offload/record",
-    "offload/residency",
-    "offload/governor",
-    "offload/timeline",
-    "offload",
-    "hooks/cache_argument",
-    "hooks/compat",
-    "hooks/options",
-    "hooks/device",
-    "hooks/measure",
-    "hooks/weights",
-    "hooks/forward",
-    "hooks/streaming",
-    "hooks/kv",
-    "hooks/prefix",
-    "hooks/pieces",
-    "hooks/sectors",
-    "hooks/vllm",
-    "hooks/batching",
-    "hooks/splice",
-    "hooks/watch",
-    "hooks",
-    "hooks/programs",
-    "hooks/plan",
-    "hooks/server",
-    "hooks/replicas",
-    "hooks/whatif",
-)
+ROOMS = ("allocator", "offload", "hooks", "facade")
 CORE = (
     "base",
     "driver",
@@ -66,11 +33,8 @@ CORE = (
     "device",
     "bindings",
 )  # of allocator/csrc, too
-LATER = {  # file -> what it imports of a later folder, when it is first used
-    # An error of a forward names changes of a plan. Whoever never reads one does not pay for the planner.
-    "hooks/managed.py": ["ballonet.hooks.plan.advice.changes"],
-}
 FACADE = ROOT / "src" / "ballonet"
+CSRC = ROOT / "allocator" / "csrc"
 SOURCES = [
     *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
     *(("facade", path) for path in sorted(FACADE.rglob("*.py"))),  # which does not follow the links to the rooms
@@ -91,9 +55,6 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in [*(path for _, path in SOURCES), *OTHERS]}
 
 
-MODULE = re.compile(r"ballonet(\.\w+)+")
-
-
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
     """Absolute names of what is imported by a module of `package`."""
     for node in ast.walk(tree):
@@ -105,95 +66,31 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def named(tree: ast.AST, package: str) -> Iterator[str]:
-    """Modules that are named in a text, for `import_module` or for a process that imports them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
-            yield node.value
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
-            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-            if isinstance(name, str) and name.startswith("."):
-                level = len(name) - len(name.lstrip("."))
-                yield ".".join([*package.split(".")[: len(package.split(".")) + 1 - level], name.lstrip(".")])
+def test_no_room_is_imported_twice(trees: dict[Path, ast.Module]) -> None:
+    """From the repository root `import hooks` is a second copy of every class. What else the package may import are
+    contracts of `lint-imports` (pyproject.toml)."""
+    found = {path: {name.split(".")[0] for name in imported(tree, "ballonet.a.b.c")} for path, tree in trees.items()}
+    assert {path: names for path, names in found.items() if names & {*ROOMS}} == {}
 
 
-def wrong_imports(room: str, tree: ast.AST, path: Path = ROOT) -> list[str]:
-    """`path`: of a module of the room, where it lies in one of its smaller ones."""
-    top = FACADE if room == "facade" else ROOT / room
-    inside = path.relative_to(top).parent.parts if path.is_relative_to(top) else ()
-    package = ".".join(("ballonet", *(() if room == "facade" else (room,)), *inside))
-    wrong = []
-    for name in imported(tree, package):
-        parts = name.split(".")
-        if parts[0] in ROOMS:
-            wrong.append(name)  # a second copy of the room, not the package's
-        if parts[0] == "ballonet":
-            target = parts[1] if len(parts) > 1 and parts[1] in ROOMS else "facade"
-            if ROOMS.index(target) > ROOMS.index(room):
-                wrong.append(name)
-    return wrong
-
-
-def test_imports_go_one_way(trees: dict[Path, ast.Module]) -> None:
-    found = {path: wrong_imports(room, trees[path], path) for room, path in SOURCES}
-    found |= {path: wrong_imports("facade", trees[path]) for path in OTHERS}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-def folder(module: str) -> str | None:
-    """The entry of FOLDERS that a module of the package belongs to: the longest that is a beginning of its name."""
-    found = [each for each in FOLDERS if f"{module}.".startswith(f"ballonet.{each.replace('/', '.')}.")]
-    return max(found, key=len, default=None)
-
-
-def imports_above(path: Path, tree: ast.AST) -> list[str]:
-    """What a file imports from folders that come after its own."""
-    module = ".".join(("ballonet", *path.relative_to(ROOT).with_suffix("").parts))
-    own = folder(module.removesuffix(".__init__"))
-    assert own is not None, f"{path} is in no folder of FOLDERS"
-    package = module.rpartition(".")[0]
-    used = {name: folder(name) for name in (*imported(tree, package), *named(tree, package))}
-    return [name for name, its in used.items() if its and FOLDERS.index(its) > FOLDERS.index(own)]
-
-
-def test_folders_import_one_way(trees: dict[Path, ast.Module]) -> None:
-    inside = {path.relative_to(ROOT).as_posix(): path for room, path in SOURCES if room != "facade"}
-    found = {name: imports_above(path, trees[path]) for name, path in inside.items()}
-    assert {path: names for path, names in found.items() if names} == LATER
-
-
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("offload/policy/plan.py", "from ..residency.ring import Ring"),
-        ("offload/residency/ring.py", "from ..governor import levers"),
-        ("hooks/forward/lease.py", "from ..kv.pages import KVPages"),
-        ("hooks/kv/pages.py", "from .. import managed"),
-        ("hooks/compat.py", "from .device import marks"),
-        ("hooks/managed.py", "from .programs.run import run"),
-        ("hooks/managed.py", 'import_module("ballonet.hooks.plan.advice")'),
-        ("hooks/managed.py", 'NAME = "ballonet.hooks.plan.advice"'),
-        ("hooks/managed.py", 'importlib.import_module(".plan.advice", __package__)'),
-    ],
-)
-def test_an_import_of_a_later_folder_is_seen(path: str, line: str) -> None:
-    assert imports_above(ROOT / path, ast.parse(line)) != []
-
-
-@pytest.mark.parametrize(
-    ("room", "line"),
-    [
-        ("allocator", "from ..offload import layout"),
-        ("allocator", "from ballonet.hooks.manage import manage"),
-        ("offload", "from .. import hooks"),
-        ("offload", "import ballonet"),
-        ("hooks", "from ballonet import stats"),
-        ("facade", "from allocator.errors import BallonetError"),
-        ("hooks", "import offload"),
-    ],
-)
-def test_a_wrong_import_is_seen(room: str, line: str) -> None:
-    assert wrong_imports(room, ast.parse(line)) != []
+def test_no_circles_where_import_linter_does_not_look(trees: dict[Path, ast.Module]) -> None:
+    """The units of the core, each a header with its source, and the modules of benchmarks."""
+    units: dict[str, set[str]] = {}
+    for path in CSRC.rglob("*.*"):
+        if path.suffix in (".h", ".cpp"):
+            included = re.findall(r'^#include "(?:\.\./)?(\w+/\w+)\.h"', path.read_text(), re.MULTILINE)
+            units.setdefault(f"{path.parent.name}/{path.stem}", set()).update(included)
+    for unit in ("mapping/ahead", "mapping/range"):  # two circles that are still there
+        units[unit].remove("mapping/mapper")
+    modules = {
+        path.stem: {name.split(".")[0] for name in imported(trees[path], "benchmarks")}
+        for path in OTHERS
+        if path.parent.name == "benchmarks"
+    }
+    for graph in (units, modules):
+        TopologicalSorter({name: used - {name} for name, used in graph.items()}).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter({"peer": {"bandwidth"}, "bandwidth": {"peer"}}).prepare()
 
 
 # Numbers that are facts, of a format, a driver, a file system or a machine, or that only name something. What decides
@@ -201,7 +98,6 @@ def test_a_wrong_import_is_seen(room: str, line: str) -> None:
 FACTS = {
     "allocator/control.py": {"LONGEST", "LONGEST_ANSWER", "LONGEST_PATH"},
     "allocator/findings.py": {"FORMAT"},
-    "allocator/preflight/cuda.py": {"NOT_READY", "POSIX_FD", "READ_ONLY"},
     "allocator/preflight/measure.py": {"MIB"},
     "allocator/preflight/run.py": {"SAID"},
     "allocator/preflight/torch_probes.py": {"PAGES"},
@@ -212,9 +108,7 @@ FACTS = {
     "offload/policy/layout.py": {"ALIGNMENT"},
     "offload/policy/coordinator.py": {"FIXED"},
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
-    "offload/policy/prefix_sim.py": {"_SIZES"},
     "offload/record/record.py": {"FORMAT"},
-    "offload/timeline/fleet.py": {"_ROW", "_WIDTH"},  # pixels
     "offload/residency/kv_slots.py": {"_TAKEN"},
     "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/safetensors.py": {"LONGEST_HEADER"},
@@ -282,9 +176,6 @@ def test_no_number_that_decides_is_patched() -> None:
             assert name in known.union(*FACTS.values()), f"{path} patches {name}"
 
 
-CSRC = ROOT / "allocator" / "csrc"
-
-
 def includes_above(folder: str, text: str) -> list[str]:
     """What a C++ file includes from folders of the core that come after its own. torch/ is compiled apart and includes
     nothing of the core, standin/ only what the driver's functions are."""
@@ -316,7 +207,7 @@ def test_every_module_is_in_the_architecture() -> None:
         for path, name in [*((path, path.stem) for _, path in SOURCES if path.parent != FACADE), *core]
     }
     assert {entry for entry in there - told if entry[1] != "__init__"} == set()
-    assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/policy", "simulate")}
+    assert {entry for entry in told if entry[0] != "allocator"} <= there
 
 
 def test_the_documentation_is_soon_read() -> None:
@@ -452,9 +343,9 @@ def test_a_broken_reference_is_seen(path: str, text: str) -> None:
 EDGES = {  # where nobody passes a tuning, as nobody has one yet
     "hooks/kv/range.py",  # a cache outside of managed models
     "hooks/device/shared_total.py",  # what a command asks of other processes
-    *("hooks/programs/facts.py", "hooks/server/page_size.py", "hooks/watch/notebook.py"),
+    *("hooks/programs/facts.py", "hooks/server/page_size.py"),
     *("src/ballonet/cli/plan.py", "src/ballonet/cli/serve_replicas.py", "src/ballonet/cli/top.py"),
-    *(f"hooks/whatif/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
+    *(f"hooks/plan/{name}.py" for name in ("loops", "policies", "run", "step_measurement")),
     *(f"hooks/whatif/replicas/{name}.py" for name in ("memory_policies", "pipeline")),
 }
 
@@ -799,7 +690,6 @@ def test_the_sdist_holds_every_source(sdist: Path) -> None:
         "constraints.txt",
         "pyproject.toml",
         "setup.py",
-        "offload/timeline/page.html",
         "src/ballonet/py.typed",
     }
     assert wanted - files(sdist) == set()
@@ -812,7 +702,6 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
     python = {f"ballonet/{path.relative_to(FACADE if room == 'facade' else ROOT).as_posix()}" for room, path in SOURCES}
     data = {
         "py.typed",
-        "offload/timeline/page.html",
         "allocator/_native.pyi",
         *(
             f"allocator/csrc/torch/{n}"
@@ -854,7 +743,6 @@ for use in (lambda: ballonet.install(), lambda: ballonet.snapshot(), lambda: bal
         assert "apt install g++" in str(error), error
     else:
         raise AssertionError("nothing was raised")
-assert main(["simulate", "--layers", "4", "--ratio", "2", "--streamed", "1", "--json"]) == 0
 assert main(["info", "--json"]) == 0
 assert main(["run", "-c", "print(1)"]) == 1
 import ballonet.hooks.server.load, ballonet.offload.policy.replicas.controller
@@ -885,9 +773,7 @@ def test_without_a_compiler_what_needs_no_pages_works(sdist: Path, tmp_path: Pat
         check=False,
     )
     assert used.returncode == 0, used.stderr
-    simulated, info = map(json.loads, used.stdout.splitlines())
-    assert simulated["time_in_layers"] == 4
-    checks = {check["name"]: check for check in info["checks"]}
+    checks = {check["name"]: check for check in json.loads(used.stdout)["checks"]}
     assert not checks["pages on a device"]["works"]
     assert "native core is missing" in checks["pages on a device"]["detail"]
     assert "native core is missing" in used.stderr  # of `run`

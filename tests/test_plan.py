@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan, at_interval, fewest, smallest, spread, streaming
-from ballonet.offload.policy.schedule import evenly, one_slot
+
+from .closed_forms import evenly, one_slot
 
 RATIOS = [Fraction(r) for r in ("1/2", "1", "2", "4", "8", "80")]
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=8)

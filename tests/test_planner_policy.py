@@ -159,7 +159,7 @@ def test_powers_are_interpolated_exactly(batch: int, length: int) -> None:
         return float(1e-3 * batch**0.7 * length**1.2)
 
     measured = {(b, n): law(b, n) for b in (1, 2, 4, 8) for n in (64, 128, 256, 512, 1024, 2048)}
-    assert interpolated(measured, batch, length) == pytest.approx(law(batch, length))
+    assert interpolated("prefill", measured, batch, length) == pytest.approx(law(batch, length))
 
 
 def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> None:
@@ -168,12 +168,12 @@ def test_what_was_measured_is_what_is_said_and_beyond_it_parts_grow_apart() -> N
 
     measured = {(b, n): law(b, n) for b in (1, 2, 4) for n in (64, 128, 256, 512)}
     for (batch, length), seconds in measured.items():
-        assert interpolated(measured, batch, length) == pytest.approx(seconds)
+        assert interpolated("prefill", measured, batch, length) == pytest.approx(seconds)
     del measured[4, 512]  # it did not fit in memory
     for batch, length in [(8, 8192), (1, 8), (8, 128), (3, 400)]:
-        assert interpolated(measured, batch, length) == pytest.approx(law(batch, length), rel=1e-3)
-    assert interpolated({}, 1, 1) is None
-    assert interpolated({(2, 64): 0.5}, 2, 64) == pytest.approx(0.5)
+        assert interpolated("prefill", measured, batch, length) == pytest.approx(law(batch, length), rel=1e-3)
+    assert interpolated("prefill", {}, 1, 1) is None
+    assert interpolated("prefill", {(2, 64): 0.5}, 2, 64) == pytest.approx(0.5)
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=9, max_size=9), st.sampled_from((1, 2, 4)), st.sampled_from((64, 256)))
@@ -182,11 +182,11 @@ def test_the_nearest_that_were_measured_count(times: list[float], batch: int, le
     more as there are more pairs of tokens."""
     measured = dict(zip(product((1, 2, 4), (64, 128, 256)), times, strict=True))
     corners = [measured[size] for size in product((2, 4), (64, 128))]
-    assert min(corners) - 1e-9 <= (interpolated(measured, 3, 100) or 0) <= max(corners) + 1e-9
+    assert min(corners) - 1e-9 <= (interpolated("prefill", measured, 3, 100) or 0) <= max(corners) + 1e-9
     beyond = {64: 63, 256: 257}[length]
     for size, edge in [((batch, beyond), (batch, length)), ((5, length), (4, length))]:
         pairs = size[0] * size[1] ** 2 / (edge[0] * edge[1] ** 2)
-        found = (interpolated(measured, *size) or 0) / measured[edge]
+        found = (interpolated("prefill", measured, *size) or 0) / measured[edge]
         assert min(1, pairs) - 1e-9 <= found <= max(1, pairs) + 1e-9
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path as File
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +18,7 @@ from ballonet.offload.policy.prefixes import Hits, Index, chain
 from ballonet.offload.policy.tuning import BlockOdds
 from ballonet.offload.policy.worth import Odds, Recency
 
+MOONCAKE = File(__file__).parents[2] / "shared" / "data" / "traces" / "mooncake_conversation_trace.jsonl"
 Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
 
 
@@ -269,6 +272,13 @@ def test_what_goes_round_is_not_all_lost() -> None:
     trace = [[(n % 30, block) for block in range(4)] for n in range(900)]
     assert replay(trace, 100, Recency()) == 0.0
     assert replay(trace, 100, Odds()) > 0.1
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason=f"{MOONCAKE} is not here: the recorded requests of Mooncake")
+def test_recorded_conversations_find_nearly_what_a_cache_without_a_limit_does() -> None:
+    trace = [json.loads(line)["hash_ids"] for line in MOONCAKE.read_text().splitlines()]
+    assert round(replay(trace, 50_000, Recency()), 4) == 0.3546
+    assert replay(trace, 50_000, Odds()) >= 0.3664 - 0.01, "0.3664 without a limit"
 
 
 def test_other_days_are_learned() -> None:

@@ -227,18 +227,18 @@ def test_a_timeline_is_written_however_it_ends(
         if error is not None:
             raise error
     kv.close()
-    told = json.loads(path.read_text())
-    assert told["rows"][-1][4] == 3
-    assert [event["lever"] for event in told["events"]][-1] == "inflate"
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["value"] for event in events if event["name"] == "kv, bytes"][-1] == 3 * PAGE
+    assert [event["name"] for event in events if event["ph"] == "i"][-1] == "inflate: pull"
     assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path: Path, device: _native.Device) -> None:
-    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "folder.json").mkdir()
     for name, says in (
         ("run.txt", "none of the suffixes"),
-        ("none/run.html", "a folder that you may write to"),
-        ("folder.html", "name a file"),
+        ("none/run.json", "a folder that you may write to"),
+        ("folder.json", "name a file"),
     ):
         with pytest.raises(ConfigError, match=says), ballonet.timeline(tmp_path / name):
             raise AssertionError("it was opened")

@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.schedule import (
-    Pass,
-    closed_form,
-    evenly,
-    every,
-    gaps,
-    is_even,
-    one_slot,
-    simulate,
-    two_slots,
-)
+from ballonet.offload.policy.schedule import Pass, every, gaps, simulate
+
+from .closed_forms import closed_form, evenly, is_even, one_slot, two_slots
 
 ONE = Fraction(1)
 RATIOS = [Fraction(r) for r in ("1/3", "1", "3/2", "2", "3", "29/5", "8", "14", "20")]

@@ -1,13 +1,10 @@
-"""Requests and batches of generation loops in a timeline: what is kept, what a loop tells, and how the page has it."""
+"""Requests and batches of generation loops in a timeline: what is kept, what a loop tells, and how the trace has it."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from ballonet.offload.timeline.served import Served
 from .models import build
 from .pool import take_out
 from .serving.batches import looping, prompts
-from .test_recording_file import Document
 
 PAGE = 65536
 
@@ -123,16 +119,9 @@ def recorded() -> SeriesRecording:
     return SeriesRecording(0, 10_000_000, 1.5e9, PAGE, rows, levels, events, {}, 0, requests, 1, batches)
 
 
-def test_the_file_has_them() -> None:
-    told = json.loads(recording_file.as_json(recorded()))
-    assert told["batches"] == {"A": [[0.002, 1, 5], [0.006, 2, 7]]}
-    assert [(each["name"], each["began"], each["ended"]) for each in told["requests"]] == [
-        ("one", 0.002, 0.009),
-        ("two", None, 0.004),
-        ("<b>three", 0.006, None),
-    ]
+def test_trace_has_requests_with_their_parts_and_steps_until_the_next() -> None:
     trace = json.loads(recording_file.as_trace(recorded()))["traceEvents"]
-    bars = [(each["name"], each["ph"], each["ts"]) for each in trace if each["ph"] in "be" and each["id"] == 0]
+    bars = [(bar["name"], bar["ph"], bar["ts"]) for bar in trace if bar["ph"] in "be" and bar["id"] == "request 0"]
     assert bars == [
         ("one", "b", 1000),
         ("one", "e", 9000),
@@ -141,37 +130,7 @@ def test_the_file_has_them() -> None:
         ("prompt", "b", 2000),
         ("prompt", "e", 3000),
     ]
-
-
-CHECKS = """
-const told = {
-  packed: packed(RUN.requests, RUN.seconds), counted: counted(RUN.requests), loans: loans(RUN.events),
-  lives: RUN.requests.map(biography),
-};
-console.log(JSON.stringify(told));
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node to run the page's script with")
-def test_how_the_page_has_them(tmp_path: Path) -> None:
-    script = Document(recording_file.as_page(recorded())).scripts[1]
-    (tmp_path / "page.js").write_text(f"{script}\nconst RUN = {recording_file.as_json(recorded())};{CHECKS}")
-    done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["packed"] == {"lanes": [0, 1, 1], "count": 2}
-    assert told["counted"] == [
-        [0.001, 1, 0],
-        [0.002, 0, 1],
-        [0.002, 1, 1],
-        [0.004, 0, 1],
-        [0.005, 1, 1],
-        [0.006, 0, 2],
-        [0.009, 0, 1],
-    ]
-    assert told["loans"] == [["B", "A", "idle weights", 5], ["KV of requests of B", "A", "idle KV", 1]]
-    assert told["lives"] == [
-        "one: prompt of 5 tokens, waited 1 ms, first token after 2 ms, finished after 8 ms with 4 tokens",
-        "two: prompt of 6 tokens, refused after 2 ms with 0 tokens",
-        "<b>three: prompt of 6 tokens, waited 1 ms, had to wait again 2 times",
-    ]
+    refused = [(bar["name"], bar["ts"]) for bar in trace if bar["ph"] == "e" and bar["id"] == "request 1"]
+    assert refused == [("two", 4000), ("waits", 4000)]
+    steps = [(step["ts"], step["dur"], step["args"]["requests"]) for step in trace if step["ph"] == "X"]
+    assert steps == [(2000, 4000, 1), (6000, 4000, 2)]

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from ballonet.offload.policy.coordinator import LinkClient, Shares, share
 from ballonet.offload.policy.interval import Costs, meeting
 from ballonet.offload.policy.plan import at_interval, fewest, spread, streaming
-from ballonet.offload.policy.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
+from ballonet.offload.policy.schedule import every, gaps, simulate
+
+from .closed_forms import closed_form, evenly, is_even, one_slot, two_slots
 
 ONE = Fraction(1)
 WHOLE = [Fraction(r) for r in (1, 2, 3, 5, 8, 13, 20)]

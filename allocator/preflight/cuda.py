@@ -12,21 +12,10 @@ from contextlib import contextmanager
 from typing import Final
 
 DEVICE, HOST = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, _HOST_NUMA
-NOT_READY = 600
-POSIX_FD = 1
-READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 ATTRIBUTES: Final = {
-    "integrated": 18,
-    "compute_major": 75,
-    "compute_minor": 76,
-    "pageable_memory_access": 88,
-    "virtual_memory": 102,
     "posix_handles": 103,
-    "gpu_direct_rdma_vmm": 110,
     "read_only_register": 113,
-    "fabric_handles": 128,
     "host_numa_id": 134,
-    "host_numa_virtual_memory": 141,
 }
 _KINDS: Final = {
     "i": ctypes.c_int,
@@ -39,11 +28,8 @@ _KINDS: Final = {
 # name → parameters, and the version of its symbol: i int, I unsigned, B byte, z size, u address or handle, p pointer
 _FUNCTIONS: Final = {
     "cuInit": "I",
-    "cuDriverGetVersion": "p",
     "cuDeviceGet": "pi",
-    "cuDeviceGetName": "pii",
     "cuDeviceGetAttribute": "pii",
-    "cuDeviceTotalMem": "pi _v2",
     "cuDevicePrimaryCtxRetain": "pi",
     "cuCtxSetCurrent": "p",
     "cuCtxSynchronize": "",
@@ -62,9 +48,6 @@ _FUNCTIONS: Final = {
     "cuMemcpyHtoD": "upz _v2",
     "cuMemcpyDtoH": "puz _v2",
     "cuMemcpyAsync": "uuzp",
-    "cuMemcpyHtoDAsync": "upzp _v2",
-    "cuMemcpyDtoHAsync": "puzp _v2",
-    "cuMemcpyDtoDAsync": "uuzp _v2",
     "cuMemsetD8Async": "uBzp",
     "cuStreamCreate": "pI",
     "cuStreamDestroy": "p _v2",
@@ -77,7 +60,6 @@ _FUNCTIONS: Final = {
     "cuEventQuery": "p",
     "cuGraphInstantiateWithFlags": "ppu",
     "cuGraphLaunch": "pp",
-    "cuDeviceGetUuid": "pi _v2",
     "cuGetErrorName": "ip",
 }
 
@@ -162,16 +144,15 @@ class Cuda:
         value = ctypes.c_int()
         return value.value if self.code("cuDeviceGetAttribute", ctypes.byref(value), number, self.device) == 0 else None
 
-    def location(self, kind: int, node: int | None = None) -> Location:
-        """Returns a location: the device's own memory, or a NUMA node of the host, by default the one nearest to the
-        device."""
+    def location(self, kind: int) -> Location:
+        """Returns a location: the device's own memory, or the NUMA node of the host that is nearest to the device."""
         if kind == DEVICE:
             return Location(DEVICE, self.device)
         nearest = self.attribute(ATTRIBUTES["host_numa_id"])
-        return Location(HOST, max(0, nearest or 0) if node is None else node)
+        return Location(HOST, max(0, nearest or 0))
 
-    def properties(self, kind: int, handle_types: int = 0, rdma: bool = False) -> Properties:
-        return Properties(1, handle_types, self.location(kind), None, 0, int(rdma))
+    def properties(self, kind: int, handle_types: int = 0) -> Properties:
+        return Properties(1, handle_types, self.location(kind), None, 0, 0)
 
     def granularity(self, kind: int, recommended: bool = False) -> int:
         found = ctypes.c_size_t()
@@ -235,6 +216,17 @@ class Cuda:
             yield made
         finally:
             self.code("cuEventDestroy", made)
+
+    @contextmanager
+    def pinned(self, nbytes: int) -> Iterator[int]:
+        """Yields memory of the host that the driver allocated."""
+        made = ctypes.c_void_p()
+        self("cuMemHostAlloc", ctypes.byref(made), nbytes, 0)
+        try:
+            yield made.value or 0
+        finally:
+            self.code("cuCtxSynchronize")
+            self.code("cuMemFreeHost", made)
 
     def write(self, address: int, data: bytes) -> None:
         """Writes to memory at a device address, and waits for it."""

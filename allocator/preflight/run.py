@@ -33,25 +33,14 @@ class Probe:
 
 
 PROBES: Final[Mapping[str, Probe]] = {
-    "device": Probe("memory_probes"),
-    "granularity": Probe("memory_probes"),
-    "handles": Probe("memory_probes"),
-    "host_pages": Probe("memory_probes"),
-    "numa": Probe("memory_probes"),
-    "aliases": Probe("memory_probes"),
-    "page_tables": Probe("memory_probes"),
-    "beside_work": Probe("memory_probes"),
-    "pinning": Probe("memory_probes"),
-    "copies": Probe("copy_probes"),
-    "file_copies": Probe("copy_probes"),
-    "several_handles": Probe("copy_probes"),
-    "pieces": Probe("copy_probes"),
-    "graphs": Probe("copy_probes"),
+    "granularity": Probe("driver_probes"),
+    "host_pages": Probe("driver_probes"),
+    "copies": Probe("driver_probes"),
+    "several_handles": Probe("driver_probes"),
+    "graphs": Probe("driver_probes"),
     "torch_copies": Probe("torch_probes", uses_torch=True),
-    "torch_at_once": Probe("torch_probes", uses_torch=True, needs_gpu=True),
     "kernels": Probe("torch_probes", uses_torch=True),
     "torch_graphs": Probe("torch_probes", uses_torch=True, needs_gpu=True),
-    "traffic": Probe("torch_probes", uses_torch=True, needs_gpu=True),
 }
 
 Status = Literal["answered", "failed", "crashed", "no end"]

@@ -6,13 +6,11 @@ They open a device of the core and install nothing. On the stand-in torch comput
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -21,7 +19,6 @@ from torch.utils.dlpack import from_dlpack
 from .. import device_choice
 from .._native import Device, Range
 from ..config import Config
-from ..defaults import PROBE_BUSY
 from .measure import MIB, Tell, answered
 
 _BYTES = 1, 8  # DLPack: unsigned integers of 8 bits
@@ -112,29 +109,6 @@ def torch_copies(tell: Tell, library: str, ordinal: int) -> None:
         )
         rows = host.tensor.view(-1, 4096)[::3]
         answered(tell, "strided", lambda: bool(torch.equal(rows.clone().cpu(), data.view(-1, 4096)[::3])))
-
-
-def torch_at_once(tell: Tell, library: str, ordinal: int) -> None:
-    """Do torch's copies to and from pages of the host return while the stream is busy?"""
-    with opened(library, ordinal) as device:
-        host, here = place(device, "host"), place(device, "device")
-        work = place(device, "device", 32).tensor
-        count = max(1, min(500, int(PROBE_BUSY / max(_seconds(device, lambda: work.fill_(1)), 1e-6))))
-        done = torch.cuda.Event()
-
-        def behind(to: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
-            wait(device)
-            for _ in range(count):
-                work.fill_(1)
-            done.record()
-            busy = not done.query()
-            begin = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            taken = time.perf_counter() - begin
-            return {"at_once": not done.query() if busy else None, "behind_work_us": round(taken * 1e6, 1)}
-
-        answered(tell, "host_to_device", lambda: behind(here.tensor, host.tensor))
-        answered(tell, "device_to_host", lambda: behind(host.tensor, here.tensor))
 
 
 def kernels(tell: Tell, library: str, ordinal: int) -> None:
@@ -278,43 +252,3 @@ def _in_pieces(device: Device, weight: torch.Tensor, given: torch.Tensor) -> Cal
         return all(map(torch.equal, found, expected))
 
     return replay
-
-
-def traffic(tell: Tell, library: str, ordinal: int) -> None:
-    """Does NVML count what really comes over the link? Copies are made all the while, and counted beside it."""
-    with opened(library, ordinal) as device:
-        pynvml = import_module("pynvml")
-        pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device.ordinal).uuid}"
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-
-        def received() -> float:
-            return float(pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES)) * 1024 / 1e9
-
-        tell("idle_gb_per_s", [round(received(), 3) for _ in range(5)])
-        host, here = place(device, "host"), place(device, "device")
-        for name, pause in (("steady", 0.0), ("in_bursts", 0.05)):
-            tell(name, _beside(host.tensor, here.tensor, received, pause))
-
-
-def _beside(source: torch.Tensor, to: torch.Tensor, received: Callable[[], float], pause: float) -> dict[str, Any]:
-    """Returns the GB/s that were copied, and those of the counter meanwhile, of each of ten looks."""
-    stop, copied = threading.Event(), [0]
-
-    def copy() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            while not stop.is_set():
-                to.copy_(source, non_blocking=True)
-                torch.cuda.current_stream().synchronize()
-                copied[0] += source.numel()
-                time.sleep(pause)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    time.sleep(0.1)
-    before, begin = copied[0], time.perf_counter()
-    looks = [round(received(), 2) for _ in range(10)]
-    rate = (copied[0] - before) / (time.perf_counter() - begin) / 1e9
-    stop.set()
-    thread.join()
-    return {"copied_gb_per_s": round(rate, 2), "counted_gb_per_s": looks}

@@ -22,7 +22,7 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
-from ..sectors.client import SectorChaos, SectorClient
+from ..sectors.client import SectorClient
 from ..sectors.host_writes import NewBlock
 from ..sectors.listed_blocks import ListedBlocks
 from ..sectors.pages import RESERVED, SectorPages, SectorPool
@@ -88,7 +88,6 @@ class ElasticPagedCache(PagedAttentionCache):
         sectors = max(1, (budget + host) // self.bytes_per_sector)
         self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name)
         self.request_pages = RequestPages(on, self.pages, self.cache_allocators)
-        self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
         indices = len(self.cache_allocators) * handler.io_multiplier
         self.max_tokens_read = readable(budget, part, self.max_batch_tokens, masks, size, indices, self.max_tokens_read)
@@ -315,7 +314,7 @@ class ElasticPagedCache(PagedAttentionCache):
         client = self.pages.client
         client.uses()
         if (lease := current()) is not None:
-            lease.touched(self.chaos)
+            lease.touched(client)
         return client
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:

@@ -14,15 +14,31 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from ...offload.policy.prefixes import chain
 from ..prefix.identity import Identity
 from ..prefix.store import PrefixStore
 from .attention import Way
 
-if TYPE_CHECKING:
-    from .cache import ElasticPagedCache
+
+class LoopCache(Protocol):
+    """The part of a paged cache that counts from loop to loop."""
+
+    allow_block_sharing: bool
+    block_tokens: int
+    dtype: Any
+    kept: Any
+    max_batch_tokens: int
+    pages: Any
+    way: Way | None
+
+    def user(self) -> object: ...
+    def free_all_requests(self) -> None: ...
+    def evict_kept(self, nbytes: int) -> int: ...
+
+
+C = TypeVar("C", bound=LoopCache)
 
 
 class LoopCaches:
@@ -30,7 +46,7 @@ class LoopCaches:
 
     def __init__(self) -> None:
         self._store: Callable[[], PrefixStore | None] = lambda: None
-        self._cache: ElasticPagedCache | None = None
+        self._cache: Any = None
         self._closed = False
 
     def share(self, store: PrefixStore) -> None:
@@ -42,12 +58,10 @@ class LoopCaches:
         """The prefixes of the model, with the blocks of the cache; None once it is not managed any more."""
         return self._store()
 
-    def take(
-        self, settings: Any, dtype: object, way: Way | None, make: Callable[[], ElasticPagedCache]
-    ) -> ElasticPagedCache:
+    def take(self, settings: Any, dtype: object, way: Way | None, make: Callable[[], C]) -> C:
         """Returns the cache for a loop with these settings, a ContinuousBatchingConfig, and `way` of attention: the
         present one, or a new one where that is in use or of other sizes."""
-        cache = self._cache
+        cache: C | None = self._cache
         if cache is not None and cache.user() is None and cache.way == way and _fits(cache, settings, dtype):
             cache.free_all_requests()
             return cache
@@ -65,7 +79,7 @@ class LoopCaches:
             numbers = array("q", ids)
             store.contents.saver.stored(numbers, chain(numbers, store.block, now.settings), now)
 
-    def rests(self, cache: ElasticPagedCache) -> None:
+    def rests(self, cache: LoopCache) -> None:
         """Cuts the kept blocks to their limit when no request has blocks of `cache` any more; drops all blocks of a
         cache that does not outlive its loop, if there is a limit. DriverError."""
         if (store := self.store) is not None and store.limit is not None:
@@ -79,8 +93,8 @@ class LoopCaches:
         self._closed, self._cache = True, None
 
 
-def _fits(cache: ElasticPagedCache, settings: Any, dtype: object) -> bool:
-    return (
+def _fits(cache: LoopCache, settings: Any, dtype: object) -> bool:
+    return bool(
         cache.dtype == dtype
         and cache.block_tokens == settings.page_size
         and settings.max_batch_tokens in (None, cache.max_batch_tokens)

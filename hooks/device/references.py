@@ -36,12 +36,11 @@ class Interpreter:
         object.__setattr__(self, "counts_references", exact)
 
     def check(self) -> None:
-        """Raises ManageError where the stacks of other threads cannot be read: without the GIL they change
-        meanwhile."""
+        """Raises ManageError without the GIL, which the order of hooks and leases between threads relies on."""
         if not self.gil:
             raise ManageError(
-                "this Python runs without its GIL, and then nobody can tell whether another thread is in the middle of "
-                "a forward: set PYTHON_GIL=1"
+                "this Python runs without its GIL, on which the order of forwards and moves between threads relies: "
+                "set PYTHON_GIL=1"
             )
 
 

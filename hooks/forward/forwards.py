@@ -1,16 +1,10 @@
-"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks (layer_hooks.py).
+"""What happens around the forwards of a managed model: its lease, its turn at the slots, its hooks.
 
 Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
     But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
     call of the module it belongs to. A call that is no longer on the stack was interrupted: its lease is closed when
     the same thread next runs the model, or ends. A call within one that is on the stack is nested, and needs nothing.
-
-Note [Chaos and backward]
-    A forward has ended, and so has its lease, when backward reads weights that its graph holds, perhaps on a thread of
-    autograd's own. So once a thread has run the model with gradients, chaos on other threads moves weights only while
-    no graph holds any. It checks that and moves them under a lock, which forwards with a lease take as well: no thread
-    gets from its forward to a backward meanwhile.
 """
 
 from __future__ import annotations
@@ -29,13 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Range
 from ...allocator.errors import ModelInUse, PoolExhausted
-from ...offload.governor.chaos import Chaos
-from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
 from .gate import Gate
-from .hook_base import CALL, CallKeywords, Hook, remove_all
-from .layer_hooks import EnterLayer, LeaveLayer
-from .lease import ForwardLease, current
+from .hook_base import CALL, CallKeywords, Hook, opaquely, remove_all
+from .lease import ForwardLease
 from .local_layers import LocalLayers
 from .turns import Turn, Turns
 
@@ -48,36 +39,29 @@ class Forwards:
     def __init__(
         self,
         weights: Weights,
-        chaos: Chaos | None,
         lease: Callable[[], ForwardLease],
         before: Callable[[Sequence[Any], Mapping[str, Any]], None],
         after: Callable[[], None],
         yield_pages: Callable[[], None],
         turns: Turns,
         layers: Layers,
-        levers: Sequence[Lever],
-        in_graphs: Callable[[], bool],
         local_layers: LocalLayers,
         exhausted: Callable[[torch.OutOfMemoryError], None],
     ) -> None:
         """`lease` makes the lease of a forward. `before(args, kwargs)` is called at the beginning of each outermost
         forward, under its lease, `after()` at its end, `yield_pages()` between two layers when other threads request
-        pages. `layers` is called for each decoder layer that runs. `levers`: that chaos may pull. `in_graphs`: do
-        graphs of autograd hold weights? `local_layers`: which layers this process runs. `exhausted` is called with an
-        out-of-memory error of a forward."""
-        self.chaos = chaos
+        pages. `layers` is called for each decoder layer that runs. `local_layers`: which layers this process runs.
+        `exhausted` is called with an out-of-memory error of a forward."""
+        # called before each decoder layer: the one point at which `ballonet.testing` moves pages
+        self.at_layer: Callable[[], None] | None = None
         self.count = 0  # decoder layers that are hooked
         self.weights = weights
         self._lease = lease
         self._before = before
         self._after = after
         self.yield_pages = yield_pages
-        self._levers = levers
-        self._in_graphs = in_graphs
         self.local_layers = local_layers
         self.exhausted = exhausted
-        self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
-        self._learning: set[int] = set()  # threads that have run the model with gradients
         self._turns = turns
         self.layers = layers
         self.outermost = _Outermost()
@@ -145,7 +129,7 @@ class Forwards:
         """Raises ModelInUse where a forward of the model runs on any thread. `gate` is closed, so none begins."""
         with self._entry:
             self._gate = gate  # for forwards that have passed it, and have no lease yet
-        if self.running() or gate.users(_ENTER):
+        if self.running():
             raise ModelInUse(f"a forward of {gate.name} is running: release() it afterwards")
 
     def forget(self) -> None:
@@ -168,9 +152,6 @@ class Forwards:
         if self._unhooked:  # since this call began
             self._drop()
             return
-        if self.chaos is not None:
-            with self._moving:
-                self._note_gradients()
         self._before(args, kwargs)
         if layers.bound:
             outermost.turn = outermost.turn or Turn()  # layers have begun to stream in this forward
@@ -211,27 +192,11 @@ class Forwards:
         outermost.call = 0  # last: an interrupt before this has all of it done again
 
     def between_layers(self) -> None:
-        """Lets chaos move pages, and gives pages that other threads request."""
-        if self.chaos is not None:
-            self.move_pages_randomly(self.chaos)
+        """Does what is to be done between two layers that no hook runs between."""
+        if self.at_layer is not None:
+            self.at_layer()
         if self.weights.device.page_request:
             self.yield_pages()
-
-    def move_pages_randomly(self, chaos: Chaos) -> None:
-        """Moves pages between two layers of a forward, as `chaos` draws them."""
-        lease = current()
-        if lease is None:
-            return
-        self._note_gradients()
-        with self._moving:
-            others = self._learning - {threading.get_ident()}
-            weights = () if others and self._in_graphs() else self.weights.all_ranges()
-            chaos.act(weights, lease.ranges)
-        chaos.pull(self._levers)
-
-    def _note_gradients(self) -> None:
-        if torch.is_grad_enabled():
-            self._learning.add(threading.get_ident())
 
     def forget_interrupted(self, frame: FrameType | None) -> bool:
         """Is `frame`, or one of its callers, the outermost forward of this thread? If not, and there is one, it was
@@ -328,4 +293,54 @@ class _Leave(Hook):
                         self._forwards.exhausted(error)
 
 
-_ENTER: Final = Forwards._enter.__code__
+class EnterLayer(Hook):
+    """The hook before a decoder layer: gives pages that other threads request, copies a streamed
+    layer to its slot, and tells the core which pages the layer reads. Runs for each token, so it is one call, which
+    makes others only where they have something to do. `opaque`: the compiler breaks its graph at this hook, see
+    hook_base.py, Note [Streaming and torch.compile]."""
+
+    opaque = False
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+    def __call__(self, module: object = None, args: Any = (), kwargs: Any = None) -> Any:
+        # There are no keywords from the compiler, nor from torch for a hook that was removed since the call began.
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # `is_compiling`, in one call
+            if self.opaque:
+                opaquely(self)
+            return None
+        forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
+        if (span := forwards.local_layers.span) is not None and layer not in span:  # passes its input through
+            return None
+        if forwards.at_layer is not None:
+            forwards.at_layer()
+        # Another thread found no free pages: this one may have some to spare.
+        if weights.device.page_request:
+            forwards.yield_pages()
+        # A resident layer reads its own addresses, but a capture is announced to every layer.
+        if not self.opaque and not forwards.layers.capturing():
+            weights.use(layer)
+            return None
+        call = None if kwargs is None else CallKeywords(kwargs)
+        slot = forwards.layers.enter(layer, call)
+        if slot is None:
+            weights.use(layer)
+            return None
+        slot.note_use(weights.stream(), False)
+        return None if call is None else (args, call)
+
+
+class LeaveLayer(Hook):
+    """The hook after a decoder layer that streams: frees its slot. The compiler breaks its graph at it, too."""
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+    def __call__(self, *_: Any) -> None:
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            opaquely(self)
+        elif self._forwards.layers.inside == self._layer:
+            self._forwards.layers.leave(self._layer)

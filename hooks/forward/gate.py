@@ -1,11 +1,10 @@
 """A gate in front of a model: calls of its modules wait while its weights change memory.
 
 Note [Forwards without a lease]
-    `release()` and all that acts on a managed model find a forward by its lease. A forward that began before there were
-    hooks has none, nor has a compiled one, nor the call of a single layer. So `manage()` and `release()` first close a
-    gate: every module gets a pre-hook, at which calls on other threads wait. Calls that were inside already are found
-    on the stacks of all threads. They go on, through calls of inner modules too, and `manage()` waits until they have
-    returned. It waits for a while only: a call may itself wait for one that waits at the gate.
+    `release()` and all that acts on a managed model find a forward by its lease. `manage()` and `release()` first close
+    a gate: every module gets a pre-hook, at which calls on other threads wait. A forward that began before there were
+    hooks has no lease, nor has a compiled one: nobody sees it, so a program must not manage or release a model that
+    another thread runs so (docs/limits.md). Its calls of inner modules pass the gate, so that it ends.
     `generate()` between two forwards is not inside. Its next forward waits at the gate, then runs as any forward of a
     managed model, with the cache that it has.
 
@@ -20,10 +19,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from types import CodeType, FrameType, MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -33,8 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator import _native
 from ...allocator.errors import ModelInUse
 from ...allocator.interrupts import Guarded, guarded
-from ...offload.policy.tuning import DEFAULT, Waiting
-from .stacks import stack_of, threads
 
 _CALL: Final = "_call_impl"  # nn.Module's, and the name of code that the compiler makes of it
 
@@ -42,12 +38,7 @@ _CALL: Final = "_call_impl"  # nn.Module's, and the name of code that the compil
 class Gate:
     """Holds up calls of a model's modules on all threads but the one that closes it."""
 
-    def __init__(
-        self, model: nn.Module, waiting: Waiting = DEFAULT.waiting, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`clock`: seconds, for timeouts."""
-        self._patience = waiting
-        self._clock = clock
+    def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
         self._modules = {id(module): module for module in model.modules()}
         self._doors: dict[int, tuple[_Door, RemovableHandle]] = {}  # by the id of the module
@@ -72,33 +63,13 @@ class Gate:
         handles.append(handle)  # first, so that it is removed after an interrupt
         door.then = hook
 
-    def wait_until_unused(self) -> None:
-        """Waits until no thread is inside of a forward. ModelInUse where this thread is, or another one still is after
-        `Waiting.gate` seconds."""
+    def check_outside(self) -> None:
+        """Raises ModelInUse where this thread is inside of a forward."""
         if self.inside(sys._getframe()):
             raise ModelInUse(
                 f"manage() was called within a forward of {self.name}, which reads its weights: call it before or "
                 "after the forward"
             )
-        patience = self._patience.gate
-        deadline = self._clock() + patience
-        while users := self.users():
-            if self._clock() > deadline:
-                raise ModelInUse(
-                    f"thread {users[0]} has been running a forward of {self.name} for the {patience:.0f} s that "
-                    "manage() waited: call manage() again when it has ended. If that forward waits for another one of "
-                    "the same model, call manage() before both"
-                )
-            time.sleep(self._patience.gate_look)
-
-    def users(self, entering: CodeType | None = None) -> list[int]:
-        """The threads that run a forward now, this one too, and do not wait at the gate. A forward that has only called
-        the hook `entering` has not begun."""
-        return [
-            thread
-            for thread in threads()
-            if thread not in self._waiting and any(map(self._is_call, _begun(stack_of(thread), entering)))
-        ]
 
     def inside(self, frame: FrameType | None) -> bool:
         """Is one of the callers of this frame a forward?"""
@@ -177,15 +148,3 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_name != _CALL:
         frame = frame.f_back
     return frame and frame.f_back
-
-
-def _begun(stack: Iterable[FrameType], entering: CodeType | None) -> Iterator[FrameType]:
-    """The frames of a stack, the innermost first, without the calls of modules that have reached only that hook."""
-    at_hook = False
-    for frame in stack:
-        if frame.f_code is entering:
-            at_hook = True
-        elif at_hook and frame.f_code.co_name == _CALL:
-            at_hook = False
-        else:
-            yield frame

@@ -18,12 +18,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ...allocator._native import Group, Lease
-
-if TYPE_CHECKING:
-    from ...offload.governor.chaos import KV
 
 
 class _Opened(threading.local):
@@ -55,7 +52,7 @@ class ForwardLease:
         self.model = model
         self.number = next(_numbers)  # unique
         self._entered = Lease()
-        self._ranges: dict[int, weakref.ref[KV]] = {}
+        self._written: dict[int, weakref.ref[Any]] = {}
 
     def open(self, group: Group | None = None) -> Self:
         """Makes it the innermost lease of this thread, and leases the group."""
@@ -69,20 +66,20 @@ class ForwardLease:
         """Leases the group until `close()`. Idempotent."""
         self._entered.enter(group)
 
-    def touched(self, kv: KV) -> None:
-        """Notes that this forward has appended to the range."""
-        self._ranges[id(kv)] = weakref.ref(kv)
+    def touched(self, pages: object) -> None:
+        """Notes that this forward has appended to these KV pages."""
+        self._written[id(pages)] = weakref.ref(pages)
 
     @property
-    def ranges(self) -> tuple[KV, ...]:
-        """The KV ranges that this forward has appended to so far, and that still exist."""
-        return tuple(kv for each in self._ranges.values() if (kv := each()) is not None)
+    def written(self) -> tuple[object, ...]:
+        """The KV pages that this forward has appended to so far, and that still exist. For `ballonet.testing`."""
+        return tuple(pages for reference in self._written.values() if (pages := reference()) is not None)
 
     def close(self) -> None:
         """Gives every group back, whether leases inside it are closed or not. Idempotent."""
         self.closed = True
         current()  # forgets those that are closed by now
-        self._ranges.clear()
+        self._written.clear()
         self._entered.close()
 
 

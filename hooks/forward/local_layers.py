@@ -3,7 +3,7 @@
 Note [Layers of other processes]
     A forward over a span (hooks/splice) calls every layer up to its end, but layers outside of the span only pass their
     input through. Their hooks are called as ever. So code that acts on a layer because it is about to run checks
-    `LocalLayers` first: the hook before a layer (layer_hooks.py), and the ring of slots, whose order leaves out such a
+    `LocalLayers` first: the hook before a layer (forwards.py), and the ring of slots, whose order leaves out such a
     layer (offload/residency/ring.py). The span changes between forwards only.
 """
 

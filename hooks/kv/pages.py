@@ -28,7 +28,6 @@ from ..device.marks import relaxed
 from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease
 from .find_pages import find_pages, map_device
-from .movable import MovableKV
 
 Runs = list[tuple[int, int]]  # (first piece, count)
 
@@ -61,7 +60,6 @@ class KVPages:
             self._extent = KVExtent(device, group, range_, tier.lock, alone)
             self.number = tier.add(self._extent)
             self._count(self._extent)
-        self.movable = MovableKV(device, range_, self._extent, tier)  # for chaos
 
     @property
     def stream(self) -> int:

@@ -68,7 +68,6 @@ class KVRange:
             device, group, self.range, geometry, tier, thread_lease, lambda: (ask := alone()) is None or ask()
         )
         self.device: Final = device
-        self._movable = self.pages.movable
         self._tier = tier
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
@@ -148,7 +147,7 @@ class KVRange:
         turns.stream = stream
         if self._forward != lease.number:
             self._forward = lease.number
-            lease.touched(self._movable)
+            lease.touched(self.pages)
         if views.write_both is not None:  # inlined `ShownTokens.write`, by one kernel
             _cat((keys, values), out=views.write_both.narrow(2, start, 1))
         else:
@@ -329,7 +328,7 @@ class KVRange:
         else:
             self.device.note_stream(self.pages.stream)
         if lease is not None:
-            lease.touched(self._movable)
+            lease.touched(self.pages)
 
 
 @torch.compiler.disable(reason="pages of this KV cache are on their way from the host, which a graph cannot wait for")  # type: ignore[untyped-decorator]

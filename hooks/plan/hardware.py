@@ -67,8 +67,8 @@ class Speed:
         """Returns the seconds of the prefill and of the decode step; None where they are not known."""
         if self.known is not None and asked.bits is None:
             return (
-                interpolated(self._by_size("prefill"), asked.batch, asked.prompt),
-                interpolated(self._by_size(self.known.decoding), asked.batch, max(1, asked.context - 1)),
+                interpolated("prefill", self._by_size("prefill"), asked.batch, asked.prompt),
+                interpolated("decode", self._by_size(self.known.decoding), asked.batch, max(1, asked.context - 1)),
             )
         hardware = self.device.hardware
         if hardware is None:

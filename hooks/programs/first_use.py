@@ -8,7 +8,7 @@ Note [First use]
 Note [First uses that arrive together]
     One thread manages the model; the others wait at the entry, so that their `generate()` builds its cache for a
     managed model. The thread that manages it passes: `manage()` may run the model to measure it. Forwards that have
-    begun in another way are waited for by `manage()` itself (hooks/forward/gate.py).
+    begun in another way are not seen (hooks/forward/gate.py).
 
 Note [Left as it is]
     A model that cannot be managed, for want of pages as a rule, is left as torch made it, with one warning, and the

@@ -15,7 +15,6 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from ...allocator._native import Device, Group, Range, Transfer
-from ...allocator.errors import PoolExhausted
 from ...offload.governor.client import Offer, PageClient
 from ...offload.governor.governor import Governor
 from ...offload.policy.reclaim_order import Rung
@@ -225,46 +224,3 @@ class SectorClient(PageClient):
     def _forget(self, piece: int) -> None:
         self._mover.states.move_run(PieceEvent.DROP, piece, piece + 1)
         self._backing.release(piece, piece + 1)
-
-
-class SectorChaos:
-    """What chaos (offload/governor/chaos.py) needs of the same pages, under a lease. Their peer pages never leave."""
-
-    def __init__(self, client: SectorClient, range_: Range) -> None:
-        self._client = client
-        self._range = range_
-
-    @property
-    def pieces(self) -> int:
-        """Pieces that requests may have had: those before a certain one."""
-        return self._client.end
-
-    def leads_to(self, piece: int) -> str:
-        """What the piece leads to: a page of a request, or "kept", one that nobody has; else "none"."""
-        found = self._range.leads_to(piece)
-        return found if found == "kept" or self._client.has(piece) else "none"
-
-    def move(self, piece: int, to: Place) -> bool:
-        """To another page of its own. DriverError."""
-        return self._client.move(piece, to)
-
-    def displace(self, piece: int) -> bool:
-        """Leads it to its backing, which gets its bytes. DriverError."""
-        try:
-            return self._client.evict((piece,)) > 0
-        except PoolExhausted:
-            return False
-
-    def demote(self, piece: int) -> bool:
-        """Nothing goes from the peer to the host."""
-        return False
-
-    def bring_back(self, piece: int) -> bool:
-        """Restores it, for whatever this thread submits from now on. DriverError."""
-        back = self._client.restore([piece]) > 0
-        self._client.uses()
-        return back
-
-    def unmap(self, piece: int) -> bool:
-        """Takes a free page from its addresses. DriverError."""
-        return self._range.drop_kept(piece)

@@ -7,18 +7,18 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
-from ...allocator.display import table
+from rich.console import Group
+
 from ...allocator.errors import BallonetError
 from ...offload.policy.tuning import DEFAULT
 from .lines import lines_of
-from .processes import SeenProcess, WatchedProcesses
-from .view import NOBODY
-from .wording import bar, sections_of, title_of
+from .processes import WatchedProcesses
+from .view import NOBODY, as_html, process
 
 
 class Watched:
-    """The result of `watch()`: a notebook shows it as tables, `print` as lines, each time by a new look. `stop()` ends
-    live updates. `live`: does it change by itself?"""
+    """The result of `watch()`: a notebook shows it as `top` does, `print` as lines, each time by a new look. `stop()`
+    ends live updates. `live`: does it change by itself?"""
 
     def __init__(self, processes: WatchedProcesses, period: float, widget: Any = None) -> None:
         """`widget`: an ipywidgets.HTML to keep up to date, or None."""
@@ -53,7 +53,7 @@ class Watched:
                 return
 
     def _html(self) -> str:
-        return "".join(_shown(each) for each in self._processes.seen) or f"<p>{NOBODY}</p>"
+        return as_html(Group(*map(process, self._processes.seen))) if self._processes.seen else f"<p>{NOBODY}</p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Renders the widget, or a table of this moment, for a notebook."""
@@ -81,18 +81,3 @@ def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Wat
     except ModuleNotFoundError:
         return Watched(processes, every)
     return Watched(processes, every, widgets.HTML())
-
-
-def _shown(seen: SeenProcess) -> str:
-    trouble = f"<p>{escape(seen.trouble)}</p>" if seen.trouble else ""
-    rows = [
-        (
-            section.title if not number else "",
-            row.name,
-            "" if row.part is None else bar(row.part, DEFAULT.watching.bar // 2),
-            row.text,
-        )
-        for section in sections_of(seen)
-        for number, row in enumerate(section.rows)
-    ]
-    return trouble + table(title_of(seen), ("", "what", "part", "how much"), rows)

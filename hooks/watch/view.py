@@ -1,21 +1,22 @@
-"""The screen of `top` in a terminal: a list of processes and devices if there are several, and one of them in full."""
+"""The screen of `top` and `watch()`: a list of processes and devices if there are several, and one of them in full."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from typing import Final
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from ...allocator.units import format_size
 from ...offload.policy.tuning import DEFAULT, Watching
+from ...offload.timeline.series import COLOURS
 from .processes import SeenProcess
 from .wording import bar, device_of, sections_of, title_of
 
-COLOURS: Final = {"weights": "blue", "kv": "green", "activations": "magenta", "host": "yellow"}
 NOBODY: Final = "no process of yours runs ballonet, or none listens (BALLONET_CONTROL=0)"
 
 
@@ -37,6 +38,13 @@ def process(seen: SeenProcess, tuning: Watching = DEFAULT.watching) -> Renderabl
     return Group(Rule(Text(title_of(seen), style="bold"), align="left"), *trouble, *_sections(seen, tuning.bar))
 
 
+def as_html(drawn: RenderableType, tuning: Watching = DEFAULT.watching) -> str:
+    """Returns what a terminal would show, for a notebook."""
+    console = Console(record=True, file=StringIO(), width=tuning.columns, force_jupyter=False)
+    console.print(drawn)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
 def _sections(seen: SeenProcess, columns: int) -> Iterator[RenderableType]:
     for section in sections_of(seen):
         if not section.rows:
@@ -48,7 +56,7 @@ def _sections(seen: SeenProcess, columns: int) -> Iterator[RenderableType]:
         for number, row in enumerate(section.rows):
             text = Text(row.text)
             if row.part is not None:
-                colour = COLOURS.get(row.kind, "white")
+                colour = {**COLOURS, "host": "yellow"}.get(row.kind, "white")
                 text = Text.assemble((bar(row.part, columns), colour), " ", row.text)
             table.add_row("" if number else section.title, Text(row.name), text)
         yield table

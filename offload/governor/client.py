@@ -24,7 +24,7 @@ Note [A new class of tensors]
     4. When what it offers has changed it calls `governor.client_changed(number)`.
 
     `OptimizerState` in tests/test_client_contract.py is such a class; the tests there run on all clients. For chaos to
-    move its pages, too, it implements `KV` of chaos.py.
+    move its pages, too, it implements `KV` of ballonet/testing/chaos.py.
 """
 
 from __future__ import annotations

@@ -43,12 +43,14 @@ from .tuning import DEFAULT, Serving
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step: `new` tokens, and tokens whose keys are `read`, the new ones among them; pages of layers that are copied
-    to the device (`copied`), and of KV that is read on the host (`away`)."""
+    to the device (`copied`), and of KV that is read on the host (`away`). `compared`: pairs of a new token and a read
+    one; None: each new with each read, as in a packed row."""
 
     new: int
     read: int
     copied: int = 0
     away: int = 0
+    compared: int | None = None
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int]]) -> Step:
@@ -56,6 +58,13 @@ class Step:
         pairs = list(sequences)
         new = sum(each for each, _ in pairs)
         return cls(new, new + sum(held for _, held in pairs))
+
+    @classmethod
+    def in_rows(cls, phase: str, batch: int, length: int) -> Step:
+        """The step of `generate()`, in which each sequence has a row: prompts of `length` tokens in the phase
+        "prefill", else a token each behind so many."""
+        new, read = (length, length) if phase == "prefill" else (1, length + 1)
+        return cls(batch * new, batch * read, compared=batch * new * read)
 
     def __add__(self, other: Step) -> Step:
         return Step(
@@ -108,7 +117,7 @@ class StepCosts:
         if seconds <= 0 or step.new < 1:
             return
         self._copying, self._away = self._copying or step.copied > 0, self._away or step.away > 0
-        size = tuple(each.bit_length() for each in astuple(step))
+        size = tuple(count.bit_length() for count in (step.new, step.read, step.copied, step.away))
         self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
@@ -161,7 +170,8 @@ class StepCosts:
 
 def _sizes(step: Step) -> tuple[int, ...]:
     """Returns how much a step has of each part."""
-    return 1, step.new, step.read, step.new * step.read, step.copied, step.away
+    pairs = step.new * step.read if step.compared is None else step.compared
+    return 1, step.new, step.read, pairs, step.copied, step.away
 
 
 def fitted(seen: list[tuple[Step, float]]) -> Parts | None:

@@ -174,7 +174,7 @@ class PeerPages:
 
 @dataclass(frozen=True, slots=True)
 class ChaosMoves:
-    """How much chaos moves (governor/chaos.py): much in a short test, and a forward still ends. Chosen."""
+    """How much chaos moves (ballonet/testing/chaos.py): much in a short test, and a forward still ends. Chosen."""
 
     # Attempts at each boundary of layers, for weights and for KV.
     moves: int = 2
@@ -286,7 +286,7 @@ class Waiting:
     """How long one thread waits for another, in seconds of the clock of waits, and how often it looks, in seconds that
     really pass. All chosen."""
 
-    # `manage()` for forwards that are running, and between looks at their stacks: an order above a long prefill.
+    # changes of layers for forwards that are running, and between looks at them: an order above a long prefill.
     gate: float = 30.0
     gate_look: float = 0.005
     # A forward for the slots: without them it reads the host, right and slower, so it need not wait long.
@@ -320,7 +320,7 @@ class PieceForwards:
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """How much of a run a timeline keeps (timeline/recorder.py). Chosen for a page that a browser draws at once."""
+    """How much of a run a timeline keeps (timeline/recorder.py). Chosen for a trace that a browser opens at once."""
 
     # Seconds between two collections; the device's own log lasts for seconds.
     interval: float = 0.05
@@ -351,7 +351,7 @@ class Serving:
     # A request that is alone in a step that finds no memory is computed again so often where others could free some.
     # Each time it waits for a larger reserve, or `lonely` looks. Chosen: half a minute.
     tries: int = 3
-    look: float = 0.1  # s, that this loop waits (hooks/whatif)
+    look: float = 0.1  # s, that this loop waits (hooks/plan/loops.py)
     # Steps until what lies idle in the heap is compared with what they needed, where layers stream. Chosen: a second or
     # two of decoding; a step that maps its pages anew takes some ms longer.
     idle: int = 64
@@ -584,6 +584,8 @@ class Watching:
     decisions: int = 5
     # Columns of a bar. Chosen: half of a terminal.
     bar: int = 40
+    # Columns in a notebook. Chosen: a wide terminal.
+    columns: int = 120
     # Looks at the keyboard, in seconds: a key is answered before anybody notices. Chosen.
     keys: float = 0.1
     # Last seconds of the buckets of durations: from a decode step of a tiny model to a prompt that waits for a minute,

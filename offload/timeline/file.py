@@ -1,138 +1,96 @@
-"""A recording as a file: a page to look at, the numbers as JSON, or a trace in the format of Chrome and Perfetto.
-
-Note [Untrusted names]
-    Names of threads, models and programs are untrusted. The page has them only inside one JSON text, where
-    `<`, `>` and `&` are written as escapes so that it cannot be left, and puts them on the screen as text, never as
-    HTML. Its content security policy allows its own script and style, and no network at all.
-"""
+"""A recording as a file: a trace for Perfetto and Chrome, or a picture; and the recording in a sentence."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
 from ...allocator.errors import ConfigError
+from ...allocator.units import format_size, format_time
+from . import picture
 from .series import OWNERS, SeriesRecording
 
-_TIMES: Final = ("came", "began", "first", "ended")  # of a request
-PAGE: Final = Path(__file__).with_name("page.html")
+SUFFIXES: Final = (".json", ".png")
+VIEWER: Final = "https://ui.perfetto.dev"
+
+TraceEvent = dict[str, Any]
 
 
-def facts(recording: SeriesRecording) -> dict[str, Any]:
-    """Returns the recording in plain dicts and numbers. Times are seconds from its start; `rows` hold the time, then
-    pages of each of `owners`; `levels` the time, bytes of the budget, host pages; `batches` of each loop the time,
-    requests, new tokens."""
-
-    def seconds(when: int) -> float:
-        return max(0, when - recording.start) / 1e9
-
-    return {
-        "began": recording.began,
-        "seconds": seconds(recording.stop),
-        "program": os.path.basename(sys.argv[0]) if sys.argv else "",
-        "pid": os.getpid(),
-        "page_size": recording.page_size,
-        "owners": OWNERS,
-        "rows": [[seconds(row[0]), *row[1:]] for row in recording.rows],
-        "levels": [[seconds(level[0]), *level[1:]] for level in recording.levels],
-        "events": [{**event.to_dict(), "when": seconds(event.when)} for event in recording.events],
-        "counts": {
-            lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in recording.counts.items()
-        },
-        "missing": recording.missing,
-        "requests": [
-            {name: (seconds(value) if value else None) if name in _TIMES else value for name, value in each.items()}
-            for each in map(asdict, recording.requests)
-        ],
-        "missing_requests": recording.missing_requests,
-        "batches": {
-            loop: [[seconds(batch[0]), *batch[1:]] for batch in batches] for loop, batches in recording.batches.items()
-        },
-        "marks": [{"when": seconds(when), "name": name} for when, name in recording.marks],
-    }
-
-
-def as_json(recording: SeriesRecording) -> str:
-    """Returns one JSON object, see `facts`."""
-    return json.dumps(_finite(facts(recording)))
+def summary(recording: SeriesRecording) -> str:
+    """Returns a sentence: when memory was short first, what lay on the host, what moving took, who found no page."""
+    counts = recording.counts
+    taking = [event for event in recording.events if event.lever != "budget" and event.verb != "revert"]
+    spilled = sum(count.pages for verb, count in counts.get("spill", {}).items() if verb == "pull")
+    moving = sum(count.seconds for lever, verbs in counts.items() if lever != "budget" for count in verbs.values())
+    refused = sum(count.events for verb, count in counts.get("refuse", {}).items() if verb == "pull")
+    parts = []
+    if taking:
+        parts.append(f"memory was short from {(taking[0].when - recording.start) / 1e9:.3g} s on")
+    if spilled:
+        parts.append(f"{format_size(spilled * recording.page_size)} lay on pages of the host for want of others")
+    if moving >= 1e-3:
+        parts.append(f"{format_time(moving)} went into moving")
+    if refused:
+        parts.append(f"{refused} requests found no page at first (they waited, lay on the host, or failed)")
+    text = "; ".join(parts) or "memory was never short"
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def as_trace(recording: SeriesRecording) -> str:
-    """Returns trace events: counters of bytes by owner, of the budget, of host pages, of batches; an instant for each
-    decision; a bar for each request, of which its first token is a part."""
-    told = facts(recording)
-    page, process = recording.page_size, {"pid": told["pid"], "tid": 0}
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", **process, "args": {"name": f"ballonet {told['program']}"}}
-    ]
-    for owner, number in zip(OWNERS, range(1, len(OWNERS) + 1), strict=True):
-        events += _counter(f"{owner}, bytes", [(row[0], row[number] * page) for row in told["rows"]], process)
-    events += _counter("budget, bytes", [(level[0], level[1]) for level in told["levels"]], process)
-    events += _counter("on the host, bytes", [(level[0], level[2] * page) for level in told["levels"]], process)
-    for loop, batches in told["batches"].items():
-        events += _counter(f"{loop}, requests in a batch", [(batch[0], batch[1]) for batch in batches], process)
-    for number, each in enumerate(told["requests"]):
-        parts = [("waits", each["came"], each["began"]), ("prompt", each["began"], each["first"])]
-        for name, begins, ends in ((each["name"], each["came"], each["ended"]), *parts):
-            if begins is not None:
-                bar = {"name": name, "cat": each["loop"], "id": number, **process}
-                ends = told["seconds"] if ends is None else ends
-                events.append({**bar, "ph": "b", "ts": begins * 1e6, "args": each})
-                events.append({**bar, "ph": "e", "ts": ends * 1e6})
-    events += [
-        {
-            "name": f"{event['lever']}: {event['verb']}",
-            "cat": event["lever"],
-            "ph": "i",
-            "s": "p",
-            "ts": event["when"] * 1e6,
-            **process,
-            "args": {key: value for key, value in event.items() if key != "when"},
-        }
-        for event in told["events"]
-    ]
-    return json.dumps(_finite({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def as_page(recording: SeriesRecording) -> str:
-    """Returns an HTML page that needs nothing else. See Note [Untrusted names]."""
-    data = as_json(recording)
-    for character in "<>&":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    before, after = PAGE.read_text(encoding="utf-8").split("{{recording}}")
-    return before + data + after
-
-
-FORMATS: Final[dict[str, Callable[[SeriesRecording], str]]] = {  # by suffix, the longer of two that fit first
-    ".trace.json": as_trace,
-    ".perfetto": as_trace,
-    ".json": as_json,
-    ".html": as_page,
-}
+    """Returns trace events: counters of bytes by owner, of the budget and of host pages; a slice for each step of a
+    generation loop, each request, and each decision that took time; an instant for other decisions and for calls."""
+    process = {"pid": os.getpid()}
+    program = os.path.basename(sys.argv[0]) if sys.argv else ""
+    events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "tid": 0, "args": {"name": f"ballonet {program}"}}]
+    events += _counters(recording)
+    events += _steps(recording)
+    events += _requests(recording)
+    events += _decisions(recording)
+    for when, name in recording.marks:
+        events.append({"name": name, "cat": "call", "ph": "i", "s": "p", "tid": 0, "ts": _micro(recording, when)})
+    about = {
+        "summary": summary(recording),
+        "began": recording.began,
+        "page_size": recording.page_size,
+        "events left out": recording.missing,
+        "requests left out": recording.missing_requests,
+    }
+    trace = {"traceEvents": [process | event for event in events], "displayTimeUnit": "ms", "otherData": about}
+    return json.dumps(_finite(trace))
 
 
 def check(path: str) -> None:
     """Raises ConfigError where a recording could not be written to `path`, before one begins."""
-    _format(path)
+    if not path.lower().endswith(SUFFIXES):
+        raise ConfigError(f"{path} has none of the suffixes of a timeline: {', '.join(SUFFIXES)}")
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ConfigError(f"the timeline cannot be written to {path}: name a file in a folder that you may write to")
+    if is_picture(path):
+        picture.check(path)
+
+
+def is_picture(path: str) -> bool:
+    """Returns whether the suffix asks for a picture."""
+    return path.lower().endswith(".png")
 
 
 def write(recording: SeriesRecording, path: str) -> None:
-    """Writes the recording in the format of the suffix, all at once: a reader sees the old file or the new one.
-    OSError."""
-    put(_format(path)(recording), path)
+    """Writes the recording as the suffix says. OSError, ConfigError."""
+    if is_picture(path):
+        picture.draw_recording(path, recording)
+    else:
+        put(as_trace(recording), path)
 
 
 def put(text: str, path: str) -> None:
-    """Writes a file all at once. OSError."""
+    """Writes a file all at once: a reader sees the old file or the new one. OSError."""
     part = f"{path}.{os.getpid()}.part"
     try:
         Path(part).write_text(text, encoding="utf-8")
@@ -141,28 +99,78 @@ def put(text: str, path: str) -> None:
         Path(part).unlink(missing_ok=True)
 
 
-def _format(path: str) -> Callable[[SeriesRecording], str]:
-    for suffix, form in FORMATS.items():
-        if path.lower().endswith(suffix):
-            return form
-    raise ConfigError(f"{path} has none of the suffixes of a timeline: {', '.join(FORMATS)}")
+def _micro(recording: SeriesRecording, when: int) -> float:
+    return max(0, when - recording.start) / 1e3
 
 
-def _counter(name: str, values: list[tuple[float, int]], process: dict[str, int]) -> list[dict[str, Any]]:
-    """Returns one sample for each change of the value."""
-    samples: list[dict[str, Any]] = []
-    last: int | None = None
-    for seconds, value in values:
-        if value != last:
-            samples.append({"name": name, "ph": "C", "ts": seconds * 1e6, **process, "args": {"value": value}})
-        last = value
-    return samples
+def _counters(recording: SeriesRecording) -> Iterator[TraceEvent]:
+    """Yields one sample for each change of a value."""
+    page = recording.page_size
+    series: dict[str, Sequence[tuple[int, int]]] = {
+        f"{owner}, bytes": [(row[0], row[column] * page) for row in recording.rows]
+        for column, owner in enumerate(OWNERS, 1)
+    }
+    series["budget, bytes"] = [(when, budget) for when, budget, _ in recording.levels]
+    series["on the host, bytes"] = [(when, pages * page) for when, _, pages in recording.levels]
+    for name, values in series.items():
+        last: int | None = None
+        for when, value in values:
+            if value != last:
+                sample = {"name": name, "ph": "C", "tid": 0, "ts": _micro(recording, when)}
+                yield {**sample, "args": {"value": value}}
+            last = value
+
+
+def _steps(recording: SeriesRecording) -> Iterator[TraceEvent]:
+    """Yields a track for each generation loop. A step lasts until the next one, or until the loop rests."""
+    for track, (loop, batches) in enumerate(recording.batches.items(), 1):
+        yield {"name": "thread_name", "ph": "M", "tid": track, "args": {"name": f"steps of {loop}"}}
+        ends = [*(batch[0] for batch in batches[1:]), recording.stop]
+        for (when, requests, tokens), end in zip(batches, ends, strict=True):
+            if requests:
+                begins = _micro(recording, when)
+                step = {"name": "step", "cat": loop, "ph": "X", "tid": track, "ts": begins}
+                args = {"requests": requests, "new tokens": tokens}
+                yield {**step, "dur": _micro(recording, end) - begins, "args": args}
+
+
+def _requests(recording: SeriesRecording) -> Iterator[TraceEvent]:
+    """Yields a slice for each request, with its wait and its prompt inside. They overlap, so they are asynchronous."""
+    for number, request in enumerate(recording.requests):
+        parts = (
+            (request.name, request.came, request.ended or recording.stop),
+            ("waits", request.came, request.began or request.ended or recording.stop),
+            ("prompt", request.began, request.first or request.ended or recording.stop),
+        )
+        for name, begin, end in parts:
+            if begin:
+                yield from _slice(recording, name, request.loop, f"request {number}", begin, end, asdict(request))
+
+
+def _decisions(recording: SeriesRecording) -> Iterator[TraceEvent]:
+    """Yields what the log has of each decision. One that took time is a slice from when it was logged on."""
+    for number, event in enumerate(recording.events):
+        name, args = f"{event.lever}: {event.verb}", event.to_dict()
+        if event.measured and isfinite(event.measured):
+            end = event.when + round(event.measured * 1e9)
+            yield from _slice(recording, name, event.lever, f"decision {number}", event.when, end, args)
+        else:
+            instant = {"name": name, "cat": event.lever, "ph": "i", "s": "p", "tid": 0}
+            yield {**instant, "ts": _micro(recording, event.when), "args": args}
+
+
+def _slice(
+    recording: SeriesRecording, name: str, category: str, number: str, begin: int, end: int, args: dict[str, Any]
+) -> Iterator[TraceEvent]:
+    bar = {"name": name, "cat": category, "id": number, "tid": 0}
+    yield {**bar, "ph": "b", "ts": _micro(recording, begin), "args": args}
+    yield {**bar, "ph": "e", "ts": _micro(recording, end)}
 
 
 def _finite(value: Any) -> Any:
     """Replaces infinity and NaN, which JSON lacks, by null."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not isfinite(value) else value

@@ -25,8 +25,8 @@ from ...allocator._native import Device
 from ...allocator.devices import Runtime
 from ...allocator.events import Counts, Events, LoggedEvent, more
 from ..policy.tuning import DEFAULT, Timelines
+from .file import VIEWER, is_picture, summary, write
 from .file import check as check
-from .file import write
 from .series import Level, Row, SeriesRecording, fewer, thinned
 from .served import Served
 
@@ -218,9 +218,8 @@ os.register_at_fork(after_in_child=_forget)
 def timeline(path: str | os.PathLike[str]) -> Iterator[Recorder]:
     """Records who owns which page and every decision while it is open, and writes that to `path` however it ends.
 
-    The suffix says how: `.html`, a page to look at that needs nothing else; `.json`, the numbers; `.trace.json` or
-    `.perfetto`, a trace for chrome://tracing and ui.perfetto.dev. Raises ConfigError where the path cannot be used,
-    NotInstalled; OSError at the end.
+    The suffix says how: `.json`, a trace for ui.perfetto.dev; `.png`, a picture of the pages. Raises ConfigError where
+    the path cannot be used, NotInstalled; OSError at the end.
     """
     finish = _begin(path)
     try:
@@ -230,8 +229,8 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[Recorder]:
 
 
 def until_exit(path: str | os.PathLike[str]) -> None:
-    """Records as `timeline` until this process exits, by its end, an exception, Ctrl-C or sys.exit. Prints the path, or
-    the error, on stderr."""
+    """Records as `timeline` until this process exits, by its end, an exception, Ctrl-C or sys.exit. Prints the path and
+    a summary, or the error, on stderr."""
     atexit.register(_begin(path, tells=True))
 
 
@@ -242,13 +241,15 @@ class _Finish:
     recorder: Recorder
     path: str
     pid: int
-    tells: bool  # prints the path on stderr
+    tells: bool  # prints the path and a summary on stderr
 
     def __call__(self) -> None:
         if os.getpid() == self.pid:
-            write(self.recorder.stop(), self.path)
+            recording = self.recorder.stop()
+            write(recording, self.path)
             if self.tells:
-                print(f"ballonet: the timeline is in {self.path}", file=sys.stderr)
+                opened = "" if is_picture(self.path) else f" (open it at {VIEWER})"
+                print(f"ballonet: the timeline is in {self.path}{opened}. {summary(recording)}", file=sys.stderr)
 
 
 def _begin(path: str | os.PathLike[str], tells: bool = False) -> _Finish:

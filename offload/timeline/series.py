@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from ...allocator.events import Counts, LoggedEvent
 
 OWNERS = ("free", "weights", "activations", "kv", "retiring")
+COLOURS: Final = {  # of owners, from the bottom up where they are stacked
+    "weights": "#3b6fb6",
+    "kv": "#e08a2c",
+    "activations": "#58a55c",
+    "retiring": "#b65a9a",
+    "free": "#d9d9d9",
+}
 
 Row = tuple[int, int, int, int, int, int]  # time in ns (CLOCK_MONOTONIC), then pages of each of OWNERS
 Level = tuple[int, int, int]  # time in ns, bytes of the budget, host pages

@@ -15,13 +15,11 @@ from .cli import (
     info,
     load,
     plan,
-    prefix_sim,
     preflight,
     profile,
     replay,
     run,
     serve,
-    simulate,
     top,
     whatif,
 )
@@ -44,13 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ballonet",
         description="Weights, activations and KV cache of Hugging Face models in one elastic pool of pages.",
-        epilog="""What a command found is a table for people, and with --json one line of JSON. budget, replay, simulate
-            and prefix-sim print JSON, too, where stdout is not a terminal; load and whatif nothing else. serve --json
-            prints a line once it is ready. run has no --json: what it prints is its program's own.""",
+        epilog="""What a command found is a table for people, and with --json one line of JSON. budget and replay
+            print JSON, too, where stdout is not a terminal; load and whatif nothing else. serve --json prints a line
+            once it is ready. run has no --json: what it prints is its program's own.""",
     )
     parser.add_argument("--version", action="version", version=f"ballonet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for each in (run, serve, load, whatif, top, budget, replay, info, preflight, plan, profile, simulate, prefix_sim):
+    for each in (run, serve, load, whatif, top, budget, replay, info, preflight, plan, profile):
         each.add(commands)
     return parser
 

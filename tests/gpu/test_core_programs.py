@@ -46,7 +46,7 @@ def test_a_pool_that_stayed_gets_the_budget_that_is_asked_for(kind: str) -> None
 
 @pytest.mark.gpu
 def test_the_driver_s_probes_answer() -> None:
-    names = ("device", "granularity", "handles", "host_pages", "aliases", "several_handles", "graphs", "torch_graphs")
+    names = ("granularity", "host_pages", "copies", "several_handles", "graphs", "torch_graphs")
     found = preflight.preflight(device_choice.choose(Config(device="cuda")), names)
     assert {name: each["status"] for name, each in found["probes"].items()} == dict.fromkeys(names, "answered")
     assert found["settings"] == {}, found["reasons"]

@@ -15,6 +15,7 @@ from ballonet.allocator._native import Range
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.testing.movable import MovableKV
 
 from .hold import Hold, held_copies, meanwhile
 from .scene import Captured, Place, scene
@@ -48,7 +49,7 @@ def test_a_copy_behind_waits_for_who_writes(place: Place) -> None:
         copied = place.device.snapshot()["copied"]["kv_d2h"]
         assert copied == LAYERS * PAGES * place.page
         for kv_range in cache.kv_ranges:
-            assert sum(kv_range.pages.movable.displace(piece) for piece in range(PAGES)) == PAGES
+            assert sum(MovableKV(kv_range.pages).displace(piece) for piece in range(PAGES)) == PAGES
         assert place.device.snapshot()["copied"]["kv_d2h"] == copied
         cache.finish()
 

@@ -16,6 +16,7 @@ from ballonet.hooks.kv import range as kv_range
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.residency import kv_slots
+from ballonet.testing.movable import MovableKV
 
 from .. import models
 from ..kv.pressure import two_thirds
@@ -48,9 +49,9 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         if twin is not None and twin.held and drawn.random() < 0.1:
             piece = drawn.randrange(twin.held)
             if drawn.random() < 0.6:
-                kv_range.pages.movable.displace(piece)
+                MovableKV(kv_range.pages).displace(piece)
             else:
-                kv_range.pages.movable.bring_back(piece)
+                MovableKV(kv_range.pages).bring_back(piece)
         return append(kv_range, at, *args)
 
     def copied(slots: Any, *args: Any) -> Any:

@@ -17,6 +17,7 @@ from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
+from ballonet.testing.movable import MovableKV
 
 from ..tuned import tuning
 from .hold import Hold, held_copies
@@ -126,7 +127,7 @@ def test_layers_take_turns_in_slots(place: Place) -> None:
     with torch.no_grad(), decided():
         cache = Cache(place)
         for kv_range in cache.kv_ranges:
-            assert kv_range.pages.movable.displace(0)
+            assert MovableKV(kv_range.pages).displace(0)
         lanes = [place.lane() for _ in range(3)]
         before: Lane | None = None
         for step in range(steps):
@@ -177,7 +178,7 @@ def test_pages_are_restored_while_layers_compute(place: Place) -> None:
         elsewhere, computing = place.lane(), place.lane()
         for step in range(rounds):
             for kv_range in cache.kv_ranges:
-                assert sum(kv_range.pages.movable.displace(piece) for piece in range(AWAY)) == AWAY
+                assert sum(MovableKV(kv_range.pages).displace(piece) for piece in range(AWAY)) == AWAY
             shown = cache.pairs[step % LAYERS : step % LAYERS + 1] if step % 3 else []
             held = [tensor for elastic, _ in shown for tensor in (elastic.keys, elastic.values)]
             right = [tensor for _, stock in shown for tensor in (stock.keys, stock.values)]
@@ -220,7 +221,7 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored(place: Place) ->
         before: Lane | None = None
         for _ in range(3):
             for kv_range in cache.kv_ranges:
-                assert sum(kv_range.pages.movable.displace(piece) for piece in range(AWAY)) == AWAY
+                assert sum(MovableKV(kv_range.pages).displace(piece) for piece in range(AWAY)) == AWAY
             near = cache.tier.client.displaced_on_peer
             with held_copies(place, "host") as hold:
                 cache.tier.client.demote(room // 4)
@@ -317,7 +318,7 @@ def test_slots_are_taken_while_a_layer_is_read(place: Place) -> None:
     with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
         cache = Interrupted(place)
         for kv_range in cache.kv_ranges:
-            assert kv_range.pages.movable.displace(0)
+            assert MovableKV(kv_range.pages).displace(0)
         for time in range(times):
             cache.fly()
             for number in range(LAYERS):

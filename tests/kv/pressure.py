@@ -25,6 +25,7 @@ from ballonet.offload.governor import kv_client, kv_offers, kv_saving, kv_tier, 
 from ballonet.offload.governor.kv_tier import KVTier
 from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency import kv_extent, kv_extents, mover, saving
+from ballonet.testing.movable import MovableKV
 
 # the modules between whose lines Ctrl-C may come while pages of a cache move
 STEPS = (kv_pages, kv_range, kv_tier, kv_client, kv_offers, kv_saving, kv_turns, kv_extent, kv_extents, mover, saving)
@@ -165,9 +166,8 @@ class Taker:
             ]
             if choice in ("away", "restore") and found:
                 piece = self.random.choice(found)
-                self.done[choice] += (
-                    each.pages.movable.displace(piece) if choice == "away" else each.pages.movable.bring_back(piece)
-                )
+                movable = MovableKV(each.pages)
+                self.done[choice] += movable.displace(piece) if choice == "away" else movable.bring_back(piece)
 
     def _copied(self) -> int:
         copied = self._device.snapshot()["copied"]

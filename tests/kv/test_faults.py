@@ -22,6 +22,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency import kv_slots
+from ballonet.testing.movable import MovableKV
 
 from ..caches import kv_pages
 from ..faulting import at_each_call, at_each_line
@@ -154,7 +155,7 @@ def crowded(device: Device) -> Iterator[Cache]:
     cache = Cache(device, 100, 100, 100, 100, expected=200, alone=True)
     for kv_range in kv_ranges(cache.elastic):
         for piece in (1, 3, 5):  # what is away has gaps
-            kv_range.pages.movable.displace(piece)
+            MovableKV(kv_range.pages).displace(piece)
     yield cache
     assert device.available >= 26
     other.close()
@@ -199,7 +200,7 @@ def restore_prefix(cache: Cache) -> None:
 
 
 def take(cache: Cache) -> None:
-    movable = cache.elastic[0].kv_range.pages.movable
+    movable = MovableKV(cache.elastic[0].kv_range.pages)
     for piece in (3, 6):
         movable.displace(piece)
 

@@ -24,6 +24,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.testing.movable import MovableKV
 
 from .. import pool
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
@@ -240,7 +241,7 @@ def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     device.synchronize()
     pair.tier.client.write_behind(0)
     assert sum(clean for _, clean in pair.offers()) == 3
-    assert not pair.kv_range.pages.movable.displace(9)
+    assert not MovableKV(pair.kv_range.pages).displace(9)
     assert press(device, 4) == 0
     assert press(device, 3) == 3
     pair.check()
@@ -273,10 +274,10 @@ def test_a_page_that_chaos_moves_counts_where_it_is(device: Device, monkeypatch:
     device.reap(wait=True)
     client = pair.tier.client
     assert (client.displaced, client.device_pages) == (5, 0)
-    assert pair.kv_range.pages.movable.move(1, "device")
+    assert MovableKV(pair.kv_range.pages).move(1, "device")
     assert pair.places() == "hdhhh"
     assert (client.displaced, client.device_pages) == (4, 1)
-    assert pair.kv_range.pages.movable.move(1, "host")
+    assert MovableKV(pair.kv_range.pages).move(1, "host")
     assert (client.displaced, client.device_pages) == (5, 0)
     assert pair.tier.restore(99, 0) == 5
     pair.check()
@@ -469,7 +470,7 @@ class Copies(TorchDispatchMode):
 def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> None:
     pair = Pair(100)
     for piece in (0, 1, 3):
-        assert pair.kv_range.pages.movable.displace(piece)
+        assert MovableKV(pair.kv_range.pages).displace(piece)
     with Copies() as copies:
         pair.update(ROWS + 1)
     kv_range = pair.kv_range.range
@@ -496,7 +497,7 @@ def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device)
     assert long.kv_range is short.kv_range
     long.update(59)
     kv_range = long.kv_range
-    assert all(kv_range.pages.movable.displace(piece) for piece in range(1, 5))
+    assert all(MovableKV(kv_range.pages).displace(piece) for piece in range(1, 5))
     view, expected = long.elastic.keys, long.stock.keys.clone()
     long.both(lambda layer: layer.crop(-58))
     assert kv_range.range.leads_to(4) == "alias"  # shown by the view

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from ballonet.offload.governor.duplicates import Duplicates
-from ballonet.offload.governor.levers import levers
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
+from ballonet.testing.levers import levers
 
 from ..governed import EQUAL, FakeCache, FakeModel, governed
 

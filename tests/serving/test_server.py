@@ -567,7 +567,8 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
         assert all(each.startswith("stream Generation loop finished") for each in found[::2]), found
         assert all(each.startswith("503") and "the server shuts down" in each for each in found[1::2]), found
     assert "Traceback" not in server.said(), server.said()
-    drawn_requests = json.loads((tmp_path / "drawn.json").read_text())["requests"]
+    events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
+    drawn_requests = [each["args"] for each in events if each["ph"] == "b" and each["name"] == each["args"].get("name")]
     ends = [each["end"] for each in drawn_requests]
     assert ends[0] == "finished"
     assert set(ends[1:]) == {"finished" if tokens == 50 else "failed"}

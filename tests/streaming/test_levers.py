@@ -15,9 +15,9 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices, install
 from ballonet.hooks.device import governors
-from ballonet.offload.governor.levers import Lever, levers
 from ballonet.offload.policy.reclaim_order import LISTED, Rung
 from ballonet.testing import chaos_of
+from ballonet.testing.levers import Lever, levers
 
 from ..models import Output
 from ..pool import bytes_that_exist

@@ -10,7 +10,7 @@ from ....allocator.errors import ManageError
 from ....offload.policy.replicas.chunk_cost import ChunkCost
 from ....offload.policy.replicas.fit_cost import Fit, Sample, fit
 from ....offload.policy.step_costs import Parts
-from ..machine import costs_of
+from ...plan.machine import costs_of
 
 
 def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:

@@ -9,7 +9,7 @@ from ....allocator.errors import ManageError
 from ....allocator.units import format_size
 from ....offload.policy.replicas.chunk_cost import ChunkCost
 from ....offload.policy.replicas.link_order import part_bytes
-from ..machine import MachineSizes
+from ...plan.machine import MachineSizes
 
 
 @dataclass(frozen=True, slots=True)

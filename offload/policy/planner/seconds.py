@@ -3,9 +3,8 @@
 Note [Between the points]
     A record says what was measured at powers of two of batch and length, and judges SLOs by the next larger point. A
     prediction may be wrong to both sides, so it is interpolated: times are nearly powers of batch and length over a
-    factor of two, that is, straight lines in logarithms. Beyond what was measured the parts of an iteration that grow
-    in different ways count: seconds = fixed + rows + tokens + pairs, fitted to all points, and brought to the nearest
-    point that was measured.
+    factor of two, that is, straight lines in logarithms. Beyond what was measured the parts of a step count that grow
+    in different ways (step_costs.py), fitted to all points, and brought to the nearest point that was measured.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-import numpy as np
-
-from .. import nonnegative
+from ..step_costs import Step, fitted
 from ..tuning import DEFAULT, Planning
 from .hardware import Hardware
 
 Size = tuple[int, int]  # sequences, tokens of each
 
 
-def interpolated(measured: Mapping[Size, float], batch: int, length: int) -> float | None:
-    """Returns the seconds of an iteration with so many sequences and tokens, by those that were `measured`; None
-    without any. See Note [Between the points]."""
+def interpolated(phase: str, measured: Mapping[Size, float], batch: int, length: int) -> float | None:
+    """Returns the seconds of an iteration with so many sequences and tokens, by those of its phase that were
+    `measured`; None without any. See Note [Between the points]."""
     if not measured:
         return None
     inside = [_around({size[axis] for size in measured}, value) for axis, value in enumerate((batch, length))]
     if all(corner in measured for corner in product(*inside)):
         return math.exp(_bilinear(measured, inside, (batch, length)))
-    return _beyond(measured, batch, length)
+    return _beyond(phase, measured, batch, length)
 
 
 def _around(points: Iterable[int], value: int) -> tuple[int, int]:
@@ -50,20 +47,13 @@ def _bilinear(measured: Mapping[Size, float], inside: Sequence[tuple[int, int]],
     return rows[0] * (1 - parts[0]) + rows[1] * parts[0]
 
 
-def _beyond(measured: Mapping[Size, float], batch: int, length: int) -> float:
+def _beyond(phase: str, measured: Mapping[Size, float], batch: int, length: int) -> float:
     nearest = min(sorted(measured), key=lambda at: abs(math.log(at[0] / batch)) + abs(math.log(at[1] / length)))
-    found = nonnegative.fitted(np.array([_parts(*size) for size in measured]), np.array(list(measured.values())))
-    assert found is not None  # what is fixed explains a part
-
-    def fit(size: Size) -> float:
-        return math.fsum(part * each for part, each in zip(found, _parts(*size), strict=True))
-
-    return measured[nearest] * fit((batch, length)) / fit(nearest)
-
-
-def _parts(batch: int, length: int) -> tuple[int, int, int, int]:
-    """Returns how much an iteration has of each part: one, sequences, tokens, pairs of tokens."""
-    return 1, batch, batch * length, batch * length * length
+    parts = fitted([(Step.in_rows(phase, *size), seconds) for size, seconds in measured.items()])
+    if parts is None:
+        return measured[nearest]
+    asked, known = Step.in_rows(phase, batch, length), Step.in_rows(phase, *nearest)
+    return measured[nearest] * parts.seconds(asked) / parts.seconds(known)
 
 
 @dataclass(frozen=True, slots=True)

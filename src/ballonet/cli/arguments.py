@@ -45,8 +45,8 @@ def add_timeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         metavar="FILE",
-        help="draw who owned which page, every decision, and requests that were served, written when the program ends: "
-        ".html, a page that needs nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
+        help="write who owned which page, every decision, and requests that were served, when the program ends: .json, "
+        "a trace to open at ui.perfetto.dev; .png, a picture (needs matplotlib)",
     )
 
 
@@ -98,10 +98,3 @@ def ratio(text: str) -> Fraction:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1000000")
-
-
-def places(text: str) -> tuple[int, ...]:
-    """Layers, with commas between them."""
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 0,1,2,31")
-    return tuple(map(int, text.split(",")))

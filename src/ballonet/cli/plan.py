@@ -55,10 +55,10 @@ def _plan(args: argparse.Namespace) -> None:
     from ..hooks.plan.planner import Planner
     from ..hooks.plan.show import show
     from ..offload.policy.tuning import DEFAULT
-    from ..offload.timeline import budget_curve, curve
+    from ..offload.timeline import picture
 
     if args.curve is not None:
-        curve.check(args.curve)  # before anything takes its time
+        picture.check(args.curve)  # before anything takes its time
     planner = Planner(
         args.model,
         args.context,
@@ -79,5 +79,5 @@ def _plan(args: argparse.Namespace) -> None:
                 "with python -m ballonet profile"
             )
         title = f"{', '.join(args.model)}: {args.batch} x {args.context:,} tokens"
-        budget_curve.draw(args.curve, points, title, facts["budget"], args.slo)
+        picture.draw_curve(args.curve, points, title, facts["budget"], args.slo)
     tell(facts, show, as_json=args.json)

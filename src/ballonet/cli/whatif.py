@@ -163,9 +163,9 @@ def _noting(requests: int) -> Callable[[int], None]:
 
 def _pages(args: argparse.Namespace) -> None:
     """One device and its pages, by policy."""
-    from ..hooks.whatif.machine import Machine, Tenant, checked
-    from ..hooks.whatif.policies import default, named
-    from ..hooks.whatif.run import run
+    from ..hooks.plan.machine import Machine, Tenant, checked
+    from ..hooks.plan.policies import default, named
+    from ..hooks.plan.run import run
 
     models: list[str] = args.model
     policies = [each.strip() for each in args.policy.split(",")] if args.policy else list(default(len(models)))
@@ -210,8 +210,8 @@ def _rows(policies: list[str], run: Callable[[str], dict[str, Any]]) -> None:
 
 def _arrivals(args: argparse.Namespace, models: int) -> list[Any]:
     """The requests of each model."""
+    from ..hooks.plan.machine import dealt
     from ..hooks.server.arrivals import lengthened, read
-    from ..hooks.whatif.machine import dealt
 
     options = {"limit": args.limit, "rate": float(args.rate), "scale": float(args.scale)}
     traces = [lengthened(read(path, **options), float(args.lengths)) for path in args.trace]
@@ -229,8 +229,8 @@ def _config(name: str) -> Any:
 
 def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str, int], batching: Any) -> Any:
     """What steps of a model take: from its file, or measured and written there."""
-    from ..hooks.whatif.machine import costs_of
-    from ..hooks.whatif.step_measurement import measure_steps
+    from ..hooks.plan.machine import costs_of
+    from ..hooks.plan.step_measurement import measure_steps
 
     name = args.model[number]
     _config(name)

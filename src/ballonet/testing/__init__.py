@@ -18,13 +18,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..allocator.config import Config
-from ..allocator.errors import OptionError
+from ..allocator.errors import AlreadyManaged, OptionError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..hooks.managed import Managed
-    from ..offload.governor.chaos import Chaos
+    from .chaos import Chaos
 
 __all__ = ["chaos_of", "environment", "manage"]
 
@@ -65,18 +65,33 @@ def manage(model: nn.Module, *, chaos: int | None = None, **options: Any) -> Man
     gets it. Raises what `ballonet.manage` raises, AlreadyManaged where it has another seed, OptionError for what is
     no seed."""
     from ..hooks.manage import manage
-    from ..hooks.managed import move_pages
 
     if chaos is not None and (type(chaos) is not int or chaos < 0):
         raise OptionError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
     managed = manage(model, **options)
     if chaos is not None:
-        move_pages(managed, chaos)
+        before = chaos_of(managed)
+        if before is not None and before.chosen and before.seed != chaos:
+            raise AlreadyManaged(f"pages of {managed._name} move by seed {before.seed} already: release() it first")
+        if before is None or not before.chosen:
+            move_pages(managed, chaos).chosen = True
     return managed
 
 
 def chaos_of(managed: Managed) -> Chaos | None:
     """What moves pages of this model, and has counted them (`moved`, `pulled`, `seed`); None where nothing does."""
-    from ..hooks.managed import chaos_of
+    from ..hooks.managed import forwards_of
+    from .moves import PageMoves
 
-    return chaos_of(managed)
+    moves = forwards_of(managed).at_layer
+    return moves.chaos if isinstance(moves, PageMoves) else None
+
+
+def move_pages(managed: Managed, seed: int) -> Chaos:
+    """Moves pages of a model at random from now on, and returns what draws them."""
+    from ..hooks.managed import forwards_of
+    from .moves import PageMoves
+
+    moves = PageMoves(managed, seed)
+    forwards_of(managed).at_layer = moves
+    return moves.chaos

@@ -1,7 +1,7 @@
 """The ladder of a device as one list of levers, each with `would_free`, `would_cost`, `pull` and `revert`.
 
 As a rule the core pulls, in the middle of an operator, by the published list, and the governor reverts when pages are
-to spare. This list is for reports, refusals, and chaos.
+to spare. This list is for chaos.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..policy.reclaim_order import LISTED, Candidate, Rung
-from .governor import Governor
-from .published import DeviceView
+from ..offload.governor.governor import Governor
+from ..offload.governor.published import DeviceView
+from ..offload.policy.reclaim_order import LISTED, Candidate, Rung
 
 
 class Lever(Protocol):

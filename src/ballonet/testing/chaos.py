@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
-from ..policy.reclaim_order import Rung
-from ..policy.tuning import DEFAULT, ChaosMoves
+from ..offload.policy.reclaim_order import Rung
+from ..offload.policy.tuning import DEFAULT, ChaosMoves
 from .levers import Lever
 
 if TYPE_CHECKING:
-    from ...allocator._native import Place
+    from ..allocator._native import Place
 
 Way = Literal["device", "host", "peer", "away", "down", "restored", "unmapped"]
 WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to for each way
@@ -66,6 +66,7 @@ class Chaos:
     def __init__(self, seed: int, host: bool, peer: bool = False, tuning: ChaosMoves = DEFAULT.chaos) -> None:
         """`host`: can host pages be mapped in the place of device pages? `peer`: is there one?"""
         self.seed = seed
+        self.chosen = False  # by `testing.manage`, and not by the environment
         self._tuning = tuning
         self._ways: tuple[Way, ...] = ("device", "unmapped", *(("host", "away", "restored") if host else ()))
         if peer:

@@ -1,0 +1,106 @@
+"""KV pages as chaos moves them, under a lease: those of a cache, and those of continuous batching."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..allocator.errors import PoolExhausted
+from ..hooks.device.streams import stream_of
+from ..hooks.kv.pages import KVPages
+from ..hooks.sectors.client import SectorClient
+
+if TYPE_CHECKING:
+    from ..allocator._native import LeadsTo, Place
+
+
+def movable(pages: object) -> MovableKV | MovableSectors:
+    """Returns what moves the pages that a lease has noted."""
+    if isinstance(pages, SectorClient):
+        return MovableSectors(pages)
+    assert isinstance(pages, KVPages)
+    return MovableKV(pages)
+
+
+class MovableKV:
+    """The pages of a range of a cache, in pieces."""
+
+    def __init__(self, pages: KVPages) -> None:
+        self._stream = stream_of(pages._device)
+        self.range = pages.range
+        self._extent = pages._extent  # None, as the tier, where the pages stay on the device
+        self._tier = pages._tier
+
+    @property
+    def pieces(self) -> int:
+        """The pieces in use."""
+        return self.range.pieces if self._extent is None else self._extent.end
+
+    def leads_to(self, piece: int) -> LeadsTo:
+        """The kind of memory that the piece is mapped to."""
+        return self.range.leads_to(piece)
+
+    def move(self, piece: int, to: Place) -> bool:
+        """Moves the piece to another page of its own. DriverError."""
+        return self.range.move(piece, to) if self._extent is None else self._extent.mover.exchange(piece, to)
+
+    def displace(self, piece: int) -> bool:
+        """Copies the piece to its backing and maps it there. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and extent.evict((piece,), tier.transfer, self._stream()) > 0
+
+    def demote(self, piece: int) -> bool:
+        """Moves the backing from the peer to the host. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and tier.client.saving.demote_one(extent, piece, self._stream())
+
+    def bring_back(self, piece: int) -> bool:
+        """Gives the piece a page of its own again, with its bytes. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and tier.restore_one(extent, piece, self._stream())
+
+    def unmap(self, piece: int) -> bool:
+        """Unmaps a free page from the piece's addresses. DriverError."""
+        return self.range.drop_kept(piece)
+
+
+class MovableSectors:
+    """The pages of continuous batching, under a lease. Their peer pages never leave."""
+
+    def __init__(self, client: SectorClient) -> None:
+        self._client = client
+        self._range = client._range
+
+    @property
+    def pieces(self) -> int:
+        """Pieces that requests may have had: those before a certain one."""
+        return self._client.end
+
+    def leads_to(self, piece: int) -> str:
+        """What the piece leads to: a page of a request, or "kept", one that nobody has; else "none"."""
+        found = self._range.leads_to(piece)
+        return found if found == "kept" or self._client.has(piece) else "none"
+
+    def move(self, piece: int, to: Place) -> bool:
+        """To another page of its own. DriverError."""
+        return self._client.move(piece, to)
+
+    def displace(self, piece: int) -> bool:
+        """Leads it to its backing, which gets its bytes. DriverError."""
+        try:
+            return self._client.evict((piece,)) > 0
+        except PoolExhausted:
+            return False
+
+    def demote(self, piece: int) -> bool:
+        """Nothing goes from the peer to the host."""
+        return False
+
+    def bring_back(self, piece: int) -> bool:
+        """Restores it, for whatever this thread submits from now on. DriverError."""
+        back = self._client.restore([piece]) > 0
+        self._client.uses()
+        return back
+
+    def unmap(self, piece: int) -> bool:
+        """Takes a free page from its addresses. DriverError."""
+        return self._range.drop_kept(piece)
