@@ -261,7 +261,7 @@ def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 
 
 def environment() -> dict[str, str]:
-    """Returns a copy of this process's environment, for other processes, and for what torchrun says in it."""
+    """Returns a copy of this process's environment, for other processes."""
     return dict(os.environ)
 
 

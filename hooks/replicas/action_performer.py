@@ -5,22 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 from ...offload.policy.replicas import actions
 from ...offload.policy.replicas.cluster import Cluster
 from ...offload.policy.replicas.events import Reason
+from .channel import ReplicaSink
 from .client_requests import ClientRequests
 from .messages import End, Message
 from .ranks import Ranks
 from .recording import Recording
-
-
-class ReplicaSink(Protocol):
-    """Sends messages to replicas."""
-
-    def post(self, member: int, message: Message) -> None:
-        """Sends a message to one replica."""
 
 
 class ActionPerformer:

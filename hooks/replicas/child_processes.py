@@ -22,10 +22,10 @@ from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from .placement import as_replica
 
 SECRET: Final = "BALLONET_REPLICA_SECRET"  # the environment variable with the supervisor's secret
 STARTED: Final = "BALLONET_REPLICA_STARTED"  # that with the messages.Started of a started replica
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _IMPORTED: Final = ("ballonet.hooks.replicas.process", "ballonet.allocator.install")
 
 # (rank, cost of chunks) -> (arguments of `python -m ballonet serve`, environment) of the replica of this rank
@@ -79,11 +79,12 @@ class ChildProcesses:
 
 
 def placed(number: int, devices: int) -> dict[str, str]:
-    """Returns the environment of replica `number` of a machine with so many GPUs; see placement.as_replica."""
-    environ = environment()
-    changes = as_replica(environ, number, devices)
-    kept = {name: value for name, value in environ.items() if name not in changes}
-    return kept | {name: value for name, value in changes.items() if value is not None}
+    """Returns the environment of replica `number` of a machine with so many GPUs, which are dealt in turns."""
+    environ = dict(environment())
+    if devices:
+        names = [name for name in environ.get(_DEVICES, "").split(",") if name] or [str(gpu) for gpu in range(devices)]
+        environ[_DEVICES] = names[number % len(names)]
+    return environ
 
 
 def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
@@ -102,7 +103,7 @@ def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
 
 def end_with_parent(say: Callable[[str], object]) -> Callable[[], object]:
     """Has this process exit at once when the supervisor that started it ends. Returns a function that stops this, for a
-    replica that has joined: it notices the end by the store, and unwinds."""
+    replica that has joined: it notices the end by its connection, and unwinds."""
     parent, joined = parent_process(), threading.Event()
 
     def watch() -> None:

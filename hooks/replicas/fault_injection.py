@@ -20,10 +20,10 @@ from typing import Any, Final
 
 import torch
 
+from .channel import SupervisorChannel
 from .link import Link
 from .messages import Message
 from .pending_send import PendingSend
-from .replica_setup import SupervisorChannel
 from .span_runner import RunsLayers, States
 
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

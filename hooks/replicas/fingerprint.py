@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
-from typing import Self
+from dataclasses import asdict, dataclass
 
 from torch import nn
 
@@ -33,19 +31,6 @@ class Fingerprint:
         if self.dtype != other.dtype:
             mine["weights"] = its["weights"] = ""
         return tuple(f"{name} is {its[name]}, not {mine[name]}" for name in mine if mine[name] != its[name])
-
-    def encode(self) -> str:
-        """Returns the fingerprint as JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def decode(cls, text: str) -> Self:
-        """Returns the fingerprint that `encode` has encoded. ValueError where the text is none."""
-        found = json.loads(text)
-        names = {each.name for each in fields(cls)}
-        if not isinstance(found, dict) or {*found} != names or {*map(type, found.values())} != {str}:
-            raise ValueError(f"{text!r} is no fingerprint of a replica")
-        return cls(**found)
 
 
 def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
@@ -21,7 +21,7 @@ from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling
 from .sampling import sample
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
-from .stage_link import StageLink, tensor_of, text_of
+from .stage_link import StageLink, record_of, tensor_of
 
 
 class OutOfStep(RuntimeError):
@@ -81,10 +81,10 @@ class Follower:
 
     def run(self) -> int:
         """Waits for the next microbatch, computes it, and sends the result on. Returns its number. OutOfStep."""
-        plan = MicrobatchPlan.from_json(text := text_of(self._before.recv("plan")))
+        plan = record_of(text := self._before.recv("plan"), MicrobatchPlan)
         if not self._runner.last:
-            self._after.send(tensor_of(text), "plan", True)
-        passing = Passing.from_json(text_of(self._before.recv("passing")))
+            self._after.send(text, "plan", True)
+        passing = record_of(self._before.recv("passing"), Passing)
         if {(plan.epoch, plan.number), (passing.epoch, passing.number)} != {(self.epoch, self._number)}:
             raise OutOfStep(f"stage {self.stage} expects microbatch {self._number} of epoch {self.epoch}")
         self._number += 1
@@ -157,7 +157,7 @@ class Follower:
             return
         tokens = sampled(chunks, self._sampling, found[0]) if found else ()
         answer = Answer(passing.epoch, passing.number, tokens, passing.left_out, passing.rooms)
-        self._after.send(tensor_of(answer.to_json()), "answer", True)
+        self._after.send(tensor_of(answer), "answer", True)
 
 
 def sampled(
@@ -173,7 +173,7 @@ def sampled(
 
 def pass_on(link: StageLink, passing: Passing, states: States) -> None:
     """Sends the record and the states of a microbatch to the next stage."""
-    link.send(tensor_of(passing.to_json()), "passing", True)
+    link.send(tensor_of(passing), "passing", True)
     for tensor in states:
         link.send(tensor, "states", True)
 

@@ -10,7 +10,6 @@ Note [Transfers]
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from .link import Link
 from .requests import Request
 from .span_cache import SpanCache
 from .stage import Stage
-from .stage_link import tensor_of, text_of
+from .stage_link import record_of, tensor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class Handover:
                     self._take(piece, tensor)
                 else:
                     link = self._links[int(target)]
-                    link.send(tensor_of(piece.to_json()), "kv header")
+                    link.send(tensor_of(piece), "kv header")
                     link.send(tensor, "kv")
                     self.sent += tensor.nbytes
                 yield True
@@ -168,7 +167,7 @@ class Handover:
                     header = link.take("kv header") if link.has("kv header") else None
                     if header is None:
                         break
-                    self._header[member] = Piece.from_json(text_of(header))
+                    self._header[member] = record_of(header, Piece)
                 try:
                     tensor = link.take("kv")
                 except ChecksumError:
@@ -181,7 +180,7 @@ class Handover:
                 happened = True
                 self._take(self._header.pop(member), tensor)
             while link.has("arrival") and (found := link.take("arrival")) is not None:
-                name, came = json.loads(text_of(found))
+                name, came = record_of(found, tuple[str, str])
                 self._add_report(name, member, Arrival(came))
                 happened = True
         return happened
@@ -204,7 +203,7 @@ class Handover:
         if first == self._me:
             self._add_report(name, self._me, arrival)
         else:
-            self._links[first].send(tensor_of(json.dumps([name, arrival.value])), "arrival", urgent=True)
+            self._links[first].send(tensor_of((name, arrival.value)), "arrival", urgent=True)
 
     def _add_report(self, name: str, member: int, arrival: Arrival) -> None:
         arrivals = self._incoming[name].arrivals if name in self._incoming else self._early.setdefault(name, {})

@@ -15,11 +15,10 @@ Note [What is wrong is computed again]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
@@ -39,15 +38,6 @@ class Piece:
     first: int
     count: int
     check: int = 0
-
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        return json.dumps([self.request, self.held, self.layer, self.first, self.count, self.check])
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the piece that `to_json` has encoded."""
-        return cls(*json.loads(text))
 
 
 def moves(old: Mapping[str, range], new: Mapping[str, range]) -> list[tuple[str, str, range]]:

@@ -27,7 +27,7 @@ from .microbatch_split import SplitPolicy, split_by_tokens
 from .requests import Request
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
-from .stage_link import StageLink, tensor_of, text_of
+from .stage_link import StageLink, record_of, tensor_of
 
 
 class Leader:
@@ -123,7 +123,7 @@ class Leader:
         answer = found.answer
         if answer is None:
             assert self._last is not None
-            answer = Answer.from_json(text_of(self._last.recv("answer")))
+            answer = record_of(self._last.recv("answer"), Answer)
         if (answer.epoch, answer.number) != (self.epoch, found.number):
             raise OutOfStep(f"the first stage expects an answer to microbatch {found.number} of epoch {self.epoch}")
         self._rooms.answered(found.number, answer.rooms)
@@ -163,7 +163,7 @@ class Leader:
         plan = MicrobatchPlan(self.epoch, self._number, tuple(batch.chunks), *self._updates.take(batch.chunks))
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
-            self._after.send(tensor_of(plan.to_json()), "plan", True)
+            self._after.send(tensor_of(plan), "plan", True)
         found = self._compute(batch)
         if found is None:
             self._failed.extend(batch.states)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...allocator.errors import BallonetError
+from .channel import SupervisorChannel
 from .handover import Handed
 from .leader import Leader
 from .messages import Start, Told
-from .replica_setup import SupervisorChannel
 from .requests import Request
 
 

@@ -3,7 +3,7 @@
 Note [Two threads]
     An idle link has a blocking receive outstanding, so one thread receives, and another forms the link and then sends.
     The main loop never blocks on either: `send` returns once the tensor is staged, `take` does not wait, and `recv`
-    waits on the Wakeup, which every link and the mailbox notify, so a wait for a tensor of one replica also ends when
+    waits on the Wakeup, which every link and the channel notify, so a wait for a tensor of one replica also ends when
     another replica is lost. An error ends this link alone: its pair is closed, and outstanding sends and receives fail
     with LinkError.
 
@@ -25,12 +25,12 @@ from typing import Final
 import torch
 
 from ...offload.policy.tuning import DEFAULT, Replicas
+from .channel import Wakeup
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from .outbox import Outbox, SentMessage
 from .pair import Connect, TwoRanks
 from .pending_send import LinkState, PendingSend
 from .staging import checksum, host_buffer, staged, unstaged
-from .wakeup import Wakeup
 from .wire import BYE, MESSAGE, WORDS, Header
 
 _CPU: Final = torch.device("cpu")

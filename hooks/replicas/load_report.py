@@ -9,7 +9,8 @@ Note [Wished pages]
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.demand import KVSize, prompt_pages

@@ -15,13 +15,10 @@ Note [Order]
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Any, Self
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Struct, frozen=True):
     """How the tokens of a request are sampled. `temperature`: 0: the likeliest token; `top_k`: among so many likeliest,
     0: all; `top_p`: among the likeliest with this total probability. ValueError."""
 
@@ -35,8 +32,7 @@ class Sampling:
             raise ValueError(f"{self}: a temperature and top_k of 0 or more, and top_p above 0 and up to 1 are needed")
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """New tokens of one request. `ids`: of the tokens; `before`: tokens of the request that have KV already;
     `samples`: whether the token after the last of these is sampled."""
 
@@ -51,8 +47,7 @@ class Chunk:
         return self.before + len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class MicrobatchPlan:
+class MicrobatchPlan(Struct, frozen=True):
     """The plan of a microbatch. `number`: within its epoch, from 0 on; `begun`: sampling of the requests whose first
     chunk this is; `gone`: requests whose KV is to be freed; `aside`: preempted requests, whose KV may go to the host. A
     plan without chunks only frees requests, and asks for the stages' free memory."""
@@ -64,28 +59,8 @@ class MicrobatchPlan:
     gone: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
 
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        chunks = [[each.request, each.ids, each.before, each.samples] for each in self.chunks]
-        begun = [[name, each.seed, each.temperature, each.top_k, each.top_p] for name, each in self.begun]
-        return json.dumps([self.epoch, self.number, chunks, begun, self.gone, self.aside])
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the plan that `to_json` has encoded."""
-        epoch, number, chunks, begun, gone, aside = json.loads(text)
-        return cls(
-            epoch,
-            number,
-            tuple(Chunk(name, tuple(ids), before, samples) for name, ids, before, samples in chunks),
-            tuple((name, Sampling(*settings)) for name, *settings in begun),
-            tuple(gone),
-            tuple(aside),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Passing:
+class Passing(Struct, frozen=True):
     """The record that a stage sends to the next one, before the hidden states of a microbatch. `left_out`: (request,
     stage that failed) of chunks that were not computed: the states have no rows of them. `rooms`: tokens for which
     stages 1, 2, ... have free memory. `tensors`: number of tensors that follow."""
@@ -96,19 +71,8 @@ class Passing:
     rooms: tuple[int, ...] = ()
     tensors: int = 0
 
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        return json.dumps([self.epoch, self.number, self.left_out, self.rooms, self.tensors])
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the record that `to_json` has encoded."""
-        epoch, number, left_out, rooms, tensors = json.loads(text)
-        return cls(epoch, number, _pairs(left_out), tuple(rooms), tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """The record that the last stage sends to the first. `tokens`: (request, id) of the sampled tokens; `left_out`,
     `rooms`: as in `Passing`, of all stages."""
 
@@ -117,17 +81,3 @@ class Answer:
     tokens: tuple[tuple[str, int], ...] = ()
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
-
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        return json.dumps([self.epoch, self.number, self.tokens, self.left_out, self.rooms])
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the record that `to_json` has encoded."""
-        epoch, number, tokens, left_out, rooms = json.loads(text)
-        return cls(epoch, number, _pairs(tokens), _pairs(left_out), tuple(rooms))
-
-
-def _pairs(found: list[list[Any]]) -> tuple[tuple[str, int], ...]:
-    return tuple((name, number) for name, number in found)

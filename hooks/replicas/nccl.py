@@ -34,9 +34,8 @@ from torch import distributed
 
 from ...allocator.config import change_environment
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .pair import GlooConnect, GlooPair, TwoRanks
+from .pair import GlooConnect, GlooPair, Store, TwoRanks
 from .staging import device_buffer
-from .store import Store
 
 _UNWATCHED: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _WAYS: Final = ("there", "back")  # from the first rank, and to it

@@ -1,4 +1,4 @@
-"""The process group of a link: two ranks over gloo, not registered with torch.
+"""The process group of a link: two ranks over gloo, not registered with torch, and the store in which they form.
 
 Note [Ending a wait]
     A rank that waits in gloo for a message notices when the other process ends, but nothing else ends the wait: not
@@ -11,22 +11,114 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from .store import Store
+from .errors import NoAnswer, SupervisorLost
 
 _FOREVER: Final = timedelta(days=3650)  # an open link may be idle for any time
 _AT_ONCE: Final = timedelta(milliseconds=1)  # 0 would be the group's own timeout
 _HERE: Final = "here"
 _GONE: Final = "gone"
 _Gloo: Any = ProcessGroupGloo  # torch annotates only a part of it
+
+
+class Store:
+    """One connection to the store in which links form, `torch.distributed.TCPStore`. Anybody who reaches its port may
+    write to it. A waiting call blocks the connection, so each thread that waits needs a clone. The store ends with the
+    last reference in the process that hosts it, or with that process."""
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        """`store`: a TCPStore. `timeout`: seconds that a call waits at most."""
+        self._store = store
+        self.timeout = timeout
+        store.set_timeout(timedelta(seconds=timeout))
+
+    @classmethod
+    def host(cls, host: str = "127.0.0.1", *, timeout: float) -> Self:
+        """Makes a store that listens on this address only, at any free port. `timeout`: seconds of a call at most.
+        OSError where this machine has no such address."""
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listening:
+            listening.bind(address)
+            listening.listen(socket.SOMAXCONN)
+            made = TCPStore(
+                host,
+                listening.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+                master_listen_fd=listening.detach(),
+            )
+        return cls(made, timeout)
+
+    @classmethod
+    def connect(cls, host: str, port: int, *, timeout: float) -> Self:
+        """Connects to the store of a supervisor. SupervisorLost: none answers within `timeout` seconds."""
+        try:
+            found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise SupervisorLost(
+                f"no supervisor answers on {host}:{port}: start it first, and see that this machine reaches that port"
+            ) from error
+        return cls(found, timeout)
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    @property
+    def host_name(self) -> str:
+        return str(self._store.host)
+
+    def clone(self, timeout: float | None = None) -> Store:
+        """Opens another connection. `timeout`: seconds of its calls at most; None: as here. SupervisorLost."""
+        with self._typed("a connection"):
+            return Store(self._store.clone(), self.timeout if timeout is None else timeout)
+
+    def below(self, prefix: str) -> PrefixStore:
+        """Returns the store with all keys below a prefix, for a process group."""
+        return PrefixStore(prefix, self._store)
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key. SupervisorLost."""
+        with self._typed(key):
+            self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """Waits until a key is set, and returns its value. NoAnswer, SupervisorLost."""
+        with self._typed(key):
+            return bytes(self._store.get(key)).decode(errors="replace")
+
+    def delete(self, key: str) -> None:
+        """Deletes a key, if it is set. SupervisorLost."""
+        with self._typed(key):
+            self._store.delete_key(key)
+
+    def keys(self) -> int:
+        """Returns the number of keys. SupervisorLost."""
+        with self._typed("the number of keys"):
+            return int(self._store.num_keys())
+
+    @contextmanager
+    def _typed(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DistNetworkError as error:
+            raise SupervisorLost(
+                f"the store on {self.host_name}:{self.port} does not answer any more: its supervisor has ended, or the "
+                "network between. Replicas end with it; start it again and join"
+            ) from error
+        except DistStoreError as error:
+            raise NoAnswer(f"{what!r} in the supervisor's store", self.timeout) from error
 
 
 class TwoRanks(Protocol):

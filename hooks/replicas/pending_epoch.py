@@ -11,10 +11,9 @@ from .errors import LinkError
 from .handover import Handed, HandedOver
 from .led_requests import LedRequests
 from .link import Link
-from .messages import decoded, encoded
 from .pending_send import LinkState
 from .stage import Stage
-from .stage_link import tensor_of, text_of
+from .stage_link import record_of, tensor_of
 
 
 class PendingEpoch:
@@ -40,7 +39,7 @@ class PendingEpoch:
         self._leaders = {me: me if old is None else old.members[0]}  # of the old groups, by member
         for link in links.values():
             with suppress(LinkError):  # a peer may have given the epoch up already: see `has_lost_link`
-                link.send(tensor_of(str(self._leaders[me])), "old", urgent=True)
+                link.send(tensor_of(self._leaders[me]), "old", urgent=True)
 
     @property
     def leaders(self) -> frozenset[int]:
@@ -79,7 +78,7 @@ class PendingEpoch:
         """Receives the leaders of the peers and, once the epoch is committed, the handovers of the old groups."""
         for member, link in self.links.items():
             if member not in self._leaders and link.has("old") and (found := link.take("old")) is not None:
-                self._leaders[member] = int(text_of(found))
+                self._leaders[member] = record_of(found, int)
         if self.committed:
             self.handed_over += receive_handovers(self.links)
 
@@ -96,7 +95,7 @@ class PendingEpoch:
                 handed.append(Handed(request, held, assignment))
         told = HandedOver(self._me, stage.group, tuple(handed))
         for link in self.links.values():
-            link.send(tensor_of(encoded(told)), "handover", urgent=True)
+            link.send(tensor_of(told), "handover", urgent=True)
         self.handed_over.append(told)
 
 
@@ -104,6 +103,4 @@ def receive_handovers(links: Mapping[int, Link]) -> Iterator[HandedOver]:
     """Yields the handovers that have come over these links. LinkError."""
     for link in links.values():
         while link.has("handover") and (found := link.take("handover")) is not None:
-            told = decoded(text_of(found))
-            assert isinstance(told, HandedOver)
-            yield told
+            yield record_of(found, HandedOver)

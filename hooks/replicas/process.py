@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from ...allocator._native import Device
@@ -24,7 +25,9 @@ from ..options import ManageOptions
 from ..sectors.memory import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
+from .channel import SupervisorChannel, Wakeup
 from .child_processes import end_with_parent
+from .connections import ToSupervisor
 from .cost_measurement import measure_cost
 from .errors import SupervisorLost
 from .fault_injection import Faults, FaultyChannel, FaultyLayers, FaultyLink
@@ -32,30 +35,24 @@ from .fingerprint import fingerprint_of
 from .group_settings import GroupSettings
 from .held_layers import HeldLayers
 from .link import Link
-from .mailbox import Mailbox
-from .membership import join
-from .messages import Hello, Started, decoded
+from .messages import Hello, Started
 from .microbatch_split import split_by_cost
 from .nccl import NcclConnect, gpu_name, stream_of
 from .notes import Notes
-from .pair import GlooConnect
-from .placement import Placement
-from .rendezvous import open_store
+from .pair import GlooConnect, Store
 from .replica import Replica
 from .replica_model import ReplicaModel, cache_of
-from .replica_setup import ReplicaSetup, SupervisorChannel
+from .replica_setup import ReplicaSetup
 from .spliced_layers import SplicedLayers
 from .stage_times import Ran, StageTimes, marks_of
-from .store import Store
-from .typed_mailbox import ToSupervisor
-from .wakeup import Wakeup
 
 
 def run(
     name: str,
     device: Device,
     options: ManageOptions,
-    placement: Placement,
+    host: str,
+    port: int,
     secret: str | None,
     say: Callable[[str], object],
     max_batch_tokens: int | None = None,
@@ -64,12 +61,13 @@ def run(
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
-    """Serves as a replica of the supervisor at `placement`, until that ends. `say`: prints a line; `started`: a
-    messages.Started, from a supervisor that has started this process; `cost`: of chunks, where `started` has none;
-    None: it is measured; `batching`: arguments of ContinuousBatchingConfig, the same on all replicas. ManageError,
-    SpliceError; JoinRefused, SupervisorLost where there is no supervisor; torch.OutOfMemoryError."""
+    """Serves as a replica of the supervisor at `host` and `port`, until that ends. `say`: prints a line; `started`: a
+    messages.Started as JSON, from a supervisor that has started this process; `cost`: of chunks, where `started` has
+    none; None: it is measured; `batching`: arguments of ContinuousBatchingConfig, the same on all replicas.
+    ManageError, SpliceError; JoinRefused, SupervisorLost where there is no supervisor; torch.OutOfMemoryError."""
     keep_running = end_with_parent(say)
-    store = open_store(placement, tuning.joining)
+    wakeup = Wakeup()
+    connection = ToSupervisor(host, port, secret, wakeup, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
     try:
@@ -79,9 +77,9 @@ def run(
             torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
-            me = join(store, secret, fingerprint, tuning.joining)  # before it measures, as it may be refused
-            told = None if started is None else decoded(started)
-            assert told is None or isinstance(told, Started)
+            welcome = connection.join(fingerprint)  # before it measures, as it may be refused
+            store = Store.connect(host, welcome.links, timeout=tuning.joining)
+            told = None if started is None else msgspec.json.decode(started, type=Started)
             cost = (None if told is None else told.cost) or cost
             cost = cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
@@ -90,17 +88,20 @@ def run(
             replica = ReplicaModel(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             keep_running()
-            while _run_member(me, store, secret, replica, handle, torch_device, hello, notes, say, tuning):
+            me = welcome.member
+            while _run_member(me, connection, store, wakeup, replica, handle, torch_device, hello, notes, say, tuning):
                 say(f"replica {me} was taken for lost, and joins anew")
-                me = join(store, secret, fingerprint, tuning.joining)
+                me = connection.join(fingerprint).member
     finally:
+        connection.close()
         handle.release()
 
 
 def _run_member(
     me: int,
+    connection: ToSupervisor,
     store: Store,
-    secret: str | None,
+    wakeup: Wakeup,
     replica: ReplicaModel,
     handle: Managed,
     torch_device: torch.device,
@@ -110,9 +111,7 @@ def _run_member(
     tuning: Replicas,
 ) -> bool:
     """Runs as member `me`, until the supervisor ends it or is lost. Returns whether it has to join anew."""
-    wakeup = Wakeup()
-    box = Mailbox(store, me, secret or "", wakeup)
-    supervisor: SupervisorChannel = ToSupervisor(box)
+    supervisor: SupervisorChannel = connection
     make: Callable[..., Link] = Link
     path = Config.from_env().replica_faults
     if path is not None:
@@ -142,7 +141,6 @@ def _run_member(
     finally:
         del loop, setup
         gc.collect()
-        box.close()
     return False
 
 

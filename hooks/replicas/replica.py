@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.groups import alone
+from .channel import Wakeup
 from .count_report import CountReport
 from .epoch_change import EpochChange
 from .epoch_state import EpochState
@@ -24,7 +25,6 @@ from .link import Link
 from .load_report import LoadReport
 from .messages import End, Message, Start, StartTimeline
 from .replica_setup import ReplicaSetup
-from .wakeup import Wakeup
 
 _TAGS = ("kv", "arrival", "handover", "pull", "old")  # whose messages end an idle wait
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
@@ -16,32 +19,29 @@ from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
 from ..server.application import Address, Application
+from .channel import Wakeup
 from .child_processes import SECRET, STARTED, ChildProcesses, placed
+from .connections import LOCAL, FromReplicas
 from .decision_file import DecisionFile
 from .fleet_metrics import FleetMetrics
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, ShapeOnly
-from .mailbox import SUPERVISOR, Mailbox
-from .membership import JoinListener
-from .messages import Hello, Started, encoded
-from .placement import Placement
+from .messages import Hello, Started
+from .pair import Store
 from .recording import Recording
-from .rendezvous import open_store
 from .requests import Request
-from .secret import new_secret
 from .supervisor import Supervisor
-from .typed_mailbox import FromReplicas
-from .wakeup import Wakeup
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The replicas of a server. `here`: number that this machine starts, with these `arguments` of `ballonet serve`
-    each and `devices` GPUs in all; `where`: the placement at which they and others join; `secret`: None: a random one;
-    `cost`: of chunks; None: the first replicas measure it."""
+    each and `devices` GPUs in all; `host`, `port`: where they and others join, 0: any free port; `secret`: None: a
+    random one; `cost`: of chunks; None: the first replicas measure it."""
 
     here: int
     arguments: Sequence[str]
-    where: Placement
+    host: str = LOCAL
+    port: int = 0
     devices: int = 0
     secret: str | None = None
     cost: ChunkCost | None = None
@@ -73,21 +73,20 @@ class ReplicaServer:
         self._tuning = tuning
         self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._wakeup = Wakeup()
-        secret = fleet.secret or new_secret()
-        store = open_store(fleet.where, tuning.store)
-        self.port = store.port
-        self._joins = JoinListener(store, secret, None, self._wakeup, time.monotonic, tuning.joining)
-        self._box = Mailbox(store, SUPERVISOR, secret, self._wakeup)
+        secret = fleet.secret or secrets.token_hex()
+        self._links = Store.host(fleet.host, timeout=tuning.store)  # ends with this object
+        self._replicas = FromReplicas(fleet.host, fleet.port, secret, self._links.port, self._wakeup, tuning.joining)
+        self.port = self._replicas.port
+        where = f"{fleet.host}:{self.port}"
 
         def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
-            told = {SECRET: secret, STARTED: encoded(Started(rank, cost))}
-            join = ["--join", f"{store.host_name}:{store.port}"]
-            return [name, *join, *fleet.arguments], placed(rank, fleet.devices) | told
+            told = {SECRET: secret, STARTED: msgspec.json.encode(Started(rank, cost)).decode()}
+            return [name, "--join", where, *fleet.arguments], placed(rank, fleet.devices) | told
 
         self._children = ChildProcesses(recipe, forks=not fleet.devices)
         self.supervisor = Supervisor(
             self._controller,
-            FromReplicas(self._box),
+            self._replicas,
             self._children,
             self._wakeup,
             time.monotonic,
@@ -108,7 +107,7 @@ class ReplicaServer:
             models.load_model_and_processor(models.process_model_name(name))
             self._application = Application(models, state, address, say)
             self.app = self._application.app
-            say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
+            say(f"{fleet.here} replicas start; others join at {where}")
             self.supervisor.start()
             self.supervisor.ready.wait()
             if (why := self.supervisor.failed) is not None:
@@ -132,8 +131,7 @@ class ReplicaServer:
         self.supervisor.close()
         self._children.close(self._tuning.joining)
         self._write()
-        self._joins.close()
-        self._box.close()
+        self._replicas.close()
         if self._log is not None:
             self._log.close()
 

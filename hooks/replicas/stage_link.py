@@ -1,10 +1,13 @@
-"""The interface of a link between two stages, and records encoded as tensors."""
+"""The interface of a link between two stages, and records encoded as tensors (msgspec)."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
+
+Record = TypeVar("Record")
 
 
 class StageLink(Protocol):
@@ -17,11 +20,11 @@ class StageLink(Protocol):
         """Waits for the next tensor of this tag, and returns it."""
 
 
-def tensor_of(text: str) -> torch.Tensor:
-    """Returns a record as uint8[bytes], to be sent."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def tensor_of(record: object) -> torch.Tensor:
+    """Returns a record (a struct, a dataclass, or plain values) as uint8[bytes], to be sent."""
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(record)), dtype=torch.uint8)
 
 
-def text_of(tensor: torch.Tensor) -> str:
-    """Returns the record that `tensor_of` has encoded."""
-    return tensor.cpu().numpy().tobytes().decode()
+def record_of(tensor: torch.Tensor, kind: type[Record]) -> Record:
+    """Returns the record of this type that `tensor_of` has encoded. msgspec.ValidationError where it is none."""
+    return msgspec.msgpack.decode(tensor.cpu().numpy().data, type=kind)

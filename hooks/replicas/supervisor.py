@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
+
+from msgspec.structs import replace
 
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
@@ -19,24 +19,14 @@ from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.decisions import Note, decide
 from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .action_performer import ActionPerformer, ReplicaSink
+from .action_performer import ActionPerformer
+from .channel import ReplicaChannel, Wakeup
 from .client_requests import ClientRequests
 from .fleet_state import FleetState, state_of
 from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
 from .ranks import Processes, Ranks
 from .recording import Recording
 from .requests import Request
-from .wakeup import Wakeup
-
-
-class ReplicaChannel(ReplicaSink, Protocol):
-    """Messages to and from replicas."""
-
-    def take(self) -> tuple[int, Message] | None:
-        """Removes and returns the next message, (member, message); None where none has come."""
-
-    def has(self) -> bool:
-        """Returns whether a message has come."""
 
 
 class Supervisor:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
+from ballonet.hooks.replicas.pair import Store
 
 pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
 

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from ballonet.allocator.control import look
 from ballonet.hooks.replicas import fault_injection
 from ballonet.hooks.replicas.fault_injection import Fault
-from ballonet.hooks.replicas.placement import Placement
 from ballonet.hooks.replicas.replica_server import Fleet as ReplicaFleet
 from ballonet.hooks.replicas.replica_server import ReplicaServer
 from ballonet.hooks.server.application import Address
@@ -313,8 +312,7 @@ def serving(
             **more,
         }.items():
             environment.setenv(name, value)
-        where = Placement("127.0.0.1", 0, hosts=True)
-        wanted = ReplicaFleet(replicas, arguments(budget), where, secret=SECRET, cost=COST)
+        wanted = ReplicaFleet(replicas, arguments(budget), secret=SECRET, cost=COST)
         drawing = None if timeline is None else str(timeline)
         server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning, log, drawing)
         fleet = Fleet(server, said, model, file)

@@ -16,13 +16,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.outbox import SentMessage
-from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks
+from ballonet.hooks.replicas.pair import GlooConnect, Store, TwoRanks
 from ballonet.hooks.replicas.pending_send import LinkState
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.hooks.replicas.wire import BYE, MESSAGE, WORDS, Header
 from ballonet.offload.policy.tuning import DEFAULT
 

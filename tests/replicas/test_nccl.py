@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, NcclPair
-from ballonet.hooks.replicas.pair import GlooConnect, GlooPair
+from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, Store
 from ballonet.hooks.replicas.pending_send import LinkState
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0

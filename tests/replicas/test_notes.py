@@ -69,7 +69,7 @@ def test_requests_wait_and_answer_and_too_many_bars_are_counted() -> None:
 
 def test_what_is_seen_goes_over_as_text() -> None:
     seen = Seen("machine", 1.5, (("epoch", "one", 1.0, 3.0),))
-    assert decoded(encoded(seen)) == seen
+    assert decoded(encoded(seen)) == (seen,)
 
 
 RECORDING = FleetRecording(
