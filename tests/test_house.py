@@ -232,10 +232,8 @@ FACTS = {
     "hooks/programs/model_info.py": {"_UNLIMITED"},
     "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
+    "hooks/replicas/link.py": {"HEADER_BYTES"},
     "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size
-    "hooks/replicas/wire.py": {
-        *("MAGIC", "WORDS", "LONGEST_TAG", "MOST_DIMENSIONS", "MESSAGE", "BYE", "_UNCHECKED", "_SHAPE", "_TAG"),
-    },
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},

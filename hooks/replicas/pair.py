@@ -26,6 +26,7 @@ from .errors import NoAnswer, SupervisorLost
 
 _FOREVER: Final = timedelta(days=3650)  # an open link may be idle for any time
 _AT_ONCE: Final = timedelta(milliseconds=1)  # 0 would be the group's own timeout
+GROUPS: Final = ("states", "bulk")  # of a link
 _HERE: Final = "here"
 _GONE: Final = "gone"
 _Gloo: Any = ProcessGroupGloo  # torch annotates only a part of it
@@ -144,10 +145,11 @@ class TwoRanks(Protocol):
 
 
 class Connect(Protocol):
-    """Forms the two ranks of one link, on a thread of the link."""
+    """Forms the two groups of one link, on a thread of the link."""
 
-    def __call__(self) -> TwoRanks:
-        """Waits for the other end, and returns the ranks. RuntimeError: it did not come, or gave up."""
+    def __call__(self) -> tuple[TwoRanks, ...]:
+        """Waits for the other end, and returns the groups for states and for bulk. RuntimeError: it did not come, or
+        gave up."""
 
     def cancel(self) -> None:
         """Has a waiting call raise, here and at the other end. Thread-safe."""
@@ -205,7 +207,7 @@ class GlooPair:
 
 
 class GlooConnect:
-    """Forms the pair of one link over the store, with keys below `epoch/E/link/I-J`, I < J.
+    """Forms the groups of one link over the store, with keys below `epoch/E/link/I-J`, I < J.
 
     Each end first sets a key and waits for the other's, as this wait, unlike gloo's, can be cancelled."""
 
@@ -219,8 +221,12 @@ class GlooConnect:
         self._cancelled = False
         self.first = False  # set by the call: is this rank 0?
 
-    def __call__(self) -> GlooPair:
-        """Forms the pair, waiting for the other end. RuntimeError: it did not come, or gave up."""
+    def __call__(self) -> tuple[TwoRanks, ...]:
+        """Forms the groups, waiting for the other end. RuntimeError: it did not come, or gave up."""
+        return self.over_gloo()
+
+    def over_gloo(self) -> tuple[GlooPair, ...]:
+        """Forms both groups over gloo. Raises as the call."""
         store = self._store.clone(self._timeout)
         store.set(f"{self._below}/{self._me}", _HERE)
         if self._cancelled:
@@ -232,7 +238,8 @@ class GlooConnect:
         options._devices = [_device(local_address(store.host_name, store.port))]
         rank = int(self._me > self._peer)
         self.first = rank == 0
-        return GlooPair(_Gloo(store.below(self._below), rank, 2, options), 1 - rank)
+        prefixes = [f"{self._below}/{group}" for group in GROUPS]
+        return tuple(GlooPair(_Gloo(store.below(prefix), rank, 2, options), 1 - rank) for prefix in prefixes)
 
     def cancel(self) -> None:
         """Has a waiting call raise, here and at the other end. Thread-safe."""
@@ -242,7 +249,8 @@ class GlooConnect:
 
     def delete_keys(self) -> None:
         """Deletes the keys of the link. Both ends may do so."""
-        for key in (self._me, self._peer, "0/0", "0/1"):  # the last two are gloo's
+        of_gloo = [f"{group}/0/{rank}" for group in GROUPS for rank in (0, 1)]
+        for key in (self._me, self._peer, *of_gloo):
             self._store.delete(f"{self._below}/{key}")
 
 

@@ -10,8 +10,7 @@ from ...offload.policy.replicas.groups import Group
 from .errors import LinkError
 from .handover import Handed, HandedOver
 from .led_requests import LedRequests
-from .link import Link
-from .pending_send import LinkState
+from .link import Link, LinkState
 from .stage import Stage
 from .stage_link import record_of, tensor_of
 

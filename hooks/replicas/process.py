@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import platform
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 
 from ...allocator._native import Device
-from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
@@ -30,7 +28,6 @@ from .child_processes import end_with_parent
 from .connections import ToSupervisor
 from .cost_measurement import measure_cost
 from .errors import SupervisorLost
-from .fault_injection import Faults, FaultyChannel, FaultyLayers, FaultyLink
 from .fingerprint import fingerprint_of
 from .group_settings import GroupSettings
 from .held_layers import HeldLayers
@@ -43,8 +40,12 @@ from .pair import GlooConnect, Store
 from .replica import Replica
 from .replica_model import ReplicaModel, cache_of
 from .replica_setup import ReplicaSetup
+from .span_runner import RunsLayers
 from .spliced_layers import SplicedLayers
 from .stage_times import Ran, StageTimes, marks_of
+
+# (number, layers, channel) -> the same, changed, and what makes links: the one place where tests attach faults
+Attach = Callable[[int, RunsLayers, SupervisorChannel], tuple[RunsLayers, SupervisorChannel, Callable[..., Link]]]
 
 
 def run(
@@ -58,13 +59,15 @@ def run(
     max_batch_tokens: int | None = None,
     started: str | None = None,
     cost: ChunkCost | None = None,
+    attach: Attach | None = None,
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
     """Serves as a replica of the supervisor at `host` and `port`, until that ends. `say`: prints a line; `started`: a
     messages.Started as JSON, from a supervisor that has started this process; `cost`: of chunks, where `started` has
-    none; None: it is measured; `batching`: arguments of ContinuousBatchingConfig, the same on all replicas.
-    ManageError, SpliceError; JoinRefused, SupervisorLost where there is no supervisor; torch.OutOfMemoryError."""
+    none; None: it is measured; `attach`: for tests, changes what a replica runs with; `batching`: arguments of
+    ContinuousBatchingConfig, the same on all replicas. ManageError, SpliceError; JoinRefused, SupervisorLost where
+    there is no supervisor; torch.OutOfMemoryError."""
     keep_running = end_with_parent(say)
     wakeup = Wakeup()
     connection = ToSupervisor(host, port, secret, wakeup, tuning.joining)
@@ -88,60 +91,61 @@ def run(
             replica = ReplicaModel(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             keep_running()
+            member = _Member(connection, store, wakeup, replica, handle, torch_device, hello, notes, attach, tuning)
             me = welcome.member
-            while _run_member(me, connection, store, wakeup, replica, handle, torch_device, hello, notes, say, tuning):
-                say(f"replica {me} was taken for lost, and joins anew")
-                me = connection.join(fingerprint).member
+            try:
+                while member.run(me):
+                    say(f"replica {me} was taken for lost, and joins anew")
+                    me = connection.join(fingerprint).member
+            except SupervisorLost:
+                say(f"replica {me} ends: its supervisor has gone")
     finally:
         connection.close()
         handle.release()
 
 
-def _run_member(
-    me: int,
-    connection: ToSupervisor,
-    store: Store,
-    wakeup: Wakeup,
-    replica: ReplicaModel,
-    handle: Managed,
-    torch_device: torch.device,
-    hello: Hello,
-    notes: Notes,
-    say: Callable[[str], object],
-    tuning: Replicas,
-) -> bool:
-    """Runs as member `me`, until the supervisor ends it or is lost. Returns whether it has to join anew."""
-    supervisor: SupervisorChannel = connection
-    make: Callable[..., Link] = Link
-    path = Config.from_env().replica_faults
-    if path is not None:
-        faults = Faults(path, me)
-        replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
-        supervisor, make = FaultyChannel(supervisor, faults), partial(FaultyLink, faults)
-    gpu = gpu_name(torch_device)
-    stream = stream_of(torch_device) if gpu else None
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """What a replica runs with, whatever its number."""
 
-    def connect(epoch: int, peer: int) -> Link:
-        connects = GlooConnect(store, epoch, me, peer, tuning.forming)
-        if stream is not None:
-            ways: dict[str, Any] = {"gpu": gpu, "device": torch_device, "stream": stream, "bulk": tuning.bulk}
-            connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
-        return make(connects, epoch, peer, wakeup, device=torch_device, tuning=tuning)
+    connection: ToSupervisor
+    store: Store
+    wakeup: Wakeup
+    replica: ReplicaModel
+    handle: Managed
+    device: torch.device
+    hello: Hello
+    notes: Notes
+    attach: Attach | None
+    tuning: Replicas
 
-    supervisor.post(hello)
-    split, held = split_by_cost(hello.cost), HeldLayers(handle)
-    setup = ReplicaSetup(
-        me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, split, tuning, notes
-    )
-    loop = Replica(setup, wakeup)
-    try:
-        return loop.run()
-    except SupervisorLost:
-        say(f"replica {me} ends: its supervisor has gone")
-    finally:
-        del loop, setup
-        gc.collect()
-    return False
+    def run(self, me: int) -> bool:
+        """Runs as member `me`, until the supervisor ends it. Returns whether it has to join anew. SupervisorLost."""
+        supervisor: SupervisorChannel = self.connection
+        replica, tuning = self.replica, self.tuning
+        make: Callable[..., Link] = Link
+        if self.attach is not None:
+            runs, supervisor, make = self.attach(me, replica.runs, supervisor)
+            replica = replace(replica, runs=runs)
+        gpu = gpu_name(self.device)
+        stream = stream_of(self.device) if gpu else None
+
+        def connect(epoch: int, peer: int) -> Link:
+            connects = GlooConnect(self.store, epoch, me, peer, tuning.forming)
+            if stream is not None:
+                ways: dict[str, Any] = {"gpu": gpu, "device": self.device, "stream": stream, "bulk": tuning.bulk}
+                connects = NcclConnect(self.store, epoch, me, peer, tuning.forming, **ways)
+            return make(connects, epoch, peer, self.wakeup, device=self.device, tuning=tuning)
+
+        supervisor.post(self.hello)
+        split, held, layers = split_by_cost(self.hello.cost), HeldLayers(self.handle), len(self.hello.layers)
+        setup = ReplicaSetup(me, replica, layers, held, supervisor, connect, time.monotonic, split, tuning, self.notes)
+        loop = Replica(setup, self.wakeup)
+        try:
+            return loop.run()
+        finally:
+            del loop, setup
+            gc.collect()
 
 
 def _measured(

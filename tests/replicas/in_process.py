@@ -13,8 +13,8 @@ from ballonet.hooks.replicas.follower import Follower
 from ballonet.hooks.replicas.group_requests import Notify
 from ballonet.hooks.replicas.handover import Handed, HandedOver, Handover
 from ballonet.hooks.replicas.leader import Leader
+from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.microbatch_split import SplitPolicy, split_by_tokens
-from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.span_cache import SpanCache

@@ -18,8 +18,8 @@ from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.group_settings import GroupSettings
 from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
-from ballonet.hooks.replicas.pending_send import LinkState
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import ReplicaModel
 from ballonet.hooks.replicas.replica_setup import ReplicaSetup

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -97,11 +98,27 @@ def replica(
     from ..hooks.replicas.process import run
 
     name, secret, cost = args.models[0], environment().get(SECRET), _cost(args.costs)
+    faults, attach = Config.from_env().replica_faults, None
+    if faults is not None:
+        from ..testing.replica_faults import attach_faults
+
+        attach = partial(attach_faults, faults)
 
     def serve() -> None:
         told = environment().get(STARTED)
         try:
-            run(name, devices.require(), options, *where[:2], secret, say, started=told, cost=cost, **batching)
+            run(
+                name,
+                devices.require(),
+                options,
+                *where[:2],
+                secret,
+                say,
+                started=told,
+                cost=cost,
+                attach=attach,
+                **batching,
+            )
         except ReplicaError as error:
             say(str(error))
             sys.exit(2)
