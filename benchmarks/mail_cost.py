@@ -16,8 +16,7 @@ from common import Figure, Options, interleaved
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.connections import LOCAL, FromReplicas, ToSupervisor
-from ballonet.hooks.replicas.fingerprint import Fingerprint
-from ballonet.hooks.replicas.messages import Told, encoded
+from ballonet.hooks.replicas.messages import Fingerprint, Told, encoded
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
 from ballonet.hooks.whatif.replicas.run import run

@@ -230,7 +230,7 @@ FACTS = {
     "hooks/pieces/recipe.py": {"OUTSIDE"},
     "hooks/plan/moments.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
-    "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
+    "hooks/replicas/ready_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
     "hooks/replicas/link.py": {"HEADER_BYTES"},
     "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size

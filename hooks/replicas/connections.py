@@ -34,8 +34,7 @@ from typing import Any, Final
 
 from .channel import Wakeup
 from .errors import NoAnswer, OtherModel, SecretRefused, SupervisorLost, SupervisorPortInUse
-from .fingerprint import Fingerprint
-from .messages import Join, JoinRefusal, Message, Welcome, decoded, encoded
+from .messages import Fingerprint, Join, JoinRefusal, Message, Welcome, decoded, encoded
 
 LOCAL: Final = "127.0.0.1"
 _IN_USE: Final = (errno.EADDRINUSE, errno.EACCES)

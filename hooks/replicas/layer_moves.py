@@ -26,9 +26,9 @@ from .errors import Interrupted, LinkError
 from .held_layers import Source
 from .link import Link
 from .messages import ENDS_PULL
+from .microbatch_plan import record_of, tensor_of
 from .replica_setup import ReplicaSetup
 from .stage import WatchedLink
-from .stage_link import record_of, tensor_of
 
 
 class LayerMoves:

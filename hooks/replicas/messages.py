@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Union
 
 import msgspec
 from msgspec import Struct
+from torch import nn
 
+from ...allocator._native import Device
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import ACTIONS, EVENTS
-from .fingerprint import Fingerprint
+from ..device.key import key_of
+from ..prefix.fingerprint import samples
 from .requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The model and versions of one replica. `weights`: a hash of the configuration and of samples of all weights;
+    `dtype`: number of tensors per dtype, "bfloat16 x 291"; the others: versions of packages."""
+
+    weights: str
+    dtype: str
+    ballonet: str
+    torch: str
+    transformers: str
+
+    def differences(self, other: Fingerprint) -> tuple[str, ...]:
+        """Returns how `other` differs, one line each: "torch is 2.12.0, not 2.13.0". Leaves out the weights where their
+        dtype differs, as then their bytes do, too."""
+        mine, its = asdict(self), asdict(other)
+        if self.dtype != other.dtype:
+            mine["weights"] = its["weights"] = ""
+        return tuple(f"{name} is {its[name]}, not {mine[name]}" for name in mine if mine[name] != its[name])
+
+
+def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
+    """Returns the fingerprint of a model, from samples of its weights (hooks/prefix/fingerprint.py, Note [Sampled])."""
+    facts = key_of(model, device)
+    weights = hashlib.blake2b(facts["model"].encode(), digest_size=16)
+    for sample in samples(model):
+        weights.update(sample.cpu().numpy().data)
+    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters())
+    return Fingerprint(
+        weights=weights.hexdigest(),
+        dtype=", ".join(f"{name} x {count}" for name, count in sorted(types.items())),
+        ballonet=facts["ballonet"],
+        torch=facts["torch"],
+        transformers=facts["transformers"],
+    )
 
 
 class Join(Struct, frozen=True, tag=True):
@@ -37,7 +79,7 @@ class JoinRefusal(Struct, frozen=True, tag=True):
 
 class Start(Struct, frozen=True, tag=True):
     """To the first stage of a group: compute a request, after its delivered tokens. `assignment`: counts how often the
-    request was given to a group (request_ledger.py)."""
+    request was given to a group (client_requests.py)."""
 
     epoch: int
     request: Request
@@ -53,8 +95,8 @@ class StartTimeline(Struct, frozen=True, tag=True):
 
 
 class Seen(Struct, frozen=True, tag=True):
-    """From a replica, periodically after `StartTimeline`: its `bars` of a timeline (notes.py). `machine`, and `sent`,
-    the time of sending by its own clock: see recording.py, Note [One clock]."""
+    """From a replica, periodically after `StartTimeline`: its `bars` of a timeline. `machine`, and `sent`, the time of
+    sending by its own clock: see recording.py, Note [One clock]."""
 
     machine: str
     sent: float

@@ -1,4 +1,4 @@
-"""The records that stages of a group exchange for each microbatch: its plan, the chunks left out, and the answer.
+"""Microbatches: the records that stages of a group exchange for each, how an iteration is split, and those in flight.
 
 Note [Shape header]
     The first stage schedules; the others follow. The plan of a microbatch goes through the pipeline before the hidden
@@ -15,7 +15,41 @@ Note [Order]
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+import torch
 from msgspec import Struct
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.microbatches import ChunkSize, equal_cost
+
+Record = TypeVar("Record")
+
+
+class StageLink(Protocol):
+    """One end of a link. Tensors of one tag arrive in order."""
+
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> object:
+        """Sends a tensor, which must not be written to afterwards. `urgent`: before queued messages that are not."""
+
+    def recv(self, tag: str) -> torch.Tensor:
+        """Waits for the next tensor of this tag, and returns it."""
+
+
+def tensor_of(record: object) -> torch.Tensor:
+    """Returns a record (a struct, a dataclass, or plain values) as uint8[bytes], to be sent."""
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(record)), dtype=torch.uint8)
+
+
+def record_of(tensor: torch.Tensor, kind: type[Record]) -> Record:
+    """Returns the record of this type that `tensor_of` has encoded. msgspec.ValidationError where it is none."""
+    return msgspec.msgpack.decode(tensor.cpu().numpy().data, type=kind)
 
 
 class Sampling(Struct, frozen=True):
@@ -81,3 +115,98 @@ class Answer(Struct, frozen=True):
     tokens: tuple[tuple[str, int], ...] = ()
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
+
+
+Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
+Piece = tuple[int, int]  # index of a chunk, and how many of its new tokens, after those of its earlier pieces
+SplitPolicy = Callable[[Sequence[Size], int], list[list[Piece]]]
+# (chunks, places) -> at most `places` microbatches, in the order in which they are computed; none is empty, every token
+# is in one of them, and pieces of a chunk are in different ones
+
+
+def split_by_tokens(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+    """Returns microbatches of equally many new tokens, give or take one; the order of chunks is kept."""
+    total = sum(new for _, new in chunks)
+    ends = [round(total * (n + 1) / places) for n in range(places)]
+    found: list[list[Piece]] = []
+    done = 0
+    pieces: list[Piece] = []
+    for index, (_, new) in enumerate(chunks):
+        left = new
+        while left:
+            end = next(each for each in ends if each > done)
+            taken = min(left, end - done)
+            pieces.append((index, taken))
+            left, done = left - taken, done + taken
+            if done == end:
+                found.append(pieces)
+                pieces = []
+    return found
+
+
+def split_by_cost(cost: ChunkCost) -> SplitPolicy:
+    """Returns a policy that makes microbatches of equal cost (KunServe §4.3; policy/replicas/microbatches.py)."""
+
+    def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+        batches = equal_cost([ChunkSize(number, *size) for number, size in enumerate(chunks)], places, cost)
+        return [[(each.request, each.new) for each in batch] for batch in batches]
+
+    return split
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """A microbatch. `states`: of the requests of its chunks. `answer`: set where the first stage is also the last."""
+
+    chunks: Sequence[Chunk]
+    states: Sequence[RequestState]
+    number: int = -1
+    answer: Answer | None = None
+
+    def without(self, gone: Sequence[bool]) -> Microbatch:
+        """Returns the microbatch without the chunks for which `gone` is true."""
+        kept = [n for n, each in enumerate(gone) if not each]
+        return Microbatch([self.chunks[n] for n in kept], [self.states[n] for n in kept])
+
+
+def split_iteration(
+    chunks: Sequence[Chunk], states: Sequence[RequestState], split: SplitPolicy, places: int
+) -> list[Microbatch]:
+    """Returns the microbatches of an iteration, at most `places`, in order."""
+    done = [0] * len(chunks)
+    found = []
+    for pieces in split([(chunk.before, len(chunk.ids)) for chunk in chunks], places):
+        cut = []
+        for index, new in pieces:
+            chunk, first = chunks[index], done[index]
+            done[index] += new
+            ends = done[index] == len(chunk.ids)
+            ids = chunk.ids[first : first + new]
+            cut.append(Chunk(chunk.request, ids, chunk.before + first, chunk.samples and ends))
+        found.append(Microbatch(cut, [states[index] for index, _ in pieces]))
+    assert done == [len(chunk.ids) for chunk in chunks], "a token is in no microbatch"
+    return found
+
+
+class FollowerRoom:
+    """Tokens for which followers have memory: as of the last answer, less those planned since."""
+
+    def __init__(self, rooms: Sequence[int]) -> None:
+        """`rooms`: tokens for which each follower has memory at first."""
+        self._rooms = tuple(rooms)
+        self._planned: deque[tuple[int, int]] = deque()  # microbatch, tokens of its new blocks
+
+    @property
+    def least(self) -> float:
+        """Tokens for which every follower has memory; infinity without followers."""
+        return min(self._rooms, default=math.inf) - sum(tokens for _, tokens in self._planned)
+
+    def planned(self, number: int, tokens: int) -> None:
+        """Notes that a microbatch takes blocks for so many tokens on every stage."""
+        self._planned.append((number, tokens))
+
+    def answered(self, number: int, rooms: Sequence[int]) -> None:
+        """Takes in the followers' room after this microbatch."""
+        self._rooms = tuple(rooms)
+        while self._planned and self._planned[0][0] <= number:
+            self._planned.popleft()

@@ -28,20 +28,16 @@ from .child_processes import end_with_parent
 from .connections import ToSupervisor
 from .cost_measurement import measure_cost
 from .errors import SupervisorLost
-from .fingerprint import fingerprint_of
-from .group_settings import GroupSettings
 from .held_layers import HeldLayers
 from .link import Link
-from .messages import Hello, Started
-from .microbatch_split import split_by_cost
+from .messages import Hello, Started, fingerprint_of
+from .microbatch_plan import split_by_cost
 from .nccl import NcclConnect, gpu_name, stream_of
-from .notes import Notes
 from .pair import GlooConnect, Store
+from .recording import Notes
 from .replica import Replica
-from .replica_model import ReplicaModel, cache_of
+from .replica_model import GroupSettings, ReplicaModel, RunsLayers, SplicedLayers, cache_of
 from .replica_setup import ReplicaSetup
-from .span_runner import RunsLayers
-from .spliced_layers import SplicedLayers
 from .stage_times import Ran, StageTimes, marks_of
 
 # (number, layers, channel) -> the same, changed, and what makes links: the one place where tests attach faults

@@ -10,8 +10,8 @@ from ...offload.policy.tuning import DEFAULT, Replicas
 from .channel import SupervisorChannel
 from .held_layers import HeldLayers
 from .link import Link
-from .microbatch_split import SplitPolicy, split_by_tokens
-from .notes import Notes
+from .microbatch_plan import SplitPolicy, split_by_tokens
+from .recording import Notes
 from .replica_model import ReplicaModel
 
 

@@ -12,9 +12,8 @@ from .follower import Follower
 from .group_requests import Notify
 from .leader import Leader
 from .link import Link
-from .microbatch_split import SplitPolicy, split_by_tokens
+from .microbatch_plan import SplitPolicy, record_of, split_by_tokens, tensor_of
 from .replica_model import ReplicaModel, cache_of, most_tokens, room_of, runner_of
-from .stage_link import record_of, tensor_of
 
 
 class WatchedLink:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("msgspec", reason="ballonet[replicas] is not installed")
+
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of

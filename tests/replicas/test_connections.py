@@ -17,8 +17,7 @@ from ballonet.allocator import devices
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.connections import FromReplicas, MessageWire, ToSupervisor
 from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost, SupervisorPortInUse
-from ballonet.hooks.replicas.fingerprint import Fingerprint, fingerprint_of
-from ballonet.hooks.replicas.messages import End, Join, Message, Start, StartTimeline, Told
+from ballonet.hooks.replicas.messages import End, Fingerprint, Join, Message, Start, StartTimeline, Told, fingerprint_of
 from ballonet.hooks.replicas.requests import Request
 from ballonet.offload.policy.replicas import actions
 

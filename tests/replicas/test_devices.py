@@ -15,10 +15,8 @@ from ballonet.allocator.devices import Runtime
 from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas import leader
-from ballonet.hooks.replicas.group_settings import GroupSettings
 from ballonet.hooks.replicas.microbatch_plan import Answer
-from ballonet.hooks.replicas.replica_model import ReplicaModel
-from ballonet.hooks.replicas.spliced_layers import SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 
 from ..models import build

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.replicas.decision_file import read_decisions
+from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.hooks.whatif.machine import MachineSizes
 from ballonet.hooks.whatif.replicas.costs import of_parts, read_costs
 from ballonet.hooks.whatif.replicas.fleet import Shape

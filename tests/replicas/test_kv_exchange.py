@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.replicas import handover
+from ballonet.hooks.replicas import kv_exchange as handover
 from ballonet.hooks.replicas.kv_exchange import checksum, moves
 from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.requests import Request

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.hooks.replicas.handover import Handed, HandedOver
-from ballonet.hooks.replicas.kv_exchange import Piece
-from ballonet.hooks.replicas.microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Piece
+from ballonet.hooks.replicas.microbatch_plan import (
+    Answer,
+    Chunk,
+    MicrobatchPlan,
+    Passing,
+    Sampling,
+    record_of,
+    tensor_of,
+)
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.stage_link import record_of, tensor_of
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))

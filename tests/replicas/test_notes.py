@@ -10,8 +10,7 @@ import pytest
 
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks.replicas.messages import Seen, decoded, encoded
-from ballonet.hooks.replicas.notes import Notes, machine
-from ballonet.hooks.replicas.recording import Recording
+from ballonet.hooks.replicas.recording import Notes, Recording, machine
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording, as_page, as_trace, packed, write
 

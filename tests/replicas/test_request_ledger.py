@@ -7,10 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.replicas.fingerprint import Fingerprint
-from ballonet.hooks.replicas.messages import Hello, Join, JoinRefusal, Message, Start, Told, Welcome, decoded, encoded
+from ballonet.hooks.replicas.client_requests import RepeatedOtherwise, RequestLedger
+from ballonet.hooks.replicas.messages import (
+    Fingerprint,
+    Hello,
+    Join,
+    JoinRefusal,
+    Message,
+    Start,
+    Told,
+    Welcome,
+    decoded,
+    encoded,
+)
 from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.request_ledger import RepeatedOtherwise, RequestLedger
 from ballonet.hooks.replicas.requests import Request
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost

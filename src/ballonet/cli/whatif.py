@@ -96,7 +96,7 @@ def _whatif(args: argparse.Namespace) -> None:
 def _replicas(args: argparse.Namespace) -> None:
     """Several replicas of one model, by policy."""
     try:
-        from ..hooks.replicas.decision_file import DecisionFile
+        from ..hooks.replicas.recording import DecisionFile
         from ..hooks.whatif.replicas.faults import check_faults, read_faults
         from ..hooks.whatif.replicas.fleet import Shape, VirtualFleet
         from ..hooks.whatif.replicas.run import POLICIES, checked, run
