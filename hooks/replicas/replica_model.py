@@ -34,7 +34,7 @@ from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
 from ..batching.seams import batched
 from ..sectors.memory import memory_of, most_of
-from ..splice.results import Hidden, Logits
+from ..splice.forms import Hidden, Logits
 from ..splice.splice import Splice, SpliceStage
 from .microbatch_plan import Chunk
 from .stage_times import StageTimes
