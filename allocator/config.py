@@ -158,7 +158,7 @@ class Config:
     chaos: int | None = None  # seed; None: no chaos
     reserve: float = 60.0  # seconds that pages which a model's KV had in use are kept free for it beside other models
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
-    replica_faults: Path | None = None  # file of faults of replicas (hooks/replicas/fault_injection.py); None: none
+    replica_faults: Path | None = None  # file of faults of replicas (testing/replica_faults.py); None: none
     control: bool = True  # may `python -m ballonet budget` ask this process?
     cache_dir: Path | None = None  # of files compiled or measured once; None: the user's cache folder
 
@@ -261,7 +261,7 @@ def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 
 
 def environment() -> dict[str, str]:
-    """Returns a copy of this process's environment, for other processes, and for what torchrun says in it."""
+    """Returns a copy of this process's environment, for other processes."""
     return dict(os.environ)
 
 

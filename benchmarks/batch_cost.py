@@ -19,10 +19,8 @@ from llama import build, few
 
 import ballonet
 from ballonet.hooks.replicas.cost_measurement import Unlearned, measure_cost
-from ballonet.hooks.replicas.group_settings import GroupSettings
-from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.replicas.stage import Stage
 from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Mark, Ran, StageTimes
 from ballonet.hooks.splice.splice import Splice

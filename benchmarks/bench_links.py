@@ -9,18 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from common import MIB, Figure, Options, Row, options, report
 
-from ballonet.hooks.replicas.link import Link
+from ballonet.hooks.replicas.channel import Wakeup
+from ballonet.hooks.replicas.errors import LinkClosed
+from ballonet.hooks.replicas.link import Link, LinkState
 from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
-from ballonet.hooks.replicas.pending_send import LinkState
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
+from ballonet.hooks.replicas.pair import Store
 
 SECONDS = 60.0  # that anything may take
 STATE, BULK = 256 * 4096 * 2, 64 * MIB  # bytes: a microbatch of 256 tokens of an 8B model; layers
@@ -46,7 +46,9 @@ def measured(name: str, devices: tuple[str, str], chosen: Options) -> Row:
         states = [asked(end, STATE if not chosen.tiny else 8192) for _ in range(20)]
         bulk = [asked(end, size) for _ in range(1 + chosen.repetitions)][1:]
         over = "NCCL" if end.direct else "gloo"
-        asked(end, 0)
+        end.send(torch.zeros(0, dtype=torch.uint8), "data", urgent=True)
+        with suppress(LinkClosed):  # by the other end, which has heard it
+            end.recv("data", SECONDS)
     rates = [2 * size / seconds / 1e9 for seconds in bulk]
     return {
         "ends": name,
@@ -113,9 +115,9 @@ def answer(device: str, port: int, alive: Connection) -> None:
     with link(store, 2, 1, device) as end:
         while True:
             found = end.recv("data", SECONDS)
-            end.send(found, "data", urgent=True).wait(SECONDS)
             if not found.numel():
                 return
+            end.send(found, "data", urgent=True)
 
 
 if __name__ == "__main__":

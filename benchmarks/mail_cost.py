@@ -1,7 +1,7 @@
 """What the control plane of replicas carries, and what it costs the one process that all replicas talk to.
 
-Bytes are those of a simulated run, whose messages are the live ones, as text with their keyed hash. Tokens are told
-through a real store by another process, as a replica tells them: those of one step at once.
+Bytes are those of a simulated run, whose messages are the live ones, each in a frame of its own. Tokens are told
+over a real connection by another process, as a replica tells them: those of one step at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from functools import partial
 
 from common import Figure, Options, interleaved
 
-from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mailbox
-from ballonet.hooks.replicas.messages import Told, encoded
-from ballonet.hooks.replicas.store import LOCAL, Store
-from ballonet.hooks.replicas.typed_mailbox import FromReplicas, ToSupervisor
-from ballonet.hooks.replicas.wakeup import Wakeup
+from ballonet.hooks.replicas.channel import Wakeup
+from ballonet.hooks.replicas.connections import LOCAL, FromReplicas, ToSupervisor
+from ballonet.hooks.replicas.messages import Fingerprint, Told, encoded
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
 from ballonet.hooks.whatif.replicas.run import run
@@ -26,7 +24,8 @@ from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Decision, Entry
 from ballonet.offload.policy.replicas.events import Arrived, Finished, Left, Tick
 
-ENVELOPE = 64 + len('[-1, 100000, [""]]')  # bytes of the keyed hash, and around a message (mailbox.py)
+ENVELOPE = 4  # bytes of the length of a frame
+ANYONE = Fingerprint("", "", "", "", "")
 OWN = (Arrived, Finished, Left, Tick)  # events that the supervisor itself tells its controller
 SECRET, PATIENCE = "a secret", 600.0  # s
 TOLD = 4096  # tokens
@@ -47,25 +46,25 @@ def carried(fleet: VirtualFleet, cost: ChunkCost, arrivals: Sequence[RecordedArr
 def told(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     """(what, peer, microseconds of the supervisor's CPU for a token that it is told), by how many are told at once."""
     tokens = BATCHES[-1] if chosen.tiny else TOLD
-    store, wakeup = Store.host(timeout=PATIENCE), Wakeup()
-    box = Mailbox(store, SUPERVISOR, SECRET, wakeup)
-    command = [sys.executable, __file__, str(store.port), str(tokens)]
+    wakeup = Wakeup()
+    replicas = FromReplicas(LOCAL, 0, SECRET, 0, wakeup, PATIENCE)
+    command = [sys.executable, __file__, str(replicas.port), str(tokens)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as replica:
-        peers = {f"{batch} at once": partial(_taken, box, wakeup, replica, batch, tokens) for batch in BATCHES}
+        peers = {f"{batch} at once": partial(_taken, replicas, wakeup, replica, batch, tokens) for batch in BATCHES}
         for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
             yield "the supervisor's CPU for a token that it is told, us", peer, found
-    box.close()
+    replicas.close()
 
 
-def _taken(box: Mailbox, wakeup: Wakeup, replica: subprocess.Popen[str], batch: int, tokens: int) -> float:
+def _taken(replicas: FromReplicas, wakeup: Wakeup, replica: subprocess.Popen[str], batch: int, tokens: int) -> float:
     assert replica.stdin is not None
-    replicas, left = FromReplicas(box), tokens
+    left = tokens
     replica.stdin.write(f"{batch}\n")
     replica.stdin.flush()
-    assert wakeup.wait(lambda: box.has() or None, PATIENCE), "nobody tells"
+    assert wakeup.wait(lambda: replicas.has() or None, PATIENCE), "nobody tells"
     begin = time.process_time()
     while left:
-        wakeup.wait(lambda: box.has() or None, PATIENCE)
+        wakeup.wait(lambda: replicas.has() or None, PATIENCE)
         while replicas.take() is not None:
             left -= 1
     return (time.process_time() - begin) / tokens * 1e6
@@ -73,13 +72,13 @@ def _taken(box: Mailbox, wakeup: Wakeup, replica: subprocess.Popen[str], batch: 
 
 def _tell(port: int, tokens: int) -> None:
     """What a replica does, for each line of a number of requests: in each step it has a token of each of them."""
-    box = Mailbox(Store.connect(LOCAL, port, timeout=PATIENCE), 0, SECRET, Wakeup())
-    supervisor = ToSupervisor(box)
+    supervisor = ToSupervisor(LOCAL, port, SECRET, Wakeup(), PATIENCE)
+    supervisor.join(ANYONE)
     for line in sys.stdin:
         batch = int(line)
         for first in range(0, tokens, batch):
             supervisor.post(*(Told(f"cmpl-{each}", 1, first, (1000 + each,)) for each in range(batch)))
-    box.close()
+    supervisor.close()
 
 
 if __name__ == "__main__":

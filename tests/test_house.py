@@ -124,14 +124,10 @@ FACTS = {
     "hooks/pieces/recipe.py": {"OUTSIDE"},
     "hooks/plan/moments.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
-    "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
+    "hooks/replicas/ready_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
-    "hooks/replicas/listener.py": {"_FOREVER"},
-    "hooks/replicas/mailbox.py": {"SUPERVISOR"},
+    "hooks/replicas/link.py": {"HEADER_BYTES"},
     "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size
-    "hooks/replicas/wire.py": {
-        *("MAGIC", "WORDS", "LONGEST_TAG", "MOST_DIMENSIONS", "MESSAGE", "BYE", "_UNCHECKED", "_SHAPE", "_TAG"),
-    },
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
@@ -456,7 +452,20 @@ PROCESS = {
 }
 FIXED = {  # classes and functions of others whose results nobody changes
     *("Context", "Path", "Struct", "TypeVar", "attrgetter", "compile", "device", "frozenset", "getattr", "init_logger"),
-    *("join", "len", "methodcaller", "min", "object", "range", "slice", "split", "timedelta", "tuple"),
+    *(
+        "Decoder",
+        "Encoder",
+        "join",
+        "len",
+        "methodcaller",
+        "min",
+        "object",
+        "range",
+        "slice",
+        "split",
+        "timedelta",
+        "tuple",
+    ),
     *("with_name", "_alone"),
 }
 _CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"}

@@ -18,8 +18,8 @@ import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import devices
 from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
-from ballonet.hooks.replicas.fleet_metrics import FleetMetrics
-from ballonet.hooks.replicas.fleet_state import FleetState
+from ballonet.hooks.replicas.replica_server import FleetMetrics
+from ballonet.hooks.replicas.supervisor import FleetState
 from ballonet.hooks.watch import registry
 from ballonet.hooks.watch.ports import check_free
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...allocator.errors import BallonetError, ConfigError, PortInUse
+from ...allocator.errors import BallonetError, PortInUse
 from ...allocator.units import format_time
 
 
@@ -75,11 +75,7 @@ class Interrupted(ReplicaError):
 
 
 class SupervisorLost(ReplicaError):
-    """The supervisor's store no longer answers: its process has ended, or the network is down."""
-
-
-class PlacementError(ReplicaError, ConfigError):
-    """The address of the supervisor, from `--join` or the environment, is malformed."""
+    """The supervisor no longer answers: its process has ended, or the network is down."""
 
 
 class SupervisorPortInUse(ReplicaError, PortInUse):

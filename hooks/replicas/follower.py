@@ -1,4 +1,11 @@
-"""A stage after the first: computes planned microbatches, with KV and block tables of its own.
+"""A stage after the first: computes planned microbatches, with KV and block tables of its own; the last one samples.
+
+Note [Keyed draws]
+    A generator's state depends on all earlier draws, also on those of other requests in the batch. Here each draw is a
+    hash of the request's seed and the token's position, as a number u in [0, 1). The token is the first in order of
+    rising score at which the cumulative probability passes u. So it depends neither on the batch nor on the number of
+    stages, and a token that is computed again after a fault is the same, unless u lies so close to a boundary that the
+    rounding of logits decides.
 
 Note [Left out]
     The first stage admits requests by the free memory that every stage reports. If a stage finds no memory anyway, it
@@ -9,19 +16,60 @@ Note [Left out]
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from typing import Final
 
 import torch
+from msgspec.structs import replace
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling
-from .sampling import sample
-from .span_cache import SpanCache
-from .span_runner import SpanRunner, States
-from .stage_link import StageLink, tensor_of, text_of
+from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling, StageLink, record_of, tensor_of
+from .replica_model import SpanCache, SpanRunner, States
+
+_KEY: Final = struct.Struct("<qq")
+_BITS: Final = struct.Struct("<Q")
+
+
+def uniform(seed: int, position: int) -> float:
+    """Returns a number in [0, 1) for the token at a position of a request. `seed`: modulo 2**64."""
+    signed = (seed + 2**63) % 2**64 - 2**63
+    (bits,) = _BITS.unpack(hashlib.blake2b(_KEY.pack(signed, position), digest_size=8).digest())
+    return float(bits >> 11) / float(2**53)
+
+
+def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+    """Returns a token for each row of `logits`, [rows, vocabulary]: temperature, then top_k, then top_p, as in
+    transformers. `positions`: of the returned tokens."""
+    logits = logits.float()
+    likeliest = logits.argmax(-1)
+    drawn = [row for row, each in enumerate(settings) if each.temperature > 0]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        chosen = _draw(logits[rows], [settings[row] for row in drawn], [positions[row] for row in drawn])
+        likeliest[rows] = chosen
+    found: list[int] = likeliest.tolist()
+    return found
+
+
+def _draw(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
+    scores, order = (logits / column([each.temperature for each in settings], torch.float32)).sort(stable=True)
+    vocabulary = scores.shape[-1]
+    kept = column([min(each.top_k or vocabulary, vocabulary) for each in settings], torch.int64)
+    scores = scores.masked_fill(scores < scores.gather(-1, vocabulary - kept), -torch.inf)
+    unlikely = scores.softmax(-1).cumsum(-1) <= 1 - column([each.top_p for each in settings], torch.float32)
+    unlikely[:, -1] = False
+    mass = scores.masked_fill(unlikely, -torch.inf).double().softmax(-1).cumsum(-1)
+    drawn = [uniform(each.seed, position) for each, position in zip(settings, positions, strict=True)]
+    threshold = column(drawn, torch.float64) * mass[:, -1:]
+    rank = torch.searchsorted(mass, threshold, right=True).clamp(max=vocabulary - 1)
+    return order.gather(-1, rank)[:, 0]
 
 
 class OutOfStep(RuntimeError):
@@ -81,10 +129,10 @@ class Follower:
 
     def run(self) -> int:
         """Waits for the next microbatch, computes it, and sends the result on. Returns its number. OutOfStep."""
-        plan = MicrobatchPlan.from_json(text := text_of(self._before.recv("plan")))
+        plan = record_of(text := self._before.recv("plan"), MicrobatchPlan)
         if not self._runner.last:
-            self._after.send(tensor_of(text), "plan", True)
-        passing = Passing.from_json(text_of(self._before.recv("passing")))
+            self._after.send(text, "plan", True)
+        passing = record_of(self._before.recv("passing"), Passing)
         if {(plan.epoch, plan.number), (passing.epoch, passing.number)} != {(self.epoch, self._number)}:
             raise OutOfStep(f"stage {self.stage} expects microbatch {self._number} of epoch {self.epoch}")
         self._number += 1
@@ -157,7 +205,7 @@ class Follower:
             return
         tokens = sampled(chunks, self._sampling, found[0]) if found else ()
         answer = Answer(passing.epoch, passing.number, tokens, passing.left_out, passing.rooms)
-        self._after.send(tensor_of(answer.to_json()), "answer", True)
+        self._after.send(tensor_of(answer), "answer", True)
 
 
 def sampled(
@@ -173,7 +221,7 @@ def sampled(
 
 def pass_on(link: StageLink, passing: Passing, states: States) -> None:
     """Sends the record and the states of a microbatch to the next stage."""
-    link.send(tensor_of(passing.to_json()), "passing", True)
+    link.send(tensor_of(passing), "passing", True)
     for tensor in states:
         link.send(tensor, "states", True)
 

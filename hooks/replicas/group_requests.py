@@ -1,18 +1,108 @@
-"""The requests of a group, on its first stage: added, adopted, released, advanced by tokens, recomputed, ended."""
+"""The requests of a group, on its first stage: how they come and go, are scheduled and preempted."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
+from ...offload.policy.admission import Memory
 from ...offload.policy.request_slo import NOTHING
-from .group_settings import GroupSettings
+from ..batching.memory import RequestMemory
+from ..batching.preemption import PagePreemption
+from ..batching.scheduler import ElasticFIFO
+from ..batching.seams import others_run
+from ..sectors.memory import memory_of, most_of
+from .replica_model import GroupSettings, SpanCache
 from .requests import Request, state_of
-from .scheduling import GroupPreemption, GroupScheduler
-from .span_cache import SpanCache
+
+
+def limited(own: Memory, room: float) -> Memory:
+    """Returns the first stage's memory, reduced so that at most `room` bytes are usable. The activations of followers
+    are as large as the first stage's, so they count as well."""
+    excess = own.usable - max(0.0, room)
+    if excess <= 0:
+        return own
+    total = max(0, own.total - math.ceil(excess))
+    activations = min(own.activations, total)
+    kv = min(own.kv, total - activations)
+    return replace(own, kv=kv, activations=activations, elsewhere=total - activations - kv)
+
+
+class GroupScheduler(ElasticFIFO):
+    """An ElasticFIFO that leaves out requests which are in flight. `in_flight`: microbatches of each request that are
+    not answered yet."""
+
+    def __init__(
+        self,
+        cache: SpanCache,
+        settings: GroupSettings,
+        stages: int,
+        room: Callable[[], float],
+        most: Callable[[], float],
+    ) -> None:
+        """`room`: returns the tokens for which every follower has memory beyond those planned; `most`: the same if no
+        request ran; infinity without followers."""
+        client = cache.pages.client
+        tuning = client.governor.tuning.serving
+        self.in_flight: Counter[str] = Counter()
+        self._stages = stages
+        memory = RequestMemory(
+            cache,
+            lambda: limited(memory_of(cache.on, client, tuning), room() * cache.token_bytes),
+            lambda: limited(most_of(cache.on, client, tuning), most() * cache.token_bytes),
+            tuning,
+        )
+        super().__init__(
+            cache,
+            None,
+            settings.batching.max_requests_per_batch,
+            memory=memory,
+            others=functools.partial(others_run, cache.model),
+            tuning=tuning,
+        )
+
+    def begins(self, found: bool) -> None:
+        """Called when an iteration begins, see ElasticScheduler. The time between two microbatches of a pipeline is no
+        step of the model, so no cost is learned from it."""
+        if self._stages > 1:
+            self._step = None
+        super().begins(found)
+
+    def _process_candidates(
+        self, candidates: list[Any], token_budget: int, *args: Any
+    ) -> tuple[list[Any], bool, bool, int, int]:
+        free = [state for state in candidates if state.request_id not in self.in_flight]
+        if not free:
+            self.starved_requests = []
+            return [], False, False, 0, 0
+        return super()._process_candidates(free, token_budget, *args)
+
+
+class GroupPreemption(PagePreemption):
+    """A PagePreemption. `aside`: preempted requests whose KV followers may move to the host as well."""
+
+    def __init__(self, cache: SpanCache, scheduler: GroupScheduler, settings: GroupSettings) -> None:
+        super().__init__(
+            cache=cache,
+            scheduler=scheduler,
+            cpu_offload_space_gib=0.0,
+            safety_threshold=0.0,
+            compute_stream=None,
+            distributed_helper=settings.helper,
+        )
+        self.aside: list[str] = []
+
+    def _keep_for_later(self, state: Any) -> None:
+        self.aside.append(state.request_id)
+        super()._keep_for_later(state)
+
 
 Notify = Callable[[Request, Exception | None], object]  # called with a request after each token, or when it has failed
 
@@ -143,3 +233,54 @@ def no_room(request: str) -> torch.OutOfMemoryError:
         f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it "
         "on a replica of its group. Give a larger budget, or drop what is not needed"
     )
+
+
+class Iterations:
+    """Schedules iterations. Used by one thread."""
+
+    def __init__(self, cache: SpanCache, requests: GroupRequests, reads: float) -> None:
+        """`reads`: tokens that every follower can read in a microbatch."""
+        self._cache = cache
+        self._requests = requests
+        self._reads = int(min(reads, cache.max_tokens_read))
+
+    def next(self, awaited: bool) -> list[Any]:
+        """Returns transformers' FutureRequestState of each scheduled request; empty where none can run now. `awaited`:
+        a microbatch is in flight."""
+        scheduler, preemption = self._requests.scheduler, self._requests.preemption
+        if not scheduler.active_requests:
+            scheduler.block_new_requests = False  # no end of a request would allow them
+        for state, why in [*scheduler.late(), *preemption.hopeless()]:
+            self._requests.fail(state, why)
+        found = self._scheduled(awaited) if scheduler.has_pending_requests() else []
+        scheduler.begins(bool(found) or awaited)
+        if not found:
+            self._cache.pool.try_to_free_sectors()
+            return []
+        preemption.scheduled()
+        preemption.restore_scheduled_requests(found)
+        return found
+
+    def _scheduled(self, awaited: bool) -> list[Any]:
+        scheduler, preemption = self._requests.scheduler, self._requests.preemption
+        while True:
+            found, *_ = scheduler.schedule_batch(self._cache.max_batch_tokens, self._reads)
+            if found is not None:
+                if scheduler.starved_requests:
+                    preemption.offload_requests()
+                return list(found)
+            if preemption.offload_requests():
+                continue
+            if not awaited and scheduler.active_requests:
+                self._preempt_newest()
+            return []
+
+    def _preempt_newest(self) -> None:
+        """Preempts the newest request, to be computed anew later; fails it if it is alone. For when no request can go
+        on, and none is in flight."""
+        active, preemption = self._requests.scheduler.active_requests, self._requests.preemption
+        state = next(reversed(active.values()))
+        if len(active) > 1 or preemption.may_wait():
+            preemption.compute_again(state)
+        else:
+            self._requests.fail(state, no_room(state.request_id))

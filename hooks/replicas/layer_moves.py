@@ -11,7 +11,6 @@ Note [Pulled layers]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -27,9 +26,9 @@ from .errors import Interrupted, LinkError
 from .held_layers import Source
 from .link import Link
 from .messages import ENDS_PULL
+from .microbatch_plan import record_of, tensor_of
 from .replica_setup import ReplicaSetup
 from .stage import WatchedLink
-from .stage_link import tensor_of, text_of
 
 
 class LayerMoves:
@@ -138,8 +137,8 @@ class LayerMoves:
 
     def _source_over(self, link: Link) -> Source:
         def weights(layer: int) -> dict[str, torch.Tensor]:
-            link.send(tensor_of(str(layer)), "pull", urgent=True)
-            names = json.loads(text_of(self._wait(link, "layer")))
+            link.send(tensor_of(layer), "pull", urgent=True)
+            names = record_of(self._wait(link, "layer"), list[str])
             found: dict[str, torch.Tensor] = {}
             for name in names:
                 found[name] = self._wait(link, "weights")
@@ -162,13 +161,13 @@ class LayerMoves:
         """Sends the layers that others have asked for."""
         for link in self._links():
             while link.error is None and link.has("pull") and (found := link.take("pull")) is not None:
-                self._send(link, int(text_of(found)))
+                self._send(link, record_of(found, int))
 
     def _send(self, link: Link, layer: int) -> None:
         module = decoder_layers(self._setup.replica.model)[layer]
         named = (*module.named_parameters(), *module.named_buffers())
         tensors = {name: tensor.detach() for name, tensor in named}
-        link.send(tensor_of(json.dumps([*tensors])), "layer", urgent=True)
+        link.send(tensor_of([*tensors]), "layer", urgent=True)
         for tensor in tensors.values():
             link.send(tensor, "weights", check=True)
             self.sent += tensor.nbytes

@@ -9,7 +9,10 @@ Note [Places]
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,17 +20,65 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from .follower import OutOfStep, pass_on, sampled
-from .follower_updates import FollowerUpdates
-from .group_requests import GroupRequests, Notify
-from .group_settings import GroupSettings
-from .in_flight import FollowerRoom, Microbatch, split_iteration
-from .iterations import Iterations
-from .microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing
-from .microbatch_split import SplitPolicy, split_by_tokens
+from .group_requests import GroupRequests, Iterations, Notify
+from .microbatch_plan import (
+    Answer,
+    Chunk,
+    FollowerRoom,
+    Microbatch,
+    MicrobatchPlan,
+    Passing,
+    Sampling,
+    SplitPolicy,
+    StageLink,
+    record_of,
+    split_by_tokens,
+    split_iteration,
+    tensor_of,
+)
+from .replica_model import GroupSettings, SpanCache, SpanRunner, States
 from .requests import Request
-from .span_cache import SpanCache
-from .span_runner import SpanRunner, States
-from .stage_link import StageLink, tensor_of, text_of
+
+# Sampling of new requests; requests whose KV is to be freed; preempted requests, whose KV may go to the host
+Updates = tuple[tuple[tuple[str, Sampling], ...], tuple[str, ...], tuple[str, ...]]
+
+
+class FollowerUpdates:
+    """Collects updates for followers: a request is gone once the first stage's cache frees its blocks. Used by one
+    thread."""
+
+    def __init__(self, cache: SpanCache, requests: GroupRequests) -> None:
+        self._requests = requests
+        self._known: set[str] = set()  # requests of which followers have KV
+        self._begun: set[str] = set()  # requests whose sampling they have
+        self._gone: list[str] = []  # known requests that are gone, which they have not been told
+        cache.on_freed = weakref.WeakMethod(self._add_gone)  # no cycle: memory is freed with the group, at once
+
+    def __bool__(self) -> bool:
+        """Whether there are updates other than the sampling of new requests."""
+        return bool(self._gone or self._requests.preemption.aside)
+
+    def add_known(self, request: str) -> None:
+        """Notes that followers have KV of a request that was in no plan."""
+        self._known.add(request)
+
+    def take(self, chunks: Iterable[Chunk]) -> Updates:
+        """Removes and returns the updates for the plan of these chunks."""
+        begun = [each.request for each in chunks if each.request not in self._begun]
+        names = tuple((name, self._requests.by_name[name].sampling) for name in begun)
+        aside = tuple(name for name in self._requests.preemption.aside if name in self._known)
+        gone, self._gone, self._requests.preemption.aside = tuple(self._gone), [], []
+        self._known.update(begun)
+        self._begun.update(begun)
+        return names, gone, aside
+
+    def _add_gone(self, request: str) -> None:
+        self._begun.discard(request)
+        if request in self._known:
+            self._known.discard(request)
+            self._gone.append(request)
+        with suppress(ValueError):
+            self._requests.preemption.aside.remove(request)
 
 
 class Leader:
@@ -123,7 +174,7 @@ class Leader:
         answer = found.answer
         if answer is None:
             assert self._last is not None
-            answer = Answer.from_json(text_of(self._last.recv("answer")))
+            answer = record_of(self._last.recv("answer"), Answer)
         if (answer.epoch, answer.number) != (self.epoch, found.number):
             raise OutOfStep(f"the first stage expects an answer to microbatch {found.number} of epoch {self.epoch}")
         self._rooms.answered(found.number, answer.rooms)
@@ -163,7 +214,7 @@ class Leader:
         plan = MicrobatchPlan(self.epoch, self._number, tuple(batch.chunks), *self._updates.take(batch.chunks))
         batch.number, self._number = self._number, self._number + 1
         if self._after is not None:
-            self._after.send(tensor_of(plan.to_json()), "plan", True)
+            self._after.send(tensor_of(plan), "plan", True)
         found = self._compute(batch)
         if found is None:
             self._failed.extend(batch.states)

@@ -1,43 +1,167 @@
-"""A link between two replicas in one epoch: sends tensors by tag, urgent ones before bulk.
+"""A link between two replicas in one epoch: two groups of two ranks, one for states and one for bulk.
 
-Note [Two threads]
-    An idle link has a blocking receive outstanding, so one thread receives, and another forms the link and then sends.
-    The main loop never blocks on either: `send` returns once the tensor is staged, `take` does not wait, and `recv`
-    waits on the Wakeup, which every link and the mailbox notify, so a wait for a tensor of one replica also ends when
-    another replica is lost. An error ends this link alone: its pair is closed, and outstanding sends and receives fail
-    with LinkError.
+Note [Two groups]
+    States of microbatches and small records go over one group, KV and layers over the other, each in order. The groups
+    share the network, so a state never waits behind a queue of KV; bulk is cut into pieces by its sender. An idle group
+    has a blocking receive outstanding, so each has a thread that receives and one that sends. The main loop never
+    blocks on them: `send` returns once the tensor is staged, `take` does not wait, and `recv` waits on the Wakeup,
+    which every link and the channel notify, so a wait for a tensor of one replica also ends when another is lost.
 
-Note [Closing]
-    An end that closes sends `BYE`, to tell a close from a crash. The other end answers with `BYE` and closes too. If no
-    answer comes within `linger` seconds, the link is dropped.
+    An error of one group ends the link, and no other: its groups are closed, and the other end's calls fail. An end
+    that closes says so first, over the group of states, to tell a close from a crash, and the other end answers and
+    closes, too. If no answer comes within `linger` seconds, the groups are closed anyway.
+
+Note [Staged]
+    While a message is on its way, threads of gloo and the network read and write its memory. Pages of the pool may move
+    meanwhile, so a link gets no memory of the pool: `send` copies a tensor once, in the order of the caller's stream,
+    into memory of torch's own allocator, pinned where the tensor lies on a GPU. The sender holds the lease on the
+    tensor until `send` returns; on a GPU the copy is ordered before later work of the same stream, for which the pool
+    waits before it moves a page. Received bytes lie in such memory too; `take` copies them to the device, in the order
+    of the caller's stream.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Final
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple, Self
 
+import msgspec
 import torch
+from msgspec import Struct
 
+from ...allocator import install
 from ...offload.policy.tuning import DEFAULT, Replicas
+from .channel import Wakeup
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
-from .outbox import Outbox, SentMessage
 from .pair import Connect, TwoRanks
-from .pending_send import LinkState, PendingSend
-from .staging import checksum, host_buffer, staged, unstaged
-from .wakeup import Wakeup
-from .wire import BYE, MESSAGE, WORDS, Header
 
+HEADER_BYTES: Final = 256  # of every message, before its payload: a receiver has to know the size of what comes
+_BYE: Final = ""  # the tag with which an end closes the link
 _CPU: Final = torch.device("cpu")
 
 
+class LinkState(Enum):
+    """The state of a link. FORMING becomes OPEN, and both become CLOSED or LOST, which are final."""
+
+    FORMING = "forming"
+    OPEN = "open"
+    CLOSED = "closed"
+    LOST = "lost"
+
+
+class Header(Struct, frozen=True, array_like=True):
+    """The header of a message. `nbytes`: of its payload, which follows; `checksum`: CRC-32 of the payload, None if it
+    is not checked; `direct`: the payload goes from device to device."""
+
+    tag: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    direct: bool = False
+    checksum: int | None = None
+
+    def pack(self) -> torch.Tensor:
+        """Returns uint8[HEADER_BYTES] outside of the pool. ValueError where the tag or the shape is too long."""
+        packed = msgspec.msgpack.encode(self)
+        if len(packed) + 2 > HEADER_BYTES:
+            raise ValueError(f"a header has {HEADER_BYTES} bytes at most, and that of {self.tag!r} {len(packed) + 2}")
+        found = host_buffer(HEADER_BYTES, pinned=False).zero_()
+        found[: len(packed) + 2] = torch.frombuffer(
+            bytearray(len(packed).to_bytes(2, "little") + packed), dtype=torch.uint8
+        )
+        return found
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> Self:
+        """Returns the header that `pack` has encoded. ValueError where these bytes are none."""
+        data = packed.numpy().tobytes()
+        length = int.from_bytes(data[:2], "little")
+        try:
+            found = msgspec.msgpack.decode(data[2 : 2 + length], type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"what arrived is no header of a message: {error}") from None
+        if found.nbytes < 0 or not isinstance(getattr(torch, found.dtype, None), torch.dtype):
+            raise ValueError(f"a header says {found.nbytes} bytes of {found.dtype}: it is damaged")
+        return found
+
+
+class StagedCopy(NamedTuple):
+    """A copy of a tensor as uint8[bytes], on the host or on the tensor's device. Complete once `wait` has returned."""
+
+    data: torch.Tensor
+    wait: Callable[[], object]
+
+
+class _Lane:
+    """One group of a link: what is to be sent over it, and its threads, which start once it is formed."""
+
+    def __init__(self, link: Link, name: str) -> None:
+        self.outgoing: SimpleQueue[tuple[Header, StagedCopy] | None] = SimpleQueue()
+        self.threads: list[threading.Thread] = []
+        self._link = link
+        self._name = name
+
+    def start(self, pair: TwoRanks) -> None:
+        """Starts to send and to receive."""
+        for way, act in (("out", self._send), ("in", self._receive)):
+            name = f"ballonet link {self._link.epoch}/{self._link.peer} {self._name} {way}"
+            self.threads.append(threading.Thread(target=act, args=(pair,), name=name, daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def clear(self) -> None:
+        """Drops what waits to be sent."""
+        with suppress(Empty):
+            while True:
+                self.outgoing.get_nowait()
+
+    def _send(self, pair: TwoRanks) -> None:
+        try:
+            while (message := self.outgoing.get()) is not None:
+                header, copy = message
+                copy.wait()
+                if header.checksum is not None:
+                    header = msgspec.structs.replace(header, checksum=checksum(copy.data))
+                pair.send(header.pack())
+                if header.nbytes:
+                    pair.send(copy.data, header.direct)
+        except RuntimeError as error:
+            self._lose(error)
+        self._link._sent_all()
+
+    def _receive(self, pair: TwoRanks) -> None:
+        packed = host_buffer(HEADER_BYTES, pinned=False)
+        try:
+            while True:
+                pair.recv(packed)
+                header = Header.unpack(packed)
+                if header.tag == _BYE:
+                    self._link._heard_bye()
+                    return
+                pinned = self._link.device.type == "cuda"
+                data = pair.device_buffer(header.nbytes) if header.direct else host_buffer(header.nbytes, pinned)
+                if header.nbytes:
+                    pair.recv(data, header.direct)
+                self._link._deliver(header, data)
+        except (RuntimeError, ValueError) as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """Loses the link; after a while where it may just be closed, of which the group of states has to tell."""
+        if self is not self._link._states:
+            self._link._states.threads[-1].join(self._link._linger)
+        self._link._lose(first_sentence(error))
+
+
 class Link:
-    """One end of a link. To be closed, as its threads keep it alive. See Note [Two threads]."""
+    """One end of a link. To be closed, as its threads keep it alive. See Note [Two groups]."""
 
     def __init__(
         self,
@@ -48,28 +172,26 @@ class Link:
         *,
         device: torch.device = _CPU,
         tuning: Replicas = DEFAULT.replicas,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Starts to form the link, without waiting. `device`: where received tensors are put."""
         self.epoch = epoch
         self.peer = peer
-        self.stale = 0  # messages of another epoch, which were dropped
+        self.device = device
         self._connect = connect
         self._wakeup = wakeup
-        self._device = device
-        self._on_gpu = device.type == "cuda"
         self._direct = False  # is device memory sent from device to device? False until the link is formed
         self._linger = tuning.linger
-        self._pair: TwoRanks | None = None
+        self._pairs: tuple[TwoRanks, ...] = ()
         self._state = LinkState.FORMING
         self._error: LinkError | None = None
-        self._lock = threading.Lock()  # of the state and the inbox
-        self._outbox: Outbox[PendingSend | None] = Outbox(clock, tuning.log)  # None: BYE
+        self._lock = threading.Lock()  # of the state, the groups and the inbox
+        self._has_keys = True  # in the store
+        self._answered = threading.Event()  # the other end has said that it closes
         self._inbox: defaultdict[str, deque[torch.Tensor | ChecksumError]] = defaultdict(deque)
-        name = f"ballonet link {epoch}/{peer}"
-        self._receiver = threading.Thread(target=self._receive, name=f"{name} in", daemon=True)
-        self._sender = threading.Thread(target=self._form_and_send, name=f"{name} out", daemon=True)
-        self._sender.start()
+        self._states = _Lane(self, "states")
+        self._bulk = _Lane(self, "bulk")
+        self._former = threading.Thread(target=self._form, name=f"ballonet link {epoch}/{peer}", daemon=True)
+        self._former.start()
 
     def __repr__(self) -> str:
         return f"Link(epoch={self.epoch}, peer={self.peer}, {self._state.value})"
@@ -79,43 +201,32 @@ class Link:
         return self._state
 
     @property
-    def device(self) -> torch.device:
-        """Where received tensors are put."""
-        return self._device
-
-    @property
     def direct(self) -> bool:
         """Whether device tensors are sent from device to device, without the host. False until the link is formed."""
         return self._direct
 
     @property
     def finished(self) -> bool:
-        """Whether both threads have ended."""
-        return not (self._sender.is_alive() or self._receiver.is_alive())
+        """Whether all threads have ended."""
+        return not any(thread.is_alive() for thread in self._threads)
 
     @property
     def error(self) -> LinkError | None:
         """Why the link is closed or lost; None while it is neither."""
         return self._error
 
-    @property
-    def log(self) -> list[SentMessage]:
-        """The latest messages that this end has sent; see outbox.py, Note [At most one chunk]."""
-        return self._outbox.log
-
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> PendingSend:
-        """Copies a tensor (staging.py) and queues the copy: `urgent` before all bulk that has not begun. `check`: the
-        receiver verifies a checksum. Does not wait, not even for the link to be formed. LinkError; ValueError for a
-        tensor or tag that cannot be sent."""
-        copy = staged(tensor, self._direct and tensor.device == self._device)
-        nbytes = copy.data.numel()
-        header = Header(MESSAGE, self.epoch, tag, copy.dtype, copy.shape, nbytes, urgent, 0 if check else None)
-        header = replace(header, direct=copy.direct)
-        header.encode()  # may raise, here and not on the thread
-        sending = PendingSend(header, copy)
-        if not self._outbox.put(sending, tag, nbytes, urgent):
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> None:
+        """Copies a tensor, see Note [Staged], and sends the copy over the group of states if `urgent`, else over that
+        of bulk. `check`: the receiver verifies a checksum. Does not wait, not even for the link to be formed.
+        LinkError; ValueError for a tensor or tag that cannot be sent."""
+        direct = self._direct and tensor.device == self.device
+        copy = staged(tensor, direct)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        header = Header(tag, dtype, tuple(tensor.shape), copy.data.numel(), direct, 0 if check else None)
+        header.pack()  # may raise, here and not on the thread
+        if self._error is not None:
             raise self._new_error()
-        return sending
+        (self._states if urgent else self._bulk).outgoing.put((header, copy))
 
     def has(self, tag: str) -> bool:
         """Returns whether `take` would return a tensor, or raise."""
@@ -136,9 +247,9 @@ class Link:
             raise self._new_error()
         if found is None:
             return None
-        if self._on_gpu and found.is_cuda:  # allocated on the receiving thread's stream, and used on this one
-            found.record_stream(torch.cuda.current_stream(self._device))
-        return found.to(self._device, non_blocking=True)
+        if found.is_cuda:  # allocated on the receiving thread's stream, and used on this one
+            found.record_stream(torch.cuda.current_stream(self.device))
+        return found.to(self.device, non_blocking=True)
 
     def recv(self, tag: str, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Waits for the next tensor of this tag, and returns it; raises as `take`. Interrupted as soon as `unless`,
@@ -155,10 +266,9 @@ class Link:
         return found
 
     def begin_close(self) -> None:
-        """Closes the link, and tells the other end; queued messages are not sent. Does not wait. Idempotent."""
-        with self._lock:
-            before = self._state
-        self._end(LinkState.CLOSED, LinkClosed(self.epoch, self.peer, "this end has closed it"), bye=True)
+        """Closes the link, and tells the other end; messages that wait are not sent. Does not wait. Idempotent."""
+        before = self._state
+        self._close("this end has closed it")
         if before is LinkState.FORMING:
             with suppress(RuntimeError):  # the store is gone
                 self._connect.cancel()
@@ -169,108 +279,83 @@ class Link:
         threads. Idempotent."""
         self.begin_close()
         self._join()
-        self._drop_pair()
+        self._drop_groups()
         self._join()
 
     def _join(self) -> None:
         until = time.monotonic() + self._linger
-        for thread in (self._sender, self._receiver):
-            if thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
-    def _form_and_send(self) -> None:
+    @property
+    def _threads(self) -> list[threading.Thread]:
+        return [self._former, *self._states.threads, *self._bulk.threads]
+
+    def _form(self) -> None:
         try:
-            pair = self._connect()
+            pairs = self._connect()
         except (RuntimeError, OSError) as error:  # OSError: an address that is not found, or not reached
-            self._lose(f"it could not be formed, {_first_sentence(error)}")
+            self._lose(f"it could not be formed, {first_sentence(error)}")
             return
         with self._lock:
-            self._pair = pair
-            if self._state is LinkState.FORMING:
-                self._state = LinkState.OPEN
-            self._direct = pair.direct
-            self._receiver.start()
+            is_wanted = self._state is LinkState.FORMING
+            if is_wanted:
+                self._state, self._pairs, self._direct = LinkState.OPEN, pairs, pairs[0].direct
+                for lane, pair in zip((self._states, self._bulk), pairs, strict=True):
+                    lane.start(pair)
+        if not is_wanted:
+            for pair in pairs:
+                pair.close()
         self._wakeup.notify()
-        while (waiting := self._outbox.next()) is not None:
-            try:
-                self._send_one(pair, waiting.message)
-            except RuntimeError as error:
-                self._lose(_first_sentence(error))
-                if waiting.message is not None:
-                    waiting.message.end(self._new_error())
-                return
-            self._outbox.mark_sent(waiting)
-            if waiting.message is not None:
-                waiting.message.end()
-
-    def _send_one(self, pair: TwoRanks, sending: PendingSend | None) -> None:
-        if sending is None:
-            pair.send(_words(Header(BYE, self.epoch)))
-            return
-        sending.staged.wait()
-        header, data = sending.header, sending.staged.data
-        if header.checksum is not None:
-            header = replace(header, checksum=checksum(data))
-        pair.send(_words(header))
-        if header.nbytes:
-            pair.send(data, header.direct)
-
-    def _receive(self) -> None:
-        pair = self._pair
-        words = _words(Header(BYE, self.epoch))
-        is_first = True
-        try:
-            while pair is not None:
-                pair.recv(words)
-                if is_first:  # so the other end has formed the link, too
-                    self._connect.delete_keys()
-                is_first = False
-                header = Header.decode(words.tolist())
-                if header.kind == BYE:
-                    self._end(
-                        LinkState.CLOSED, LinkClosed(self.epoch, self.peer, "the other end has closed it"), bye=True
-                    )
-                    return
-                direct = header.direct
-                size = header.nbytes
-                data = pair.device_buffer(size) if direct else host_buffer(size, pinned=self._on_gpu)
-                if header.nbytes:
-                    pair.recv(data, direct)
-                self._deliver(header, data)
-        except (RuntimeError, ValueError) as error:
-            self._lose(_first_sentence(error))
 
     def _deliver(self, header: Header, data: torch.Tensor) -> None:
-        if header.epoch != self.epoch:
-            self.stale += 1
-            return
         found: torch.Tensor | ChecksumError = unstaged(data, header.dtype, header.shape)
         if header.checksum is not None and header.checksum != checksum(data):
             found = ChecksumError(self.epoch, self.peer, header.tag)
         with self._lock:
             self._inbox[header.tag].append(found)
+            has_keys, self._has_keys = self._has_keys, False
+        if has_keys:  # the other end has formed the link, too
+            self._connect.delete_keys()
         self._wakeup.notify()
 
-    def _lose(self, reason: str) -> None:
-        if self._end(LinkState.LOST, LinkError(self.epoch, self.peer, reason), bye=False):
-            self._drop_pair()
+    def _close(self, reason: str) -> None:
+        if self._end(LinkState.CLOSED, LinkClosed(self.epoch, self.peer, reason)):
+            for lane in (self._states, self._bulk):
+                lane.clear()
+            self._states.outgoing.put((Header(_BYE, "uint8", (), 0), StagedCopy(host_buffer(0, False), bool)))
+            self._states.outgoing.put(None)
 
-    def _end(self, state: LinkState, error: LinkError, bye: bool) -> bool:
-        """Ends the link, unless it has ended. Returns whether this call did. `bye`: sends BYE to the other end."""
+    def _heard_bye(self) -> None:
+        self._answered.set()
+        self._close("the other end has closed it")
+
+    def _sent_all(self) -> None:
+        """Closes the groups, once the other end has answered or does not."""
+        if self._state is LinkState.CLOSED:
+            self._answered.wait(self._linger)
+        self._drop_groups()
+
+    def _lose(self, reason: str) -> None:
+        if self._end(LinkState.LOST, LinkError(self.epoch, self.peer, reason)):
+            self._drop_groups()
+
+    def _end(self, state: LinkState, error: LinkError) -> bool:
+        """Ends the link, unless it has ended. Returns whether this call did."""
         with self._lock:
             if self._error is not None:
                 return False
             self._state, self._error = state, error
-        for sending in self._outbox.close(*((None,) if bye else ())):
-            if sending is not None:
-                sending.end(error)
         self._wakeup.notify()
         return True
 
-    def _drop_pair(self) -> None:
+    def _drop_groups(self) -> None:
         with self._lock:
-            pair, self._pair = self._pair, None
-        if pair is not None:
+            pairs, self._pairs = self._pairs, ()
+        self._answered.set()
+        for lane in (self._states, self._bulk):
+            lane.outgoing.put(None)
+        for pair in pairs:
             pair.close()
 
     def _new_error(self) -> LinkError:
@@ -280,13 +365,45 @@ class Link:
         return type(error)(error.epoch, error.peer, error.reason)
 
 
-def _words(header: Header) -> torch.Tensor:
-    """Returns the header as int64[WORDS] outside of the pool."""
-    words = host_buffer(WORDS * 8, pinned=False).view(torch.int64)
-    words.copy_(torch.tensor(header.encode()))
-    return words
+def staged(tensor: torch.Tensor, direct: bool = False) -> StagedCopy:
+    """Starts to copy a tensor, and returns the copy. `direct`: on the tensor's own device. ValueError: a sparse,
+    quantized or meta tensor. See Note [Staged]."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device} has no plain bytes that can be sent")
+    data = device_buffer(tensor.nbytes, tensor.device) if direct else host_buffer(tensor.nbytes, pinned=tensor.is_cuda)
+    if tensor.numel():
+        data.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+    if not tensor.is_cuda:
+        return StagedCopy(data, bool)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return StagedCopy(data, event.synchronize)
 
 
-def _first_sentence(error: Exception) -> str:
+def unstaged(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the tensor that was staged as `data`, as a view of it. ValueError where the sizes do not match."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if torch.Size(shape).numel() * kind.itemsize != data.numel():
+        raise ValueError(f"{data.numel()} bytes are no {dtype} tensor of shape {shape}")
+    return data.view(kind).view(shape)
+
+
+def host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    """Returns uint8[nbytes] on the host, uninitialized, outside of the pool."""
+    with install.stock():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Returns uint8[nbytes] on a device, uninitialized: an activation, whose pages do not move while it lives."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def checksum(data: torch.Tensor) -> int:
+    """Returns the CRC-32 of uint8[bytes]."""
+    return zlib.crc32(data.cpu().numpy().data)
+
+
+def first_sentence(error: Exception) -> str:
     """Returns the first line of an error of torch, without the C++ frames and advice after it."""
     return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__

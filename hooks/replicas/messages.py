@@ -2,50 +2,108 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Union
 
+import msgspec
+from msgspec import Struct
+from torch import nn
+
+from ...allocator._native import Device
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.json_values import KINDS, from_plain, kinds, to_plain
-from . import handover, microbatch_plan, requests
+from ...offload.policy.replicas.decisions import ACTIONS, EVENTS
+from ..device.key import key_of
+from ..prefix.fingerprint import samples
 from .requests import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Fingerprint:
+    """The model and versions of one replica. `weights`: a hash of the configuration and of samples of all weights;
+    `dtype`: number of tensors per dtype, "bfloat16 x 291"; the others: versions of packages."""
+
+    weights: str
+    dtype: str
+    ballonet: str
+    torch: str
+    transformers: str
+
+    def differences(self, other: Fingerprint) -> tuple[str, ...]:
+        """Returns how `other` differs, one line each: "torch is 2.12.0, not 2.13.0". Leaves out the weights where their
+        dtype differs, as then their bytes do, too."""
+        mine, its = asdict(self), asdict(other)
+        if self.dtype != other.dtype:
+            mine["weights"] = its["weights"] = ""
+        return tuple(f"{name} is {its[name]}, not {mine[name]}" for name in mine if mine[name] != its[name])
+
+
+def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
+    """Returns the fingerprint of a model, from samples of its weights (hooks/prefix/fingerprint.py, Note [Sampled])."""
+    facts = key_of(model, device)
+    weights = hashlib.blake2b(facts["model"].encode(), digest_size=16)
+    for sample in samples(model):
+        weights.update(sample.cpu().numpy().data)
+    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters())
+    return Fingerprint(
+        weights=weights.hexdigest(),
+        dtype=", ".join(f"{name} x {count}" for name, count in sorted(types.items())),
+        ballonet=facts["ballonet"],
+        torch=facts["torch"],
+        transformers=facts["transformers"],
+    )
+
+
+class Join(Struct, frozen=True, tag=True):
+    """From a replica: it wants to join, also anew after it was taken for lost."""
+
+    fingerprint: Fingerprint
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """To a replica that joins: its number, which no other one ever had. `links`: port of the store in which links form,
+    on the supervisor's host."""
+
+    member: int
+    links: int
+
+
+class JoinRefusal(Struct, frozen=True, tag=True):
+    """To a replica that joins: it is not admitted, as it differs from the others. `differences`: one line each."""
+
+    differences: tuple[str, ...]
+
+
+class Start(Struct, frozen=True, tag=True):
     """To the first stage of a group: compute a request, after its delivered tokens. `assignment`: counts how often the
-    request was given to a group (request_ledger.py)."""
+    request was given to a group (client_requests.py)."""
 
     epoch: int
     request: Request
     assignment: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True, tag=True):
     """To a replica: end."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartTimeline:
+class StartTimeline(Struct, frozen=True, tag=True):
     """To a replica: send `Seen` for a timeline from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """From a replica, periodically after `StartTimeline`: its `bars` of a timeline (notes.py). `machine`, and `sent`,
-    the time of sending by its own clock: see recording.py, Note [One clock]."""
+class Seen(Struct, frozen=True, tag=True):
+    """From a replica, periodically after `StartTimeline`: its `bars` of a timeline. `machine`, and `sent`, the time of
+    sending by its own clock: see recording.py, Note [One clock]."""
 
     machine: str
     sent: float
     bars: tuple[tuple[str, str, float, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Struct, frozen=True, tag=True):
     """From a replica that has joined. `process`, `host`: for log lines; `pages`: for layers and KV together; `layers`:
     pages of each; `token`: bytes of a token's KV in all layers; `page`: bytes of a page; `cost`: of chunks on this
     replica; `rank`: on the supervisor's machine, None where the supervisor did not start it."""
@@ -60,8 +118,7 @@ class Hello:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Struct, frozen=True):
     """To a process that the supervisor starts, in its environment: its `rank`, and the `cost` of chunks on this
     machine; None: measure it. A replacement starts under load, where a measurement would be wrong."""
 
@@ -69,8 +126,7 @@ class Started:
     cost: ChunkCost | None
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(Struct, frozen=True, tag=True):
     """From the first stage: tokens of an answer, after `before` earlier ones. `error`: why the request failed."""
 
     request: str
@@ -80,8 +136,7 @@ class Told:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(Struct, frozen=True, tag=True):
     """From a replica, periodically: bytes of KV and of layers that it has sent in all, and the number of layers that it
     holds. `busy`, `open`, `error`: see stage_times.py."""
 
@@ -94,15 +149,16 @@ class Counted:
 
 
 Message = (
-    Hello
+    Join
+    | Welcome
+    | JoinRefusal
+    | Hello
     | Start
-    | Started
     | End
     | Told
     | Counted
     | StartTimeline
     | Seen
-    | handover.HandedOver
     | actions.Action
     | events.Event
 )
@@ -110,24 +166,24 @@ Message = (
 # Messages that end a replica's part in its group, and so its waits there
 ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End)
 # and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
-ENDS_PULL: Final = (*ENDS_GROUP, actions.Discard)
+ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
 
-_KINDS: Final[Mapping[str, Any]] = {
-    **KINDS,
-    **kinds((microbatch_plan, requests, handover)),
-    **{each.__name__: each for each in (Hello, Start, Started, End, Told, Counted, StartTimeline, Seen)},
-}
-
-
-def encoded(message: Message) -> str:
-    """Returns the message as text."""
-    return json.dumps(to_plain(message))
+_KINDS: Final[Any] = Union[  # noqa: UP007 (of unions that are made of lists)
+    Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen, ACTIONS, EVENTS
+]
+_encoder: Final = msgspec.msgpack.Encoder()  # keeps an infinite number of seconds, which JSON has not
+_decoder: Final = msgspec.msgpack.Decoder(tuple[_KINDS, ...])
 
 
-def decoded(text: str) -> Message:
-    """Returns the message that `encoded` has encoded. ValueError where the text is none."""
+def encoded(*messages: Message) -> bytes:
+    """Returns messages as bytes."""
+    return _encoder.encode(messages)
+
+
+def decoded(packed: bytes) -> Sequence[Message]:
+    """Returns the messages that `encoded` has encoded. ValueError where the bytes are none."""
     try:
-        found: Message = from_plain(json.loads(text), _KINDS)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{text[:80]!r} is no message of this version: {error}") from None
+        found: Sequence[Message] = _decoder.decode(packed)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{packed[:80]!r} is no message of this version: {error}") from None
     return found

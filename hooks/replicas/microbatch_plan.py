@@ -1,4 +1,4 @@
-"""The records that stages of a group exchange for each microbatch: its plan, the chunks left out, and the answer.
+"""Microbatches: the records that stages of a group exchange for each, how an iteration is split, and those in flight.
 
 Note [Shape header]
     The first stage schedules; the others follow. The plan of a microbatch goes through the pipeline before the hidden
@@ -15,13 +15,44 @@ Note [Order]
 
 from __future__ import annotations
 
-import json
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Protocol, TypeVar
+
+import msgspec
+import torch
+from msgspec import Struct
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.microbatches import ChunkSize, equal_cost
+
+Record = TypeVar("Record")
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class StageLink(Protocol):
+    """One end of a link. Tensors of one tag arrive in order."""
+
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> object:
+        """Sends a tensor, which must not be written to afterwards. `urgent`: before queued messages that are not."""
+
+    def recv(self, tag: str) -> torch.Tensor:
+        """Waits for the next tensor of this tag, and returns it."""
+
+
+def tensor_of(record: object) -> torch.Tensor:
+    """Returns a record (a struct, a dataclass, or plain values) as uint8[bytes], to be sent."""
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(record)), dtype=torch.uint8)
+
+
+def record_of(tensor: torch.Tensor, kind: type[Record]) -> Record:
+    """Returns the record of this type that `tensor_of` has encoded. msgspec.ValidationError where it is none."""
+    return msgspec.msgpack.decode(tensor.cpu().numpy().data, type=kind)
+
+
+class Sampling(Struct, frozen=True):
     """How the tokens of a request are sampled. `temperature`: 0: the likeliest token; `top_k`: among so many likeliest,
     0: all; `top_p`: among the likeliest with this total probability. ValueError."""
 
@@ -35,8 +66,7 @@ class Sampling:
             raise ValueError(f"{self}: a temperature and top_k of 0 or more, and top_p above 0 and up to 1 are needed")
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """New tokens of one request. `ids`: of the tokens; `before`: tokens of the request that have KV already;
     `samples`: whether the token after the last of these is sampled."""
 
@@ -51,8 +81,7 @@ class Chunk:
         return self.before + len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class MicrobatchPlan:
+class MicrobatchPlan(Struct, frozen=True):
     """The plan of a microbatch. `number`: within its epoch, from 0 on; `begun`: sampling of the requests whose first
     chunk this is; `gone`: requests whose KV is to be freed; `aside`: preempted requests, whose KV may go to the host. A
     plan without chunks only frees requests, and asks for the stages' free memory."""
@@ -64,28 +93,8 @@ class MicrobatchPlan:
     gone: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
 
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        chunks = [[each.request, each.ids, each.before, each.samples] for each in self.chunks]
-        begun = [[name, each.seed, each.temperature, each.top_k, each.top_p] for name, each in self.begun]
-        return json.dumps([self.epoch, self.number, chunks, begun, self.gone, self.aside])
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the plan that `to_json` has encoded."""
-        epoch, number, chunks, begun, gone, aside = json.loads(text)
-        return cls(
-            epoch,
-            number,
-            tuple(Chunk(name, tuple(ids), before, samples) for name, ids, before, samples in chunks),
-            tuple((name, Sampling(*settings)) for name, *settings in begun),
-            tuple(gone),
-            tuple(aside),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Passing:
+class Passing(Struct, frozen=True):
     """The record that a stage sends to the next one, before the hidden states of a microbatch. `left_out`: (request,
     stage that failed) of chunks that were not computed: the states have no rows of them. `rooms`: tokens for which
     stages 1, 2, ... have free memory. `tensors`: number of tensors that follow."""
@@ -96,19 +105,8 @@ class Passing:
     rooms: tuple[int, ...] = ()
     tensors: int = 0
 
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        return json.dumps([self.epoch, self.number, self.left_out, self.rooms, self.tensors])
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the record that `to_json` has encoded."""
-        epoch, number, left_out, rooms, tensors = json.loads(text)
-        return cls(epoch, number, _pairs(left_out), tuple(rooms), tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """The record that the last stage sends to the first. `tokens`: (request, id) of the sampled tokens; `left_out`,
     `rooms`: as in `Passing`, of all stages."""
 
@@ -118,16 +116,97 @@ class Answer:
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
 
-    def to_json(self) -> str:
-        """Returns the record as JSON."""
-        return json.dumps([self.epoch, self.number, self.tokens, self.left_out, self.rooms])
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Returns the record that `to_json` has encoded."""
-        epoch, number, tokens, left_out, rooms = json.loads(text)
-        return cls(epoch, number, _pairs(tokens), _pairs(left_out), tuple(rooms))
+Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
+Piece = tuple[int, int]  # index of a chunk, and how many of its new tokens, after those of its earlier pieces
+SplitPolicy = Callable[[Sequence[Size], int], list[list[Piece]]]
+# (chunks, places) -> at most `places` microbatches, in the order in which they are computed; none is empty, every token
+# is in one of them, and pieces of a chunk are in different ones
 
 
-def _pairs(found: list[list[Any]]) -> tuple[tuple[str, int], ...]:
-    return tuple((name, number) for name, number in found)
+def split_by_tokens(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+    """Returns microbatches of equally many new tokens, give or take one; the order of chunks is kept."""
+    total = sum(new for _, new in chunks)
+    ends = [round(total * (n + 1) / places) for n in range(places)]
+    found: list[list[Piece]] = []
+    done = 0
+    pieces: list[Piece] = []
+    for index, (_, new) in enumerate(chunks):
+        left = new
+        while left:
+            end = next(each for each in ends if each > done)
+            taken = min(left, end - done)
+            pieces.append((index, taken))
+            left, done = left - taken, done + taken
+            if done == end:
+                found.append(pieces)
+                pieces = []
+    return found
+
+
+def split_by_cost(cost: ChunkCost) -> SplitPolicy:
+    """Returns a policy that makes microbatches of equal cost (KunServe §4.3; policy/replicas/microbatches.py)."""
+
+    def split(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+        batches = equal_cost([ChunkSize(number, *size) for number, size in enumerate(chunks)], places, cost)
+        return [[(each.request, each.new) for each in batch] for batch in batches]
+
+    return split
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """A microbatch. `states`: of the requests of its chunks. `answer`: set where the first stage is also the last."""
+
+    chunks: Sequence[Chunk]
+    states: Sequence[RequestState]
+    number: int = -1
+    answer: Answer | None = None
+
+    def without(self, gone: Sequence[bool]) -> Microbatch:
+        """Returns the microbatch without the chunks for which `gone` is true."""
+        kept = [n for n, each in enumerate(gone) if not each]
+        return Microbatch([self.chunks[n] for n in kept], [self.states[n] for n in kept])
+
+
+def split_iteration(
+    chunks: Sequence[Chunk], states: Sequence[RequestState], split: SplitPolicy, places: int
+) -> list[Microbatch]:
+    """Returns the microbatches of an iteration, at most `places`, in order."""
+    done = [0] * len(chunks)
+    found = []
+    for pieces in split([(chunk.before, len(chunk.ids)) for chunk in chunks], places):
+        cut = []
+        for index, new in pieces:
+            chunk, first = chunks[index], done[index]
+            done[index] += new
+            ends = done[index] == len(chunk.ids)
+            ids = chunk.ids[first : first + new]
+            cut.append(Chunk(chunk.request, ids, chunk.before + first, chunk.samples and ends))
+        found.append(Microbatch(cut, [states[index] for index, _ in pieces]))
+    assert done == [len(chunk.ids) for chunk in chunks], "a token is in no microbatch"
+    return found
+
+
+class FollowerRoom:
+    """Tokens for which followers have memory: as of the last answer, less those planned since."""
+
+    def __init__(self, rooms: Sequence[int]) -> None:
+        """`rooms`: tokens for which each follower has memory at first."""
+        self._rooms = tuple(rooms)
+        self._planned: deque[tuple[int, int]] = deque()  # microbatch, tokens of its new blocks
+
+    @property
+    def least(self) -> float:
+        """Tokens for which every follower has memory; infinity without followers."""
+        return min(self._rooms, default=math.inf) - sum(tokens for _, tokens in self._planned)
+
+    def planned(self, number: int, tokens: int) -> None:
+        """Notes that a microbatch takes blocks for so many tokens on every stage."""
+        self._planned.append((number, tokens))
+
+    def answered(self, number: int, rooms: Sequence[int]) -> None:
+        """Takes in the followers' room after this microbatch."""
+        self._rooms = tuple(rooms)
+        while self._planned and self._planned[0][0] <= number:
+            self._planned.popleft()

@@ -3,8 +3,8 @@
 Note [Two communicators]
     NCCL runs the operations of a communicator in order, on a stream of its own. If both ways used one, and both ends
     began to send, each receive would wait behind a send that waits for the other end's receive. So each way has a
-    communicator. A receiver submits its operation only after the header of the message has come over gloo, so an idle
-    link has no outstanding NCCL operation.
+    communicator, and each of a link's groups its own two. A receiver submits its operation only after the header of the
+    message has come over gloo, so an idle link has no outstanding NCCL operation.
 
 Note [Deadlines of its own]
     NCCL does not notice that the other process has ended, and an abort may hang. So the host polls whether an operation
@@ -34,9 +34,8 @@ from torch import distributed
 
 from ...allocator.config import change_environment
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .pair import GlooConnect, GlooPair, TwoRanks
-from .staging import device_buffer
-from .store import Store
+from .link import device_buffer
+from .pair import GROUPS, GlooConnect, GlooPair, Store, TwoRanks
 
 _UNWATCHED: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _WAYS: Final = ("there", "back")  # from the first rank, and to it
@@ -147,21 +146,26 @@ class NcclConnect(GlooConnect):
         self._make = make or make_communicator
         self._wait = timeout
 
-    def __call__(self) -> TwoRanks:  # type: ignore[override]
-        """Forms the pair, waiting for the other end. RuntimeError: it did not come, or gave up."""
-        control = super().__call__()
-        if not self._differ(control):
-            return control
+    def __call__(self) -> tuple[TwoRanks, ...]:
+        """Forms the groups, waiting for the other end. RuntimeError: it did not come, or gave up."""
+        over_gloo = self.over_gloo()
+        if not self._differ(over_gloo[0]):
+            return over_gloo
         rank, store = int(not self.first), self._store.clone(self._wait)
-        there, back = (self._make(store, f"{self._below}/{way}", rank, self._bulk) for way in _WAYS)
-        out, into = (there, back) if self.first else (back, there)
-        return NcclPair(control, out, into, 1 - rank, self._stream, self._device, self._bulk)
+
+        def over_nccl(group: str, control: GlooPair) -> NcclPair:
+            there, back = (self._make(store, f"{self._below}/{group}/{way}", rank, self._bulk) for way in _WAYS)
+            out, into = (there, back) if self.first else (back, there)
+            return NcclPair(control, out, into, 1 - rank, self._stream, self._device, self._bulk)
+
+        return tuple(map(over_nccl, GROUPS, over_gloo))
 
     def delete_keys(self) -> None:
         """Deletes the keys of the link. Both ends may do so."""
         super().delete_keys()
-        for way in _WAYS:
-            self._store.delete(f"{self._below}/{way}/0")
+        for group in GROUPS:
+            for way in _WAYS:
+                self._store.delete(f"{self._below}/{group}/{way}/0")
 
     def _differ(self, control: GlooPair) -> bool:
         """Returns whether the ends have different GPUs: NCCL refuses two ranks on one GPU."""

@@ -1,4 +1,4 @@
-"""The process group of a link: two ranks over gloo, not registered with torch.
+"""The process group of a link: two ranks over gloo, not registered with torch, and the store in which they form.
 
 Note [Ending a wait]
     A rank that waits in gloo for a message notices when the other process ends, but nothing else ends the wait: not
@@ -11,22 +11,115 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from .store import Store
+from .errors import NoAnswer, SupervisorLost
 
 _FOREVER: Final = timedelta(days=3650)  # an open link may be idle for any time
 _AT_ONCE: Final = timedelta(milliseconds=1)  # 0 would be the group's own timeout
+GROUPS: Final = ("states", "bulk")  # of a link
 _HERE: Final = "here"
 _GONE: Final = "gone"
 _Gloo: Any = ProcessGroupGloo  # torch annotates only a part of it
+
+
+class Store:
+    """One connection to the store in which links form, `torch.distributed.TCPStore`. Anybody who reaches its port may
+    write to it. A waiting call blocks the connection, so each thread that waits needs a clone. The store ends with the
+    last reference in the process that hosts it, or with that process."""
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        """`store`: a TCPStore. `timeout`: seconds that a call waits at most."""
+        self._store = store
+        self.timeout = timeout
+        store.set_timeout(timedelta(seconds=timeout))
+
+    @classmethod
+    def host(cls, host: str = "127.0.0.1", *, timeout: float) -> Self:
+        """Makes a store that listens on this address only, at any free port. `timeout`: seconds of a call at most.
+        OSError where this machine has no such address."""
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listening:
+            listening.bind(address)
+            listening.listen(socket.SOMAXCONN)
+            made = TCPStore(
+                host,
+                listening.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+                master_listen_fd=listening.detach(),
+            )
+        return cls(made, timeout)
+
+    @classmethod
+    def connect(cls, host: str, port: int, *, timeout: float) -> Self:
+        """Connects to the store of a supervisor. SupervisorLost: none answers within `timeout` seconds."""
+        try:
+            found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise SupervisorLost(
+                f"no supervisor answers on {host}:{port}: start it first, and see that this machine reaches that port"
+            ) from error
+        return cls(found, timeout)
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    @property
+    def host_name(self) -> str:
+        return str(self._store.host)
+
+    def clone(self, timeout: float | None = None) -> Store:
+        """Opens another connection. `timeout`: seconds of its calls at most; None: as here. SupervisorLost."""
+        with self._typed("a connection"):
+            return Store(self._store.clone(), self.timeout if timeout is None else timeout)
+
+    def below(self, prefix: str) -> PrefixStore:
+        """Returns the store with all keys below a prefix, for a process group."""
+        return PrefixStore(prefix, self._store)
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key. SupervisorLost."""
+        with self._typed(key):
+            self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """Waits until a key is set, and returns its value. NoAnswer, SupervisorLost."""
+        with self._typed(key):
+            return bytes(self._store.get(key)).decode(errors="replace")
+
+    def delete(self, key: str) -> None:
+        """Deletes a key, if it is set. SupervisorLost."""
+        with self._typed(key):
+            self._store.delete_key(key)
+
+    def keys(self) -> int:
+        """Returns the number of keys. SupervisorLost."""
+        with self._typed("the number of keys"):
+            return int(self._store.num_keys())
+
+    @contextmanager
+    def _typed(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DistNetworkError as error:
+            raise SupervisorLost(
+                f"the store on {self.host_name}:{self.port} does not answer any more: its supervisor has ended, or the "
+                "network between. Replicas end with it; start it again and join"
+            ) from error
+        except DistStoreError as error:
+            raise NoAnswer(f"{what!r} in the supervisor's store", self.timeout) from error
 
 
 class TwoRanks(Protocol):
@@ -52,10 +145,11 @@ class TwoRanks(Protocol):
 
 
 class Connect(Protocol):
-    """Forms the two ranks of one link, on a thread of the link."""
+    """Forms the two groups of one link, on a thread of the link."""
 
-    def __call__(self) -> TwoRanks:
-        """Waits for the other end, and returns the ranks. RuntimeError: it did not come, or gave up."""
+    def __call__(self) -> tuple[TwoRanks, ...]:
+        """Waits for the other end, and returns the groups for states and for bulk. RuntimeError: it did not come, or
+        gave up."""
 
     def cancel(self) -> None:
         """Has a waiting call raise, here and at the other end. Thread-safe."""
@@ -113,7 +207,7 @@ class GlooPair:
 
 
 class GlooConnect:
-    """Forms the pair of one link over the store, with keys below `epoch/E/link/I-J`, I < J.
+    """Forms the groups of one link over the store, with keys below `epoch/E/link/I-J`, I < J.
 
     Each end first sets a key and waits for the other's, as this wait, unlike gloo's, can be cancelled."""
 
@@ -127,8 +221,12 @@ class GlooConnect:
         self._cancelled = False
         self.first = False  # set by the call: is this rank 0?
 
-    def __call__(self) -> GlooPair:
-        """Forms the pair, waiting for the other end. RuntimeError: it did not come, or gave up."""
+    def __call__(self) -> tuple[TwoRanks, ...]:
+        """Forms the groups, waiting for the other end. RuntimeError: it did not come, or gave up."""
+        return self.over_gloo()
+
+    def over_gloo(self) -> tuple[GlooPair, ...]:
+        """Forms both groups over gloo. Raises as the call."""
         store = self._store.clone(self._timeout)
         store.set(f"{self._below}/{self._me}", _HERE)
         if self._cancelled:
@@ -140,7 +238,8 @@ class GlooConnect:
         options._devices = [_device(local_address(store.host_name, store.port))]
         rank = int(self._me > self._peer)
         self.first = rank == 0
-        return GlooPair(_Gloo(store.below(self._below), rank, 2, options), 1 - rank)
+        prefixes = [f"{self._below}/{group}" for group in GROUPS]
+        return tuple(GlooPair(_Gloo(store.below(prefix), rank, 2, options), 1 - rank) for prefix in prefixes)
 
     def cancel(self) -> None:
         """Has a waiting call raise, here and at the other end. Thread-safe."""
@@ -150,7 +249,8 @@ class GlooConnect:
 
     def delete_keys(self) -> None:
         """Deletes the keys of the link. Both ends may do so."""
-        for key in (self._me, self._peer, "0/0", "0/1"):  # the last two are gloo's
+        of_gloo = [f"{group}/0/{rank}" for group in GROUPS for rank in (0, 1)]
+        for key in (self._me, self._peer, *of_gloo):
             self._store.delete(f"{self._below}/{key}")
 
 

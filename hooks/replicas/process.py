@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import platform
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from ...allocator._native import Device
-from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
@@ -24,52 +23,50 @@ from ..options import ManageOptions
 from ..sectors.memory import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
+from .channel import SupervisorChannel, Wakeup
 from .child_processes import end_with_parent
+from .connections import ToSupervisor
 from .cost_measurement import measure_cost
 from .errors import SupervisorLost
-from .fault_injection import Faults, FaultyChannel, FaultyLayers, FaultyLink
-from .fingerprint import fingerprint_of
-from .group_settings import GroupSettings
 from .held_layers import HeldLayers
 from .link import Link
-from .mailbox import Mailbox
-from .membership import join
-from .messages import Hello, Started, decoded
-from .microbatch_split import split_by_cost
+from .messages import Hello, Started, fingerprint_of
+from .microbatch_plan import split_by_cost
 from .nccl import NcclConnect, gpu_name, stream_of
-from .notes import Notes
-from .pair import GlooConnect
-from .placement import Placement
-from .rendezvous import open_store
+from .pair import GlooConnect, Store
+from .recording import Notes
 from .replica import Replica
-from .replica_model import ReplicaModel, cache_of
-from .replica_setup import ReplicaSetup, SupervisorChannel
-from .spliced_layers import SplicedLayers
+from .replica_model import GroupSettings, ReplicaModel, RunsLayers, SplicedLayers, cache_of
+from .replica_setup import ReplicaSetup
 from .stage_times import Ran, StageTimes, marks_of
-from .store import Store
-from .typed_mailbox import ToSupervisor
-from .wakeup import Wakeup
+
+# (number, layers, channel) -> the same, changed, and what makes links: the one place where tests attach faults
+Attach = Callable[[int, RunsLayers, SupervisorChannel], tuple[RunsLayers, SupervisorChannel, Callable[..., Link]]]
 
 
 def run(
     name: str,
     device: Device,
     options: ManageOptions,
-    placement: Placement,
+    host: str,
+    port: int,
     secret: str | None,
     say: Callable[[str], object],
     max_batch_tokens: int | None = None,
     started: str | None = None,
     cost: ChunkCost | None = None,
+    attach: Attach | None = None,
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
-    """Serves as a replica of the supervisor at `placement`, until that ends. `say`: prints a line; `started`: a
-    messages.Started, from a supervisor that has started this process; `cost`: of chunks, where `started` has none;
-    None: it is measured; `batching`: arguments of ContinuousBatchingConfig, the same on all replicas. ManageError,
-    SpliceError; JoinRefused, SupervisorLost where there is no supervisor; torch.OutOfMemoryError."""
+    """Serves as a replica of the supervisor at `host` and `port`, until that ends. `say`: prints a line; `started`: a
+    messages.Started as JSON, from a supervisor that has started this process; `cost`: of chunks, where `started` has
+    none; None: it is measured; `attach`: for tests, changes what a replica runs with; `batching`: arguments of
+    ContinuousBatchingConfig, the same on all replicas. ManageError, SpliceError; JoinRefused, SupervisorLost where
+    there is no supervisor; torch.OutOfMemoryError."""
     keep_running = end_with_parent(say)
-    store = open_store(placement, tuning.joining)
+    wakeup = Wakeup()
+    connection = ToSupervisor(host, port, secret, wakeup, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
     try:
@@ -79,9 +76,9 @@ def run(
             torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
-            me = join(store, secret, fingerprint, tuning.joining)  # before it measures, as it may be refused
-            told = None if started is None else decoded(started)
-            assert told is None or isinstance(told, Started)
+            welcome = connection.join(fingerprint)  # before it measures, as it may be refused
+            store = Store.connect(host, welcome.links, timeout=tuning.joining)
+            told = None if started is None else msgspec.json.decode(started, type=Started)
             cost = (None if told is None else told.cost) or cost
             cost = cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
             say(f"{name}: {handle!r}")
@@ -90,60 +87,61 @@ def run(
             replica = ReplicaModel(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             keep_running()
-            while _run_member(me, store, secret, replica, handle, torch_device, hello, notes, say, tuning):
-                say(f"replica {me} was taken for lost, and joins anew")
-                me = join(store, secret, fingerprint, tuning.joining)
+            member = _Member(connection, store, wakeup, replica, handle, torch_device, hello, notes, attach, tuning)
+            me = welcome.member
+            try:
+                while member.run(me):
+                    say(f"replica {me} was taken for lost, and joins anew")
+                    me = connection.join(fingerprint).member
+            except SupervisorLost:
+                say(f"replica {me} ends: its supervisor has gone")
     finally:
+        connection.close()
         handle.release()
 
 
-def _run_member(
-    me: int,
-    store: Store,
-    secret: str | None,
-    replica: ReplicaModel,
-    handle: Managed,
-    torch_device: torch.device,
-    hello: Hello,
-    notes: Notes,
-    say: Callable[[str], object],
-    tuning: Replicas,
-) -> bool:
-    """Runs as member `me`, until the supervisor ends it or is lost. Returns whether it has to join anew."""
-    wakeup = Wakeup()
-    box = Mailbox(store, me, secret or "", wakeup)
-    supervisor: SupervisorChannel = ToSupervisor(box)
-    make: Callable[..., Link] = Link
-    path = Config.from_env().replica_faults
-    if path is not None:
-        faults = Faults(path, me)
-        replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
-        supervisor, make = FaultyChannel(supervisor, faults), partial(FaultyLink, faults)
-    gpu = gpu_name(torch_device)
-    stream = stream_of(torch_device) if gpu else None
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """What a replica runs with, whatever its number."""
 
-    def connect(epoch: int, peer: int) -> Link:
-        connects = GlooConnect(store, epoch, me, peer, tuning.forming)
-        if stream is not None:
-            ways: dict[str, Any] = {"gpu": gpu, "device": torch_device, "stream": stream, "bulk": tuning.bulk}
-            connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
-        return make(connects, epoch, peer, wakeup, device=torch_device, tuning=tuning)
+    connection: ToSupervisor
+    store: Store
+    wakeup: Wakeup
+    replica: ReplicaModel
+    handle: Managed
+    device: torch.device
+    hello: Hello
+    notes: Notes
+    attach: Attach | None
+    tuning: Replicas
 
-    supervisor.post(hello)
-    split, held = split_by_cost(hello.cost), HeldLayers(handle)
-    setup = ReplicaSetup(
-        me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, split, tuning, notes
-    )
-    loop = Replica(setup, wakeup)
-    try:
-        return loop.run()
-    except SupervisorLost:
-        say(f"replica {me} ends: its supervisor has gone")
-    finally:
-        del loop, setup
-        gc.collect()
-        box.close()
-    return False
+    def run(self, me: int) -> bool:
+        """Runs as member `me`, until the supervisor ends it. Returns whether it has to join anew. SupervisorLost."""
+        supervisor: SupervisorChannel = self.connection
+        replica, tuning = self.replica, self.tuning
+        make: Callable[..., Link] = Link
+        if self.attach is not None:
+            runs, supervisor, make = self.attach(me, replica.runs, supervisor)
+            replica = replace(replica, runs=runs)
+        gpu = gpu_name(self.device)
+        stream = stream_of(self.device) if gpu else None
+
+        def connect(epoch: int, peer: int) -> Link:
+            connects = GlooConnect(self.store, epoch, me, peer, tuning.forming)
+            if stream is not None:
+                ways: dict[str, Any] = {"gpu": gpu, "device": self.device, "stream": stream, "bulk": tuning.bulk}
+                connects = NcclConnect(self.store, epoch, me, peer, tuning.forming, **ways)
+            return make(connects, epoch, peer, self.wakeup, device=self.device, tuning=tuning)
+
+        supervisor.post(self.hello)
+        split, held, layers = split_by_cost(self.hello.cost), HeldLayers(self.handle), len(self.hello.layers)
+        setup = ReplicaSetup(me, replica, layers, held, supervisor, connect, time.monotonic, split, tuning, self.notes)
+        loop = Replica(setup, self.wakeup)
+        try:
+            return loop.run()
+        finally:
+            del loop, setup
+            gc.collect()
 
 
 def _measured(

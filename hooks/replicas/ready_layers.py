@@ -1,10 +1,23 @@
 """Prepares layers to be dropped: fills their backings before the pages are needed.
 
+Note [What a checksum sees]
+    torch cannot tell whether a weight was written to: writes through `weight.data` are not counted. So the bytes are
+    read where they lie: 8-byte words are added up, modulo 2**64, in three ways, by their index modulo two primes and by
+    blocks of neighbours. The sums do not depend on the order of additions, and need next to no memory, of which there
+    may be none when a layer is to be dropped. They detect any word that differs, and any two that changed places,
+    except those that are a multiple of 251 * 257 words apart in one block. They do not detect deliberate manipulation.
+
+Note [A layer takes seconds]
+    The main loop of a replica prepares, drops or restores a layer in one iteration. A large layer takes seconds over a
+    slow link, or from a slow file, and a replica whose count of iterations stands still for a second counts as dead
+    (policy/replicas/heartbeat.py). So a layer is copied, compared and summed piece by piece, and the count grows after
+    each piece. If a copy hangs, the count stops.
+
 Note [What a drop would wait for]
     An unprepared layer is copied to the host at the drop, or compared with the weights' file byte by byte. Both take as
     long as the link or the file, in the middle of a burst. So both are done once, before an epoch is committed. At the
-    drop a checksum on the device shows whether the layer has changed since (checksum.py), and the file's inode, size
-    and time whether the file has.
+    drop a checksum on the device shows whether the layer has changed since, and the file's inode, size and
+    time whether the file has.
 
 Note [The file, or the host]
     Where all of a layer lies in the weights' file, the file is its backing: it takes no host page, and all replicas of
@@ -14,27 +27,114 @@ Note [The file, or the host]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...allocator._native import Lease, Range
+from ...allocator._native import Device, Lease, Range, Transfer
 from ...allocator.errors import DropRefused, PoolExhausted, WeightsFileChanged
 from ...offload.residency.backing import Backing
 from ...offload.residency.file_backing import FileBacking
 from ...offload.residency.layer_parts import live
+from ...offload.residency.slots import Copies
 from ...offload.residency.weights_file import FileSpan
 from ..device.references import THIS, Interpreter, perhaps_referenced
 from ..weights.backings import is_away
 from ..weights.files import compared, possible_places
 from ..weights.ranges import Weights
 from ..weights.storages import held, spans
-from .checksum import checksum
-from .piecewise import Piecewise
+
+# Replicas compare sums: these have to be the same on all of them
+_PRIMES: Final = (251, 257)
+_BLOCKS: Final = 256
+_WORD: Final = 8
+
+
+def checksum(tensor: torch.Tensor) -> bytes:
+    """Returns 16 bytes that depend on the dtype, the shape and every byte of a tensor, not on its device."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % _WORD:
+        flat = flat.clone()
+    whole = flat.numel() // _WORD * _WORD
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    for part in (*_sums(flat[:whole].view(torch.int64)), flat[whole:]):
+        found.update(part.cpu().numpy().tobytes())
+    return found.digest()
+
+
+def _sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the sums of int64[n], and the words that fill no row. See Note [What a checksum sees]."""
+    for prime in _PRIMES:
+        rows = words.numel() // prime * prime
+        yield words[:rows].view(-1, prime).sum(0)
+        yield words[rows:]
+    length = max(1, words.numel() // _BLOCKS)
+    blocks = words.numel() // length * length
+    yield words[:blocks].view(-1, length).sum(1)
+
+
+if TYPE_CHECKING:
+    from ...allocator._native import Place
+
+
+def _ignore() -> None:
+    """Reports no progress."""
+
+
+class Piecewise:
+    """Copies weights piece by piece. `on_progress`: called after each piece of work on a layer; it must not use the
+    model; an error that it raises ends the work, with no copy under way."""
+
+    def __init__(self, device: Device, most: int) -> None:
+        """`most`: bytes of a piece."""
+        self.on_progress: Callable[[], object] = _ignore
+        self._most = most
+        self._pages = max(1, most // device.page_size)
+        self._transfer = Transfer(device)
+
+    def done(self) -> None:
+        """Reports that a piece of work is done."""
+        self.on_progress()
+
+    def copy(self, parts: Copies, after: int | None, to: Place) -> None:
+        """Copies in pieces, as `Transfer.copy`, and waits. DriverError."""
+        for piece in cut(parts, self._most):
+            self._transfer.copy(piece, after=after, owner="weights", to=to).wait()
+            self.on_progress()
+
+    def end(self) -> None:
+        """Stops reporting progress. Idempotent."""
+        self.on_progress = _ignore
+
+    def spans(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yields the runs of pages, (first, count), cut to the size of a piece; reports progress after each."""
+        for first, count in runs:
+            for at in range(first, first + count, self._pages):
+                yield at, min(self._pages, first + count - at)
+                self.on_progress()
+
+
+def cut(parts: Copies, most: int) -> Iterator[Copies]:
+    """Yields the copies, in order, in lists of `most` bytes each; the last may have fewer."""
+    piece: Copies = []
+    left = most
+    for to, source, nbytes in parts:
+        at = 0
+        while at < nbytes:
+            some = min(left, nbytes - at)
+            piece.append((to + at, source + at, some))
+            at, left = at + some, left - some
+            if not left:
+                yield piece
+                piece, left = [], most
+    if piece:
+        yield piece
+
 
 if TYPE_CHECKING:
     from ...offload.residency.safetensors import TensorEntry

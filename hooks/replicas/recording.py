@@ -1,19 +1,72 @@
-"""The timeline of a server with replicas: its own marks and the bars of its replicas, on the server's clock.
+"""What a server with replicas writes down: the timeline of its processes, and the log of its controller.
 
 Note [One clock]
     Processes of one machine share the monotonic clock. A message of a replica on another machine has its time of
     sending; the least difference to the time of receipt is the offset of the clocks, up to the latency of the fastest
     message.
+
+Note [Two files]
+    A server runs for months, and each replica adds some kilobytes per second. So a file that has reached its size limit
+    is renamed, replacing the file before it, and another one is begun: the latest part of the log is kept, between one
+    and two times the limit. As long as nothing was replaced, both files together are the whole log, and are read so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import TextIOWrapper
+from pathlib import Path
 
+from ...allocator.errors import ManageError
+from ...offload.policy.replicas.decisions import Continued, Decision, Entry, Setup, from_line, to_line
 from ...offload.policy.tuning import DEFAULT, Timelines
 from ...offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording
 from .messages import Seen
-from .notes import machine
+
+Noted = tuple[str, str, float, float]  # lane, name, begin and end in seconds of the process's clock
+
+
+class Notes:
+    """Records bars, if `on`. Used by one thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.on = False
+        self._clock = clock
+        self._bars: list[Noted] = []
+        self._open: dict[str, tuple[str, float]] = {}  # by lane: name and begin of its open bar
+
+    def bar(self, lane: str, name: str, begin: float, end: float) -> None:
+        """Adds a bar from `begin` to `end`."""
+        if self.on:
+            self._bars.append((lane, name, begin, end))
+
+    def now(self, lane: str, name: str | None) -> None:
+        """Ends the open bar of a lane, and opens one with this name; None: opens none. Does nothing where a bar of this
+        name is open."""
+        before = self._open.get(lane)
+        if not self.on or name == (None if before is None else before[0]):
+            return
+        at = self._clock()
+        if before is not None:
+            del self._open[lane]
+            self._bars.append((lane, before[0], before[1], at))
+        if name is not None:
+            self._open[lane] = name, at
+
+    def close(self) -> None:
+        """Ends all open bars."""
+        for lane in list(self._open):
+            self.now(lane, None)
+
+    def take(self) -> tuple[Noted, ...]:
+        """Removes and returns the bars that have ended."""
+        found, self._bars = tuple(self._bars), []
+        return found
+
+
+def machine() -> str:
+    """Returns the boot id of this machine: processes with the same one share a monotonic clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class Recording:
@@ -67,3 +120,91 @@ class Recording:
         room = self._tuning.bars - len(self._bars) - sum(map(len, self._foreign.values()))
         kept += bars[: max(0, room)]
         self._missing += len(bars) - max(0, min(room, len(bars)))
+
+
+class DecisionFile:
+    """Writes entries, when called with them. Lines are flushed at once, so they survive the end of the process. Call
+    `close` at the end."""
+
+    def __init__(self, path: Path, say: Callable[[str], object], most: int | None = None) -> None:
+        """Begins a new file. `say`: called with a line if the log ends early, as a full disk must not end the server;
+        `most`: bytes of a file, see Note [Two files]; None: no limit. ManageError where the file cannot be written."""
+        self._path = path
+        self._say = say
+        self._most = most
+        self._broken = False
+        self._written = 0  # bytes of this file
+        self._decisions = 0  # of all files
+        self._setup: Setup | None = None
+        try:
+            self._file = self._opened()
+            _earlier(path).unlink(missing_ok=True)
+        except OSError as error:
+            raise ManageError(f"no log of decisions can be written to {path}: {error.strerror}") from None
+
+    def __call__(self, entry: Entry) -> None:
+        """Writes an entry."""
+        if self._broken or self._file.closed:
+            return
+        try:
+            if self._most is not None and self._written >= self._most:
+                self._rotate()
+            self._write(entry)
+        except OSError as error:
+            self._broken = True
+            self._say(f"the log of decisions ends here: {self._path} cannot be written to: {error.strerror}")
+        if isinstance(entry, Setup):
+            self._setup = entry
+        self._decisions += isinstance(entry, Decision)
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        try:
+            self._file.close()
+        except OSError:
+            self._broken = True  # buffered bytes cannot be written
+
+    def _opened(self) -> TextIOWrapper:
+        return self._path.open("w", encoding="utf-8", buffering=1)
+
+    def _rotate(self) -> None:
+        """Renames the file, and begins the next one. OSError."""
+        self._file.close()
+        self._path.replace(_earlier(self._path))
+        self._file, self._written = self._opened(), 0
+        self._write(Continued(self._decisions))
+        if self._setup is not None:
+            self._write(self._setup)
+
+    def _write(self, entry: Entry) -> None:
+        self._written += self._file.write(to_line(entry) + "\n")  # characters, which are bytes: JSON escapes others
+
+
+def read_decisions(path: Path) -> list[Entry]:
+    """Returns all remaining entries of a log; the first is a Setup where the log is complete. ManageError where a line
+    is no entry; OSError."""
+    found = _entries(path)
+    if not found or not isinstance(found[0], Continued):
+        return found
+    earlier = _entries(_earlier(path)) if _earlier(path).exists() else []
+    before = sum(isinstance(each, Decision) for each in earlier)
+    if earlier and isinstance(earlier[0], Continued):
+        before += earlier[0].decisions
+    if not earlier or before != found[0].decisions:
+        return found
+    return [*earlier, *(each for each in found if isinstance(each, Decision))]
+
+
+def _entries(path: Path) -> list[Entry]:
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found.append(from_line(text))
+        except ValueError as error:
+            raise ManageError(f"{path}, line {number}: {error}") from None
+    return found
+
+
+def _earlier(path: Path) -> Path:
+    """Returns the path of the log's earlier file."""
+    return path.with_name(f"{path.name}.1")

@@ -1,17 +1,240 @@
-"""A replica's model as its stages use it, and the memory for its KV."""
+"""A replica's model as its stages use it: the settings of a group, the cache and the forward of a span of layers.
+
+Note [A cache for a span]
+    A block of a paged cache holds a few tokens in all layers of a kind. The cache of a stage is that of a model with
+    the layers of the span alone, numbered from 0; so a token takes only the bytes of these layers, and the pages of a
+    budget hold more tokens. Block tables are the stage's own: another stage may have given the same request other
+    blocks. Another span needs another cache, as the geometry of blocks differs. Running requests are copied from the
+    old cache to the new one (kv_exchange.py): memory traffic for the layers that stay, little beside the KV exchanged
+    over links.
+
+Note [One set of inputs]
+    transformers allocates input tensors for the largest batch once. A stage needs one set, although several
+    microbatches are in flight in the group: it computes them one after the other on one stream, which also orders the
+    writes to the next inputs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ...allocator.errors import ManageError
+from ...offload.policy.replicas.groups import Span
+from ...offload.policy.tuning import DEFAULT, Serving
+from ..batching.batched import Batched
+from ..batching.cache import ElasticPagedCache
 from ..batching.seams import batched
 from ..sectors.memory import memory_of, most_of
-from .group_settings import GroupSettings
-from .span_cache import SpanCache
-from .span_runner import RunsLayers, SpanRunner
+from ..splice.forms import Hidden, Logits
+from ..splice.splice import Splice, SpliceStage
+from .microbatch_plan import Chunk
 from .stage_times import StageTimes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """`batching`: the resolved ContinuousBatchingConfig; `helper`: transformers' distributed helper, for the cache;
+    `processors`: its logit processors, for the inputs."""
+
+    batching: Any
+    helper: Any
+    processors: Any
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of KV."""
+        return int(self.batching.page_size)
+
+    @classmethod
+    def of(cls, model: Any, max_batch_tokens: int, **batching: Any) -> Self:
+        """Resolves the settings for a model, and sets its attention to a paged one. `max_batch_tokens`: new tokens of
+        an iteration, the same on all stages; `batching`: other settings of ContinuousBatchingConfig. Blocks are not
+        shared between requests, as stages would evict different ones; no CUDA graph is captured, as the forward of a
+        stage ends in the middle of the model."""
+        given = ContinuousBatchingConfig(
+            **{
+                **batching,
+                "max_batch_tokens": max_batch_tokens,
+                "allow_block_sharing": False,
+                "use_cuda_graph": False,
+                "use_async_batching": False,
+            }
+        )
+        greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=given)
+        return cls(manager.continuous_batching_config, manager.distributed_helper, manager.logit_processor)
+
+
+def config_of(config: Any, layers: range) -> Any:
+    """Returns a copy of a decoder's configuration with these layers alone."""
+    found = copy.copy(config)
+    found.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None) is not None:
+        found.layer_types = [config.layer_types[layer] for layer in layers]
+    return found
+
+
+class SpanCache(ElasticPagedCache):
+    """An ElasticPagedCache of the model's `layers`; `update` takes their indices in the model."""
+
+    def __init__(
+        self, model: Any, batched: Batched, layers: range, settings: GroupSettings, tuning: Serving = DEFAULT.serving
+    ) -> None:
+        """`batched`: facts of the model (hooks/batching/seams.py). torch.OutOfMemoryError, DriverError."""
+        self.layers = layers
+        # a weak reference to a function that is called with each request whose blocks are freed
+        self.on_freed: Callable[[], Callable[[str], object] | None] = lambda: None
+        keeps = getattr(model, "_supports_logits_to_keep", None)
+        super().__init__(
+            config_of(model.config.get_text_config(), layers),
+            settings.batching,
+            model.device,
+            settings.helper,
+            model=replace(batched, loop_caches=None),
+            tuning=tuning,
+            dtype=model.dtype,
+            model_supports_logits_to_keep=keeps is not None and keeps(),
+        )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values as transformers' cache does. `layer_idx`: of the model, within the span."""
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states=key_states, value_states=value_states, layer_idx=layer_idx - self.layers.start, kwargs=kwargs
+        )
+        return found
+
+    def store(self, state: Any, tokens: int) -> bool:
+        """Allocates blocks for so many more tokens of a request, on the host where the device has no page (reads are
+        slower there). Returns False, and allocates none, where neither has room."""
+        try:
+            for on_host in (frozenset[str](), frozenset((state.request_id,))):
+                self.on_host = on_host
+                if self.can_store_request_tokens(state, tokens):
+                    return True
+            return False
+        finally:
+            self.on_host = frozenset()
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Frees a request's blocks, and calls `on_freed`."""
+        super().free_blocks(request_id, no_cache)
+        if (on_freed := self.on_freed()) is not None:
+            on_freed(request_id)
+
+    def give(self, request: str) -> None:
+        """Frees the blocks of a request, and the pages on which no other request has a block."""
+        self.free_blocks(request)
+        self.pool.try_to_free_sectors()
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of KV per token, in the layers of the span."""
+        return self.bytes_per_sector / self.tokens_per_sector
+
+    def blocks_for(self, start: int, end: int) -> int:
+        """Returns the blocks that a request needs for its tokens [start, end), beyond those for earlier tokens."""
+        size: int = self.block_tokens
+        return -(-end // size) - -(-start // size)
+
+
+States = tuple[torch.Tensor, ...]  # passed between two layers, hidden states [1, tokens, width] first
+
+
+class RunsLayers(Protocol):
+    """Runs some layers of a model."""
+
+    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
+        """Runs these layers with the model's own forward. `inputs`: the forward's keyword arguments; `given`: the
+        states before the first of these layers, None before the model's first. Returns the states after the last of
+        them, or the logits [1, tokens, vocabulary] after the model's last."""
+
+
+class SpanRunner:
+    """Computes microbatches of `cache.layers`."""
+
+    def __init__(
+        self, model: Any, runs: RunsLayers, cache: SpanCache, settings: GroupSettings, times: StageTimes | None = None
+    ) -> None:
+        """`times`: measures the microbatches."""
+        config = model.config.get_text_config()
+        keeps = getattr(model, "_supports_logits_to_keep", None)
+        self._keeps = keeps is not None and keeps()
+        self._runs = runs
+        self._cache = cache
+        self._processors = settings.processors
+        self._times = times
+        self.last = cache.layers.stop == config.num_hidden_layers
+        self._inputs = ContinuousBatchingIOs(
+            cache, config_of(config, cache.layers), settings.batching, model.device, model.dtype, settings.processors
+        )
+
+    @torch.no_grad()
+    def run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
+        """Computes chunks, whose requests have their blocks. `states`: of the requests, advanced by their chunks;
+        `given`: the states from the stage before. Returns the states for the next stage, or on the last stage the
+        logits [sampling chunks, vocabulary]. torch.OutOfMemoryError."""
+        began = None if self._times is None else self._times.begin()
+        found = self._run(chunks, states, given)
+        if self._times is not None and began is not None:
+            self._times.end(began, chunks, len(self._cache.layers))
+        return found
+
+    def _run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
+        batch = [_scheduled(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
+        fast = all(len(chunk.ids) == 1 and chunk.before < self._cache.max_decode_fast_path_length for chunk in chunks)
+        new, read = sum(len(chunk.ids) for chunk in chunks), sum(chunk.before for chunk in chunks)
+        self._inputs.prepare_batch_tensors(batch, self._processors, fast, new, read, use_padding=False)
+        inputs: dict[str, Any] = dict(self._inputs.get_model_kwargs())
+        sampled = sum(chunk.samples for chunk in chunks)
+        indices = inputs["logits_indices"][:sampled]
+        if self.last and self._keeps:
+            inputs["logits_to_keep"] = indices
+        found = self._runs(self._cache.layers, given, inputs)
+        if not self.last:
+            return found
+        (logits,) = found
+        return (logits[0] if self._keeps else logits[0, indices],)
+
+
+def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:
+    assert state.position_offset == chunk.before, f"{chunk.request} has {state.position_offset} tokens"
+    state.tokens_to_process = list(chunk.ids)
+    return FutureRequestState(state, chunk.samples, {}, len(chunk.ids))
+
+
+class SplicedLayers:
+    """Runs layers of the model of a Splice, whose span it sets.
+
+    To be made before `GroupSettings.of` sets paged attention: the proof that the layers can run in parts calls the
+    whole model without a paged cache.
+    """
+
+    def __init__(self, splice: Splice) -> None:
+        """Raises SpliceError where the model cannot run in parts."""
+        if len(splice.layers) > 1:
+            before, splice.span = splice.span, Span(0, 1)
+            splice.span = before
+        self.splice = splice
+        self._stage = SpliceStage(splice)
+
+    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
+        """Runs these layers, see span_runner.RunsLayers. SpliceError, and what the model raises."""
+        span = Span(layers.start, layers.stop)
+        if self.splice.span != span:
+            self.splice.span = span
+        found = self._stage.run(inputs, None if given is None else Hidden(given))
+        return (found.logits,) if isinstance(found, Logits) else found.tensors
 
 
 @dataclass(frozen=True, slots=True)

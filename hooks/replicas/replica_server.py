@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
@@ -16,32 +20,96 @@ from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
 from ...offload.timeline.fleet import write
 from ..server.application import Address, Application
+from ..watch.registry import Addition
+from .channel import Wakeup
 from .child_processes import SECRET, STARTED, ChildProcesses, placed
-from .decision_file import DecisionFile
-from .fleet_metrics import FleetMetrics
+from .connections import LOCAL, FromReplicas
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, ShapeOnly
-from .mailbox import SUPERVISOR, Mailbox
-from .membership import JoinListener
-from .messages import Hello, Started, encoded
-from .placement import Placement
-from .recording import Recording
-from .rendezvous import open_store
+from .messages import Hello, Started
+from .pair import Store
+from .recording import DecisionFile, Recording
 from .requests import Request
-from .secret import new_secret
-from .supervisor import Supervisor
-from .typed_mailbox import FromReplicas
-from .wakeup import Wakeup
+from .supervisor import FleetState, Supervisor
+
+
+class FleetMetrics(Addition):
+    """Metrics of replicas, groups and epochs, read from the supervisor at each scrape, until `close()`."""
+
+    def __init__(self, state: Callable[[], FleetState]) -> None:
+        self._state = state
+        super().__init__()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics. Called by prometheus-client."""
+        now = self._state()
+        yield GaugeMetricFamily("ballonet_replicas_epoch", "The last epoch that was given out.", now.epoch)
+        yield GaugeMetricFamily("ballonet_replicas", "Replicas that serve.", len(now.spans))
+        yield GaugeMetricFamily("ballonet_replica_groups", "Groups of replicas.", len(now.groups))
+        spans = GaugeMetricFamily("ballonet_replica_layers", "Layers that a replica holds.", labels=["replica", "edge"])
+        for member, (begin, end) in sorted(now.spans.items()):
+            spans.add_metric([str(member), "begin"], begin)
+            spans.add_metric([str(member), "end"], end)
+        yield spans
+        layers = GaugeMetricFamily(
+            "ballonet_replica_resident_layers", "Layers that a replica has on its device.", labels=["replica"]
+        )
+        for member, count in sorted(now.layers.items()):
+            layers.add_metric([str(member)], count)
+        yield layers
+        errors = GaugeMetricFamily(
+            "ballonet_replica_cost_error",
+            "Mean relative error of what a replica's latest microbatches were predicted to take.",
+            labels=["replica"],
+        )
+        for member, error in sorted(now.errors.items()):
+            errors.add_metric([str(member)], error)
+        yield errors
+        yield GaugeMetricFamily(
+            "ballonet_pipeline_bubble", "Part of the time of pipelines' stages that is idle with work.", now.bubble
+        )
+        seconds = CounterMetricFamily(
+            "ballonet_pipeline_stage_seconds",
+            "Seconds of pipelines' stages: busy, and open, while their group has work.",
+            labels=["state"],
+        )
+        seconds.add_metric(["busy"], now.busy)
+        seconds.add_metric(["open"], now.open)
+        yield seconds
+        changes = CounterMetricFamily("ballonet_replica_epochs", "Epochs, by what became of them.", labels=["kind"])
+        for kind, count in (("drop", now.drops), ("restore", now.restores), ("discarded", now.discarded)):
+            changes.add_metric([kind], count)
+        yield changes
+        declined = CounterMetricFamily(
+            "ballonet_replica_declined", "Drops that were not made, and why.", labels=["why"]
+        )
+        for why, count in now.declined.items():
+            declined.add_metric([why], count)
+        yield declined
+        moved = CounterMetricFamily("ballonet_replica_moved_bytes", "Bytes between replicas.", labels=["what"])
+        for what, count in zip(("kv", "layers"), now.moved, strict=True):
+            moved.add_metric([what], count)
+        yield moved
+        yield CounterMetricFamily("ballonet_replicas_ended", "Replicas that were ended as they hung.", now.fenced)
+        yield CounterMetricFamily(
+            "ballonet_replicas_replaced", "Replicas that were started instead of lost ones.", now.replaced
+        )
+        yield CounterMetricFamily("ballonet_requests_recomputed", "Requests that began anew.", now.recomputed)
+        requests = GaugeMetricFamily("ballonet_replica_requests", "Requests, by state.", labels=["state"])
+        requests.add_metric(["computed"], now.requests - now.held)
+        requests.add_metric(["held"], now.held)
+        yield requests
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The replicas of a server. `here`: number that this machine starts, with these `arguments` of `ballonet serve`
-    each and `devices` GPUs in all; `where`: the placement at which they and others join; `secret`: None: a random one;
-    `cost`: of chunks; None: the first replicas measure it."""
+    each and `devices` GPUs in all; `host`, `port`: where they and others join, 0: any free port; `secret`: None: a
+    random one; `cost`: of chunks; None: the first replicas measure it."""
 
     here: int
     arguments: Sequence[str]
-    where: Placement
+    host: str = LOCAL
+    port: int = 0
     devices: int = 0
     secret: str | None = None
     cost: ChunkCost | None = None
@@ -73,21 +141,20 @@ class ReplicaServer:
         self._tuning = tuning
         self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
         self._wakeup = Wakeup()
-        secret = fleet.secret or new_secret()
-        store = open_store(fleet.where, tuning.store)
-        self.port = store.port
-        self._joins = JoinListener(store, secret, None, self._wakeup, time.monotonic, tuning.joining)
-        self._box = Mailbox(store, SUPERVISOR, secret, self._wakeup)
+        secret = fleet.secret or secrets.token_hex()
+        self._links = Store.host(fleet.host, timeout=tuning.store)  # ends with this object
+        self._replicas = FromReplicas(fleet.host, fleet.port, secret, self._links.port, self._wakeup, tuning.joining)
+        self.port = self._replicas.port
+        where = f"{fleet.host}:{self.port}"
 
         def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
-            told = {SECRET: secret, STARTED: encoded(Started(rank, cost))}
-            join = ["--join", f"{store.host_name}:{store.port}"]
-            return [name, *join, *fleet.arguments], placed(rank, fleet.devices) | told
+            told = {SECRET: secret, STARTED: msgspec.json.encode(Started(rank, cost)).decode()}
+            return [name, "--join", where, *fleet.arguments], placed(rank, fleet.devices) | told
 
         self._children = ChildProcesses(recipe, forks=not fleet.devices)
         self.supervisor = Supervisor(
             self._controller,
-            FromReplicas(self._box),
+            self._replicas,
             self._children,
             self._wakeup,
             time.monotonic,
@@ -108,7 +175,7 @@ class ReplicaServer:
             models.load_model_and_processor(models.process_model_name(name))
             self._application = Application(models, state, address, say)
             self.app = self._application.app
-            say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
+            say(f"{fleet.here} replicas start; others join at {where}")
             self.supervisor.start()
             self.supervisor.ready.wait()
             if (why := self.supervisor.failed) is not None:
@@ -132,8 +199,7 @@ class ReplicaServer:
         self.supervisor.close()
         self._children.close(self._tuning.joining)
         self._write()
-        self._joins.close()
-        self._box.close()
+        self._replicas.close()
         if self._log is not None:
             self._log.close()
 

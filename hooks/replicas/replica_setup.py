@@ -1,35 +1,18 @@
-"""The parts of a replica, and its interface to the supervisor."""
+"""The parts of a replica."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from ...offload.policy.tuning import DEFAULT, Replicas
+from .channel import SupervisorChannel
 from .held_layers import HeldLayers
 from .link import Link
-from .messages import Message
-from .microbatch_split import SplitPolicy, split_by_tokens
-from .notes import Notes
+from .microbatch_plan import SplitPolicy, split_by_tokens
+from .recording import Notes
 from .replica_model import ReplicaModel
-
-
-class SupervisorChannel(Protocol):
-    """Messages to and from the supervisor."""
-
-    def take(self) -> Message | None:
-        """Removes and returns the next message; None where none has come. SupervisorLost."""
-
-    def has(self) -> bool:
-        """Returns whether a message has come, or the supervisor is lost."""
-
-    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
-        """Returns whether a message of one of these kinds has come. SupervisorLost."""
-
-    def post(self, *messages: Message) -> None:
-        """Sends messages. Several in one call cost little more than one. SupervisorLost."""
 
 
 @dataclass(frozen=True, slots=True)

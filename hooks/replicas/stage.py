@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,9 +12,8 @@ from .follower import Follower
 from .group_requests import Notify
 from .leader import Leader
 from .link import Link
-from .microbatch_split import SplitPolicy, split_by_tokens
+from .microbatch_plan import SplitPolicy, record_of, split_by_tokens, tensor_of
 from .replica_model import ReplicaModel, cache_of, most_tokens, room_of, runner_of
-from .stage_link import tensor_of, text_of
 
 
 class WatchedLink:
@@ -78,7 +76,7 @@ class Stage:
             self._follower = Follower(
                 epoch, number, cache, self._runner, self._before, self._after, lambda: room_of(cache)
             )
-            ready = json.dumps([self._follower.room, most_tokens(cache), cache.max_tokens_read])
+            ready = (self._follower.room, most_tokens(cache), cache.max_tokens_read)
             links[group.members[0]].send(tensor_of(ready), "ready", True)
         elif group.size == 1:
             self._lead()
@@ -129,7 +127,7 @@ class Stage:
         came = False
         for member in self.group.members[1:]:
             if member not in self._rooms and (found := self._links[member].link.take("ready")) is not None:
-                room, most, reads = json.loads(text_of(found))
+                room, most, reads = record_of(found, tuple[int, int, int])
                 self._rooms[member] = room, most, reads
                 came = True
         if len(self._rooms) == self.group.size - 1:

@@ -1,14 +1,124 @@
-"""The forms of decoder layers: the arguments and results that matter for running a span."""
+"""What layers need of each other: the trees of their arguments, their results, and a forward that runs some of them.
+
+Note [What travels]
+    As a rule the hidden states are all that a decoder layer needs of those before it. Some need more: gemma3n and
+    gemma4 keep the keys and values that later layers share in a dictionary, others hand on a second residual stream. So
+    the tensors that travel are found and not assumed: a model runs once as it is and once with all its layers passing
+    their input through, and the tensors of a layer's call that differ come from the layers before.
+    Each is named by its path through the call. A tuple is rebuilt around a tensor that is put in; a list or a mapping
+    is changed in place, because the model's loop hands the same object to the next layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from .trees import Call, TreePath, get
+from ..cache_argument import given_cache
+from ..compat import Cache
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The input of the next stage: the hidden states, [batch, tokens, width] as a rule, then the other tensors that
+    travel between layers, in the order of `Splice.travels`. `cache`: the stage's own, to pass to the next forward of
+    the same requests; None where there is none."""
+
+    tensors: tuple[torch.Tensor, ...]
+    cache: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """The model's result on the last stage. `cache`: as in Hidden."""
+
+    output: Any
+    cache: Any = None
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[batch, tokens, vocabulary]."""
+        found: torch.Tensor = self.output["logits"] if isinstance(self.output, dict) else self.output[0]
+        return found
+
+
+TreePath = tuple[str | int, ...]  # through mappings by key and sequences by index
+
+
+class Call(NamedTuple):
+    """The arguments of a call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def leaves(
+    value: object, without: frozenset[str] = frozenset(), path: TreePath = ()
+) -> Iterator[tuple[TreePath, torch.Tensor]]:
+    """The tensors in nested sequences and mappings, with their paths. `without`: keys of mappings that are left out."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            if isinstance(key, str | int) and key not in without:
+                yield from leaves(value[key], without, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from leaves(each, without, (*path, index))
+
+
+def copied_leaves(call: Call, without: frozenset[str]) -> dict[TreePath, torch.Tensor]:
+    """Returns copies of the tensors of a call, by their paths."""
+    return {path: tensor.detach().clone() for path, tensor in leaves(call._asdict(), without)}
+
+
+def get(value: Any, path: TreePath) -> Any:
+    """Returns the value at the end of the path; None where the path does not exist."""
+    for step in path:
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list | tuple) and isinstance(step, int) and step < len(value):
+            value = value[step]
+        else:
+            return None
+    return value
+
+
+def put(value: Any, path: TreePath, tensor: torch.Tensor) -> Any:
+    """Returns `value` with the tensor at the end of the path. Mappings and lists are changed in place, tuples rebuilt
+    and extended where needed. See Note [What travels]."""
+    if not path:
+        return tensor
+    step, rest = path[0], path[1:]
+    if isinstance(value, MutableMapping):
+        value[step] = put(value.get(step), rest, tensor)
+        return value
+    index = cast(int, step)
+    items = list(value) if isinstance(value, Sequence) else []
+    items += [None] * (index + 1 - len(items))
+    items[index] = put(items[index], rest, tensor)
+    if isinstance(value, list):
+        value[:] = items
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(items)
+    return tuple(items)
+
+
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Are both None, or tensors with equal bits? A NaN equals itself."""
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.equal(one, other)) or (
+        one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +190,60 @@ def _objects(value: object, path: TreePath = ()) -> Iterator[tuple[TreePath, obj
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _objects(each, (*path, index))
+
+
+@dataclass(slots=True)
+class Run:
+    """One forward of a stage: the input from the stage before, and its cache once it is known."""
+
+    given: Hidden | None
+    cache: Any
+
+
+class Leaving(Exception):  # no error, but torch runs the hooks of modules that an Exception leaves
+    """Ends a forward after the last layer of the span."""
+
+    def __init__(self, run: Run, hidden: Hidden) -> None:
+        super().__init__()
+        self.run = run
+        self.hidden = hidden
+
+
+class Now(threading.local):
+    """The forward of a stage that this thread runs."""
+
+    run: Run | None = None
+
+    def running(self, run: Run) -> AbstractContextManager[Run]:
+        """A `with` block in which this thread runs `run`."""
+        return _Within(self, run)
+
+
+class _Within:
+    """The `with` block of `Now.running`."""
+
+    def __init__(self, now: Now, run: Run) -> None:
+        self._now = now
+        self._run = run
+
+    def __enter__(self) -> Run:
+        self._before = self._now.run
+        self._now.run = self._run
+        return self._run
+
+    def __exit__(self, *_: object) -> None:
+        self._now.run = self._before
+
+
+def cache_of(call: Call) -> Any:
+    """The cache among the arguments of a layer; None where there is none."""
+    found = (each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
+    return next(found, given_cache(call.kwargs))
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> int:
+    """Returns the number of tokens of each sequence that a forward is given."""
+    for name in ("input_ids", "inputs_embeds"):
+        if (given := inputs.get(name)) is not None:
+            return int(given.shape[1])
+    return 0

@@ -13,10 +13,19 @@ from torch import nn
 from ...allocator.errors import SpliceError
 from ..cache_argument import CACHE_NAMES
 from .elsewhere import marks
-from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
-from .results import Logits
-from .running import cache_of
-from .trees import Call, TreePath, copied_leaves, same_bits
+from .forms import (
+    Answer,
+    Call,
+    Fixed,
+    LayerForm,
+    Logits,
+    TreePath,
+    answer_of,
+    cache_of,
+    copied_leaves,
+    pass_through,
+    same_bits,
+)
 
 _CACHES: Final = frozenset(CACHE_NAMES)
 

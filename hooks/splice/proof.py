@@ -11,7 +11,7 @@ Note [What is proven]
     request's state fits; and rwkv, whose own decode step mixes the rows of a batch.
 
     Seven others pass for which hidden states and input lengths alone would not be enough. gemma3n and gemma4: the
-    tensors that their layers share travel (trees.py). cpmant: 32 tokens of its own come before a prompt, so that
+    tensors that their layers share travel (forms.py). cpmant: 32 tokens of its own come before a prompt, so that
     lengths follow the growth of the running layers (elsewhere.py), and each of its forwards reads all tokens.
     longcat_flash: each decoder layer uses two layers of a cache, which is noticed (`elsewhere.marks`). minimax: only
     its forward makes its kind of cache, which grows by a layer at a time; so a stage returns the cache that its model
@@ -32,11 +32,9 @@ from torch import nn
 from ...allocator.errors import DriverError, PoolExhausted, SpliceError
 from ...offload.policy.replicas.groups import Span
 from ..compat import plain_attention, reads_all_tokens, settings_of
-from .forms import LayerForm
+from .forms import Hidden, LayerForm, Logits, same_bits
 from .learn import forms_of, record
-from .results import Hidden, Logits
 from .splice import Splice, SpliceStage
-from .trees import same_bits
 
 _PROMPT: Final = ((3, 4, 5, 6, 7), (0, 0, 3, 8, 9))  # tokens that every vocabulary has; 0 is a pad
 _NEXT: Final = ((4,), (5,))

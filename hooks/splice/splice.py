@@ -6,7 +6,7 @@ Note [Running layers a to b]
     and one before the first layer behind the span ends the forward by an exception that carries that layer's arguments.
     So a model's work between two layers is done on both sides, and its work on the hidden states by the sender. On the
     last stage the forward goes on to norm and head.
-    The tensors that a layer needs of earlier ones are found for each model once (trees.py, Note [What travels]) and
+    The tensors that a layer needs of earlier ones are found for each model once (forms.py, Note [What travels]) and
     proven to be enough (proof.py), when its layers first run in parts.
 """
 
@@ -31,10 +31,21 @@ from ..forward.hook_base import remove_all
 from ..forward.local_layers import LocalLayers, local_layers_of
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
-from .forms import LayerForm, pass_through
-from .results import Hidden, Logits
-from .running import Leaving, Now, Run, cache_of, tokens_of
-from .trees import Call, TreePath, get, put
+from .forms import (
+    Call,
+    Hidden,
+    LayerForm,
+    Leaving,
+    Logits,
+    Now,
+    Run,
+    TreePath,
+    cache_of,
+    get,
+    pass_through,
+    put,
+    tokens_of,
+)
 
 
 class Splice:

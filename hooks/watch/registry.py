@@ -1,5 +1,5 @@
 """The one registry of this process for Prometheus: what a look says (allocator/looks.py), and what others add to it: a
-server (hooks/server/metrics.py), a supervisor of replicas (hooks/replicas/fleet_metrics.py). Each scrape is one look;
+server (hooks/server/metrics.py), a supervisor of replicas (hooks/replicas/replica_server.py). Each scrape is one look;
 nothing is counted beside the work."""
 
 from __future__ import annotations

@@ -507,8 +507,6 @@ class Replicas:
     looked_last: float = 1e-3
     # The store has to answer a call within this. Chosen: a round trip, on a loaded machine.
     store: float = 60.0
-    # Rows that a link remembers of what it sent. Chosen: the chunks of an exchange of some GiB.
-    log: int = 4096
     # Bytes of a file of the log of decisions, of which two are kept. Measured: a replica adds 2 kB a second, so five
     # have half a day in each.
     log_bytes: int = 2**29

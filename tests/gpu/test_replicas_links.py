@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("msgspec", reason="ballonet[replicas] is not installed")
+
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
+from ballonet.hooks.replicas.pair import Store
 
 pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
 
@@ -50,7 +52,7 @@ def other(name: str, port: int) -> None:
     for _ in range(len(sent(device))):
         for _ in range(10):
             much = much @ much / 2048
-        link.send(link.recv("data", SECONDS), "data", check=True).wait(SECONDS)
+        link.send(link.recv("data", SECONDS), "data", check=True)
     assert link.recv("end", SECONDS).item() == 1
     link.close()
 

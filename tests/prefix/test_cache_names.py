@@ -12,8 +12,7 @@ from transformers import DynamicCache
 
 from ballonet.hooks.cache_argument import CACHE_NAMES, given_cache
 from ballonet.hooks.compat import cache_name, computes_whole_prompt, prepared_caches
-from ballonet.hooks.splice.running import cache_of
-from ballonet.hooks.splice.trees import Call
+from ballonet.hooks.splice.forms import Call, cache_of
 
 from ..models import build
 from .conversations import sides, words

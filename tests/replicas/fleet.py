@@ -22,14 +22,13 @@ import uvicorn
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.control import look
-from ballonet.hooks.replicas import fault_injection
-from ballonet.hooks.replicas.fault_injection import Fault
-from ballonet.hooks.replicas.placement import Placement
 from ballonet.hooks.replicas.replica_server import Fleet as ReplicaFleet
 from ballonet.hooks.replicas.replica_server import ReplicaServer
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT, Replicas
+from ballonet.testing import replica_faults
+from ballonet.testing.replica_faults import Fault
 
 from ..models import build
 from ..outside import memfd_bytes
@@ -231,12 +230,12 @@ class Fleet:
 
     def fault(self, *wanted: Fault) -> None:
         """From now on."""
-        fault_injection.write(self._file, wanted)
+        replica_faults.write(self._file, wanted)
 
     @property
     def happened(self) -> list[Fault]:
         """The faults that have, since."""
-        path = fault_injection.done(self._file)
+        path = replica_faults.done(self._file)
         if not path.exists():
             return []
         rows = [line.split("\t") for line in path.read_text().splitlines()]
@@ -244,7 +243,7 @@ class Fleet:
 
     def happened_at(self) -> float:
         """When the last of them did, by the supervisor's clock."""
-        return time.monotonic() - (time.time() - fault_injection.done(self._file).stat().st_mtime)
+        return time.monotonic() - (time.time() - replica_faults.done(self._file).stat().st_mtime)
 
     def opened(self, asked: Asked) -> Any:
         """One request over HTTP, streamed: what urlopen returns."""
@@ -304,7 +303,7 @@ def serving(
 ) -> Iterator[Fleet]:
     """A fleet; at its end no process of it is left. `log`, `timeline`: as of ReplicaServer; `more`: environment."""
     file, said = folder / "faults", list[str]()
-    fault_injection.write(file, ())
+    replica_faults.write(file, ())
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
             **ENVIRONMENT,
@@ -313,8 +312,7 @@ def serving(
             **more,
         }.items():
             environment.setenv(name, value)
-        where = Placement("127.0.0.1", 0, hosts=True)
-        wanted = ReplicaFleet(replicas, arguments(budget), where, secret=SECRET, cost=COST)
+        wanted = ReplicaFleet(replicas, arguments(budget), secret=SECRET, cost=COST)
         drawing = None if timeline is None else str(timeline)
         server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning, log, drawing)
         fleet = Fleet(server, said, model, file)

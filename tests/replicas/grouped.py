@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.group_settings import GroupSettings
-from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.microbatch_split import SplitPolicy, split_by_tokens
-from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.microbatch_plan import Sampling, SplitPolicy, split_by_tokens
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.spliced_layers import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.layers import decoder_layers
 

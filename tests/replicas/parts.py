@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ballonet.allocator import install
-from ballonet.hooks.splice.results import Hidden, Logits
+from ballonet.hooks.splice.forms import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span

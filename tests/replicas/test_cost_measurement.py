@@ -13,8 +13,8 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.replicas import cost_measurement
 from ballonet.hooks.replicas.cost_measurement import measure_cost, sample_requests
 from ballonet.hooks.replicas.microbatch_plan import Chunk
+from ballonet.hooks.replicas.replica_model import SpanRunner
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.span_runner import SpanRunner
 from ballonet.hooks.replicas.stage_times import HostTimeMarks
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.replicas.decision_file import DecisionFile, read_decisions
 from ballonet.hooks.replicas.messages import Hello
+from ballonet.hooks.replicas.recording import DecisionFile, read_decisions
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Dispatch, Fence, Prepare, StartRestore
@@ -51,8 +52,8 @@ def test_what_is_read_is_what_was_written(entry: Entry) -> None:
 def test_a_line_has_epoch_event_and_actions() -> None:
     found = json.loads(to_line(ENTRIES[4]))
     assert {*found} == {"epoch", "event", "actions"}
-    assert (found["epoch"], found["event"][""], found["event"]["member"]) == (9, "Damaged", 1)
-    assert [each[""] for each in found["actions"]] == ["Dispatch", "Fence"]
+    assert (found["epoch"], found["event"]["type"], found["event"]["member"]) == (9, "Damaged", 1)
+    assert [each["type"] for each in found["actions"]] == ["Dispatch", "Fence"]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_a_line_has_epoch_event_and_actions() -> None:
         "[]",
         "3",
         '{"epoch": 1}',
-        '{"epoch": 1, "event": {"": "Unheard"}, "actions": []}',
-        '{"epoch": 1, "event": {"": "Tick", "at": 1, "more": 2}, "actions": []}',
+        '{"epoch": 1, "event": {"type": "Unheard"}, "actions": []}',
+        '{"epoch": 1, "event": {"type": "Tick", "at": 1, "more": 2}, "actions": []}',
         '{"epoch": 1, "event": {"at": 1}, "actions": []}',
     ],
 )
@@ -127,7 +128,7 @@ def test_a_controller_that_is_told_the_same_answers_the_same(tmp_path: Path) -> 
     assert all(one == other for one, other in again)
     setup = log[0]
     assert isinstance(setup, Setup)
-    other = replace(setup, tuning=replace(setup.tuning, gain=1.0))
+    other = replace(setup, tuning=dataclasses.replace(setup.tuning, gain=1.0))
     assert any(one != other for one, other in replayed([other, *log[1:]])), "no drop is worth that"
 
 

@@ -7,16 +7,16 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ballonet.allocator import devices
 from ballonet.allocator.config import Config
 from ballonet.allocator.devices import Runtime
 from ballonet.hooks.manage import managed
 from ballonet.hooks.options import ManageOptions
-from ballonet.hooks.replicas.group_settings import GroupSettings
+from ballonet.hooks.replicas import leader
 from ballonet.hooks.replicas.microbatch_plan import Answer
-from ballonet.hooks.replicas.replica_model import ReplicaModel
-from ballonet.hooks.replicas.spliced_layers import SplicedLayers
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 
 from ..models import build
@@ -68,14 +68,14 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     asked = requests(prompts(20, 60), 40)
     left_out: list[tuple[str, int]] = []
     most = [0, 0]
-    stock = Answer.from_json
+    stock = leader.record_of
 
-    def heard(text: str) -> Answer:
-        answer = stock(text)
+    def heard(tensor: torch.Tensor, kind: type[Answer]) -> Answer:
+        answer = stock(tensor, kind)
         left_out.extend(answer.left_out)
         return answer
 
-    monkeypatch.setattr(Answer, "from_json", heard)
+    monkeypatch.setattr(leader, "record_of", heard)
     spans = evenly(4, 2)
     models = [made() for _ in spans]
     holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.hooks.replicas.fault_injection import Fault
+from ballonet.testing.replica_faults import Fault
 
 from .fleet import ALL, BURST, EAGER, NEEDS_ALL, Fleet, Stock, answered, drawn, made, serving
 

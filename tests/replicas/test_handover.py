@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.hooks.replicas import handover
-from ballonet.hooks.replicas.handover import Handed, HandedOver, Handover
-from ballonet.hooks.replicas.kv_exchange import Piece
+from ballonet.hooks.replicas import kv_exchange as handover
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece
 from ballonet.hooks.replicas.requests import Request
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 

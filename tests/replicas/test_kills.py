@@ -18,11 +18,11 @@ from statistics import median
 
 import pytest
 
-from ballonet.hooks.replicas.decision_file import read_decisions
-from ballonet.hooks.replicas.fault_injection import Fault
+from ballonet.hooks.replicas.recording import read_decisions
 from ballonet.offload.policy.replicas.actions import Alone
 from ballonet.offload.policy.replicas.decisions import Decision
 from ballonet.offload.policy.replicas.events import Committed, Load, Lost
+from ballonet.testing.replica_faults import Fault
 
 from .fleet import LAYERS, Answer, Fleet, Stock, drawn, made, serving
 

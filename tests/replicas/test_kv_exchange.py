@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.replicas import handover
-from ballonet.hooks.replicas.kv_exchange import Piece, checksum, moves
+from ballonet.hooks.replicas import kv_exchange as handover
+from ballonet.hooks.replicas.kv_exchange import checksum, moves
 from ballonet.hooks.replicas.microbatch_plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 
@@ -63,11 +63,6 @@ def test_a_checksum_sees_one_bit_and_words_that_change_places() -> None:
     words[[3, 40]] = words[[40, 3]]
     assert checksum(tensor) != before
     assert checksum(tensor.to(torch.bfloat16)) != before
-
-
-def test_a_piece_arrives_as_it_was() -> None:
-    piece = Piece("a", 40, 3, 2, 5, -(2**62))
-    assert Piece.from_json(piece.to_json()) == piece
 
 
 @functools.lru_cache

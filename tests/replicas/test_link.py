@@ -15,15 +15,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
-from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.outbox import SentMessage
-from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks
-from ballonet.hooks.replicas.pending_send import LinkState
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
-from ballonet.hooks.replicas.wire import BYE, MESSAGE, WORDS, Header
+from ballonet.hooks.replicas.link import HEADER_BYTES, Header, Link, LinkState
+from ballonet.hooks.replicas.pair import GlooConnect, Store, TwoRanks
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0  # s, until a test is given up; nothing is said of how fast this machine is
@@ -97,8 +95,8 @@ def test_a_tensor_may_be_written_to_once_it_is_sent(store: Store, epoch: int) ->
 
 def test_what_cannot_be_sent_is_refused_at_once(store: Store, epoch: int) -> None:
     with linked(store, epoch) as (one, other):
-        with pytest.raises(ValueError, match="a tag has"):
-            one.send(torch.ones(1), "x" * 100)
+        with pytest.raises(ValueError, match="a header has 256 bytes"):
+            one.send(torch.ones(1), "x" * 250)
         with pytest.raises(ValueError, match="no plain bytes"):
             one.send(torch.ones(2, 2).to_sparse(), "sparse")
         with pytest.raises(ValueError, match="no plain bytes"):
@@ -117,41 +115,21 @@ def test_a_message_sent_before_the_link_is_formed_arrives(store: Store, epoch: i
     other.close()
 
 
-def overtaken(log: list[SentMessage]) -> list[tuple[str, int]]:
-    """For each urgent message how many bulk ones began between its being put and its beginning."""
-    bulk = [row for row in log if not row.urgent]
-    return [(row.tag, sum(row.put < each.begun < row.begun for each in bulk)) for row in log if row.urgent]
-
-
-def test_an_urgent_message_waits_for_one_chunk_at_most(store: Store, epoch: int) -> None:
+def test_states_do_not_wait_behind_bulk(store: Store, epoch: int) -> None:
+    """All of the bulk is queued first, and is on its way for longer than a state."""
     with linked(store, epoch) as (one, other):
-        chunk = torch.randn(2**18)
-        handles = [one.send(chunk, f"chunk {n}", check=True) for n in range(24)]
-        for number in range(8):
-            handles[2 * number].wait(LONG)
-            one.send(torch.full((4,), number), "activation", urgent=True)
-        assert [other.recv("activation", LONG)[0].item() for _ in range(8)] == list(range(8))
+        chunk = torch.randn(2**20)
         for number in range(24):
-            assert torch.equal(other.recv(f"chunk {number}", LONG), chunk)
-        handles[-1].wait(LONG)
-        eventually(lambda: len(one.log) == 32, "all are logged")
-        log = one.log
-        assert [row.tag for row in log if not row.urgent] == [f"chunk {n}" for n in range(24)]
-        assert len(overtaken(log)) == 8
-        assert all(count == 0 for _, count in overtaken(log))
-        waits = [row for row in log if row.urgent]
-        in_flight = [sum(each.begun < row.put < each.ended for each in log if not each.urgent) for row in waits]
-        assert max(in_flight) <= 1
-        print(f"activations waited {max(row.waited for row in waits) * 1e3:.2f} ms at most")
-
-
-def test_the_count_of_overtaken_messages_sees_one() -> None:
-    bulk = SentMessage("bulk", False, 1, put=1, begun=3, ended=4)
-    assert overtaken([bulk, SentMessage("late", True, 1, put=2, begun=5, ended=6)]) == [("late", 1)]
+            one.send(chunk + number, "chunk", check=True)
+        one.send(torch.ones(4), "state", urgent=True)
+        other.recv("state", LONG)
+        assert len(other._inbox["chunk"]) < 24
+        for number in range(24):
+            assert torch.equal(other.recv("chunk", LONG), chunk + number)
 
 
 class Wire:
-    """Carries tensors between two ends of a test. Whatever a test wants may be done to what is sent."""
+    """One group of a link between two ends of a test. Whatever a test wants may be done to what is sent."""
 
     def __init__(self, there: queue.Queue[torch.Tensor], back: queue.Queue[torch.Tensor]) -> None:
         self.there, self.back = there, back
@@ -188,13 +166,13 @@ class Wire:
 
 
 class Given:
-    """Connects to a wire that is there."""
+    """Connects to wires that are there: of states, and of bulk."""
 
-    def __init__(self, wire: TwoRanks) -> None:
-        self.wire = wire
+    def __init__(self, states: TwoRanks, bulk: TwoRanks | None = None) -> None:
+        self.wires = states, bulk or Wire.pair()[0]
 
-    def __call__(self) -> TwoRanks:
-        return self.wire
+    def __call__(self) -> tuple[TwoRanks, ...]:
+        return self.wires
 
     def cancel(self) -> None:
         pass
@@ -203,8 +181,7 @@ class Given:
         pass
 
 
-def words(header: Header) -> torch.Tensor:
-    return torch.tensor(header.encode())
+BYE = Header("", "uint8", (), 0)
 
 
 @contextmanager
@@ -222,8 +199,8 @@ def test_a_damaged_message_fails_alone(store: Store, epoch: int) -> None:
     with one_end() as (link, there):
         for number, wrong in ((1, False), (2, True), (3, False)):
             data = torch.full((8,), number, dtype=torch.uint8)
-            good = Header(MESSAGE, 5, "kv", "uint8", (8,), 8, checksum=zlib.crc32(data.numpy().data))
-            there.send(words(good))
+            good = Header("kv", "uint8", (8,), 8, checksum=zlib.crc32(data.numpy().data))
+            there.send(good.pack())
             there.send(data + 1 if wrong else data)
         assert link.recv("kv", LONG)[0].item() == 1
         with pytest.raises(ChecksumError, match="'kv' of replica 2 in epoch 5") as caught:
@@ -234,10 +211,10 @@ def test_a_damaged_message_fails_alone(store: Store, epoch: int) -> None:
 
 
 def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> None:
-    here, there = Wire.pair()
-    one = Link(Given(here), 5, 2, Wakeup(), tuning=TUNING)
-    other = Link(Given(there), 5, 1, Wakeup(), tuning=TUNING)
-    here.change = lambda tensor: tensor ^ 1 if tensor.dtype is torch.uint8 else tensor.clone()
+    (here, there), states = Wire.pair(), Wire.pair()
+    one = Link(Given(states[0], here), 5, 2, Wakeup(), tuning=TUNING)
+    other = Link(Given(states[1], there), 5, 1, Wakeup(), tuning=TUNING)
+    here.change = lambda tensor: tensor.clone() if tensor.numel() == HEADER_BYTES else tensor ^ 1
     one.send(torch.zeros(4, dtype=torch.int64), "kv", check=True)
     one.send(torch.zeros(1, dtype=torch.uint8), "unchecked")
     with pytest.raises(ChecksumError):
@@ -247,23 +224,14 @@ def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> No
     other.close()
 
 
-def test_messages_of_another_epoch_are_dropped() -> None:
-    with one_end() as (link, there):
-        for epoch in (4, 5, 6):
-            there.send(words(Header(MESSAGE, epoch, "state", "uint8", (1,), 1)))
-            there.send(torch.tensor([epoch], dtype=torch.uint8))
-        there.send(words(Header(MESSAGE, 5, "end", "uint8", (0,), 0)))
-        link.recv("end", LONG)
-        assert link.recv("state", LONG).tolist() == [5]
-        assert not link.has("state")
-        assert link.stale == 2
-
-
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        (torch.zeros(WORDS, dtype=torch.int64), "no header"),
-        (words(Header(MESSAGE, 5, "x", "float32", (3,), 0)), "0 bytes are no float32 tensor of shape"),
+        (torch.zeros(HEADER_BYTES, dtype=torch.uint8), "no header"),
+        (torch.full((HEADER_BYTES,), 255, dtype=torch.uint8), "no header"),
+        (Header("x", "float32", (3,), -1).pack(), "it is damaged"),
+        (Header("x", "float33", (3,), 0).pack(), "it is damaged"),
+        (Header("x", "float32", (3,), 0).pack(), "0 bytes are no float32 tensor of shape"),
     ],
 )
 def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> None:
@@ -287,9 +255,9 @@ def test_what_comes_just_before_the_end_is_taken_before_it() -> None:
             def __exit__(self, *_: object) -> None:
                 lock.release()
                 link._lock = lock
-                there.send(words(Header(MESSAGE, 5, "last", "uint8", (1,), 1)))
+                there.send(Header("last", "uint8", (1,), 1).pack())
                 there.send(torch.ones(1, dtype=torch.uint8))
-                there.send(words(Header(BYE, 5)))
+                there.send(BYE.pack())
                 eventually(lambda: link.error, "it is closed")
 
         link._lock = Comes()  # type: ignore[assignment]
@@ -301,35 +269,20 @@ def test_what_comes_just_before_the_end_is_taken_before_it() -> None:
 
 def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
     with one_end() as (link, there), one_end() as (bystander, across):
-        link.send(torch.ones(1), "sent").wait(LONG)
-        there.send(words(Header(MESSAGE, 5, "came", "uint8", (1,), 1)))
+        link.send(torch.ones(1), "sent", urgent=True)
+        there.back.get(timeout=LONG)
+        there.send(Header("came", "uint8", (1,), 1).pack())
         there.send(torch.ones(1, dtype=torch.uint8))
         eventually(lambda: link.has("came"), "it came")
-        link._pair.close()  # type: ignore[union-attr]
+        link._pairs[0].close()
         eventually(lambda: link.state is LinkState.LOST, "it is lost")
         assert link.recv("came", LONG).tolist() == [1]  # what was here before stays
         with pytest.raises(LinkError, match=r"replica 2 in epoch 5 is lost: RuntimeError: Connection closed by peer\."):
             link.recv("never", LONG)
         with pytest.raises(LinkError):
             link.send(torch.ones(1), "after")
-        across.send(words(Header(MESSAGE, 5, "fine", "uint8", (0,), 0)))
+        across.send(Header("fine", "uint8", (0,), 0).pack())
         assert bystander.recv("fine", LONG).shape == (0,)
-
-
-def test_what_waits_to_be_sent_fails_with_the_link() -> None:
-    class Stuck(Wire):
-        def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
-            self.closed.wait(LONG)
-            raise RuntimeError("closed while it was sent")
-
-    link = Link(Given(Stuck(queue.Queue(), queue.Queue())), 5, 2, Wakeup(), tuning=replace(TUNING, linger=0.05))
-    handles = [link.send(torch.ones(1), "bulk") for _ in range(3)]
-    with pytest.raises(NoAnswer, match="'bulk'"):
-        handles[0].wait(0.05)
-    link.close()
-    for handle in handles:
-        with pytest.raises(LinkClosed):
-            handle.wait(LONG)
 
 
 def test_who_waits_for_a_link_hears_the_control_plane_and_the_deadline() -> None:
@@ -369,7 +322,7 @@ def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None
     """An end that comes too late finds that the link was given up."""
     one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Wakeup(), tuning=TUNING)
     one.close()
-    assert not one._sender.is_alive()
+    assert one.finished
     late = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Wakeup(), tuning=TUNING)
     with pytest.raises(LinkError, match="given up"):
         late.recv("state", LONG)
@@ -409,7 +362,7 @@ def test_links_leave_nothing_behind(store: Store, epoch: int) -> None:
             one.send(torch.ones(100), "kv")
             other.recv("kv", LONG)
             if turn == 5:
-                one._pair.close()  # type: ignore[union-attr]
+                one._pairs[0].close()
                 eventually(lambda: other.state is LinkState.LOST, "the other end hears it")
     eventually(lambda: there()[0] <= files, f"there were {files} open files")
     eventually(lambda: [*there()[1:]] == before, f"there was {before}, and is {there()}")
@@ -420,8 +373,39 @@ def test_a_bye_that_is_not_answered_does_not_hold_up_who_goes() -> None:
     link = Link(Given(here), 5, 2, Wakeup(), tuning=replace(TUNING, linger=0.05))
     eventually(lambda: link.state is LinkState.OPEN, "it is open")
     link.begin_close()
-    assert Header.decode(there.back.get(timeout=LONG).tolist()).kind == BYE
+    assert Header.unpack(there.back.get(timeout=LONG)) == BYE
     link.close()
     assert here.closed.is_set()
-    link._receiver.join(LONG)
-    assert not link._receiver.is_alive()
+    eventually(lambda: link.finished, "its threads end")
+
+
+@given(
+    st.builds(
+        Header,
+        tag=st.text(max_size=20),
+        dtype=st.sampled_from(["float32", "bfloat16", "uint8", "float8_e4m3fn"]),
+        shape=st.lists(st.integers(0, 2**40), max_size=8).map(tuple),
+        nbytes=st.integers(0, 2**50),
+        direct=st.booleans(),
+        checksum=st.none() | st.integers(0, 2**32 - 1),
+    )
+)
+def test_header_arrives_as_it_was_sent(header: Header) -> None:
+    packed = header.pack()
+    assert (packed.dtype, packed.shape) == (torch.uint8, (HEADER_BYTES,))
+    assert Header.unpack(packed) == header
+
+
+def test_group_of_bulk_that_is_cut_alone_loses_the_link() -> None:
+    states, bulk = Wire.pair(), Wire.pair()
+    ends = [
+        Link(Given(*wires), 5, peer, Wakeup(), tuning=replace(TUNING, linger=0.05))
+        for peer, wires in zip((2, 1), zip(states, bulk, strict=True), strict=True)
+    ]
+    eventually(lambda: all(end.state is LinkState.OPEN for end in ends), "both are open")
+    bulk[0].close()
+    with pytest.raises(LinkError, match="Connection closed by peer"):
+        ends[0].recv("kv", LONG)
+    assert ends[0].state is LinkState.LOST
+    for end in ends:
+        end.close()

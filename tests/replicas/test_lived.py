@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.replicas.decision_file import read_decisions
-from ballonet.hooks.replicas.fleet_state import FleetState
+from ballonet.hooks.replicas.recording import read_decisions
+from ballonet.hooks.replicas.supervisor import FleetState
 from ballonet.hooks.whatif.replicas.drop_policy import DropPolicy
 from ballonet.hooks.whatif.replicas.fault_player import play_faults
 from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from ballonet.hooks.replicas.microbatch_plan import Answer, Chunk, MicrobatchPlan, Passing, Sampling
+from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Piece
+from ballonet.hooks.replicas.microbatch_plan import (
+    Answer,
+    Chunk,
+    MicrobatchPlan,
+    Passing,
+    Sampling,
+    record_of,
+    tensor_of,
+)
+from ballonet.hooks.replicas.requests import Request
+from ballonet.offload.policy.replicas.groups import Group, Span
+
+GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))
 
 
 def test_records_arrive_as_they_were() -> None:
@@ -16,12 +29,11 @@ def test_records_arrive_as_they_were() -> None:
         ("c",),
         ("d", "e"),
     )
-    assert MicrobatchPlan.from_json(plan.to_json()) == plan
-    assert MicrobatchPlan.from_json(MicrobatchPlan(0, 0).to_json()) == MicrobatchPlan(0, 0)
     passing = Passing(2, 7, (("a", 1),), (40, 50), 2)
-    assert Passing.from_json(passing.to_json()) == passing
     answer = Answer(2, 7, (("b", 12),), (("a", 1),), (40, 50, 60))
-    assert Answer.from_json(answer.to_json()) == answer
+    handed = HandedOver(2, GROUP, (Handed(Request("a", (1, 2), 5, Sampling(7, 0.5), (9,), (4,)), 4, 1),))
+    for record in (plan, MicrobatchPlan(0, 0), passing, answer, handed, Piece("a", 40, 3, 2, 5, -(2**62))):
+        assert record_of(tensor_of(record), type(record)) == record
 
 
 def test_a_chunk_samples_the_token_behind_it() -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from ballonet.hooks.replicas.link import Link
+from ballonet.hooks.replicas.channel import Wakeup
+from ballonet.hooks.replicas.link import Link, LinkState
 from ballonet.hooks.replicas.nccl import NcclConnect, NcclPair
-from ballonet.hooks.replicas.pair import GlooConnect, GlooPair
-from ballonet.hooks.replicas.pending_send import LinkState
-from ballonet.hooks.replicas.store import Store
-from ballonet.hooks.replicas.wakeup import Wakeup
+from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, Store
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0
@@ -189,9 +187,11 @@ def test_both_ends_send_at_once_and_nothing_is_outstanding_where_a_link_idles(st
 def test_two_replicas_on_one_gpu_or_without_any_use_gloo(store: Store, gpus: tuple[str, str]) -> None:
     epoch, all_ = next(EPOCHS), Communicators()
     found = formed(*connects(store, epoch, all_, gpus))
-    assert all(isinstance(each, GlooPair) and not each.direct for each in found)
-    for each in found:
-        each.close()
+    pairs = [pair for pairs in found for pair in pairs]
+    assert len(pairs) == 4
+    assert all(isinstance(pair, GlooPair) and not pair.direct for pair in pairs)
+    for pair in pairs:
+        pair.close()
 
 
 def test_what_one_end_forms_alone_leaves_no_key(store: Store) -> None:
@@ -199,13 +199,13 @@ def test_what_one_end_forms_alone_leaves_no_key(store: Store) -> None:
     before = store.keys()
     ends = connects(store, epoch, all_, ("GPU-a", "GPU-b"))
     pairs = formed(*ends)
-    for way in ("there", "back"):  # as NCCL's own forming does
+    for way in ("states/there", "states/back", "bulk/there", "bulk/back"):  # as NCCL's own forming does
         store.set(f"epoch/{epoch}/link/1-2/{way}/0", "id")
     for end in ends:
         end.delete_keys()
     assert store.keys() == before
-    for each in pairs:
-        each.close()
+    for pair in (*pairs[0], *pairs[1]):
+        pair.close()
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def pair(store: Store) -> Iterator[tuple[NcclPair, Communicators, list[float]]]:
     """One end, whose other end submits nothing; and the time of its clock."""
     all_, now = Communicators(), [0.0]
     epoch = next(EPOCHS)
-    control = formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))
+    control = [pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))]
     groups = [all_.make(store, way, 0, LONG) for way in ("out", "into")]
 
     def clock() -> float:
@@ -251,7 +251,7 @@ def test_an_error_of_an_operation_is_raised(
 
 def test_close_ends_an_operation_that_waits_and_aborts_both_ways(store: Store) -> None:
     all_, epoch = Communicators(), next(EPOCHS)
-    control = formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))
+    control = [pairs[0] for pairs in formed(*(GlooConnect(store, epoch, *each, LONG) for each in ((1, 2), (2, 1))))]
     groups = [all_.make(store, way, 0, LONG) for way in ("out", "into")]
     found = NcclPair(control[0], *groups, 1, lambda: all_.streams.entered("pair"), CPU, LONG)
     raised: list[str] = []

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ballonet.hooks.replicas.messages import Seen, decoded, encoded
-from ballonet.hooks.replicas.notes import Notes, machine
-from ballonet.hooks.replicas.recording import Recording
+from ballonet.hooks.replicas.recording import Notes, Recording, machine
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.timeline.fleet import REQUESTS, Bar, FleetMark, FleetRecording, as_trace, write
 
@@ -68,7 +67,7 @@ def test_requests_wait_and_answer_and_too_many_bars_are_counted() -> None:
 
 def test_what_is_seen_goes_over_as_text() -> None:
     seen = Seen("machine", 1.5, (("epoch", "one", 1.0, 3.0),))
-    assert decoded(encoded(seen)) == seen
+    assert decoded(encoded(seen)) == (seen,)
 
 
 RECORDING = FleetRecording(

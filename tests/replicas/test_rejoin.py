@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ballonet.hooks.replicas.fault_injection import Fault
+from ballonet.testing.replica_faults import Fault
 
 from .fleet import EAGER, LAYERS, NEEDS_ALL, SECRET, Fleet, Stock, answered, arguments, made, serving
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.replicas.handover import Handed, HandedOver
-from ballonet.hooks.replicas.messages import Hello, Message, Start, Told, decoded, encoded
+from ballonet.hooks.replicas.client_requests import RepeatedOtherwise, RequestLedger
+from ballonet.hooks.replicas.messages import (
+    Fingerprint,
+    Hello,
+    Join,
+    JoinRefusal,
+    Message,
+    Start,
+    Told,
+    Welcome,
+    decoded,
+    encoded,
+)
 from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.request_ledger import RepeatedOtherwise, RequestLedger
 from ballonet.hooks.replicas.requests import Request
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -22,7 +33,9 @@ MESSAGES: list[Message] = [
     Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
     Start(3, REQUEST, 2),
     Told("a", 2, 1, (4, 5), "a reason"),
-    HandedOver(2, GROUP, (Handed(REQUEST, 4, 1),)),
+    Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")),
+    Welcome(3, 29400),
+    JoinRefusal(("torch is 2.12.0, not 2.13.0",)),
     actions.Prepare(4, (GROUP,), (Pull(2, 3, None), Pull(2, 4, 0))),
     actions.Commit(4, (("a", 2),)),
     actions.Discard(4, events.Reason.HOST_MEMORY),
@@ -32,13 +45,16 @@ MESSAGES: list[Message] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_arrive_as_they_were_sent(message: Message) -> None:
-    assert decoded(encoded(message)) == message
+    assert decoded(encoded(message, message)) == (message, message)
 
 
-@pytest.mark.parametrize("text", ['{"": "Told"}', '{"": "Request_"}', "[", '{"": "Start", "epoch": 1, "more": 2}'])
-def test_what_is_no_message_is_a_typed_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"message|Expecting"):
-        decoded(text)
+@pytest.mark.parametrize(
+    "packed",
+    [b"", b"nothing", encoded(MESSAGES[0])[:-1], msgspec.msgpack.encode([{"type": "Unheard"}]), b"\x91" * 100_000],
+)
+def test_bytes_that_are_no_message_raise_value_error(packed: bytes) -> None:
+    with pytest.raises(ValueError, match="no message of this version"):
+        decoded(packed)
 
 
 def test_a_request_is_there_once() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ballonet.hooks.replicas.follower import sample, uniform
 from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.sampling import sample, uniform
 
 VOCABULARY = 97
 

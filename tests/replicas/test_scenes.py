@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.microbatch_split import Piece, Size
+from ballonet.hooks.replicas.microbatch_plan import Piece, Sampling, Size
+from ballonet.hooks.replicas.replica_model import SpanRunner
 from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.span_runner import SpanRunner
 
 from ..models import build
 from ..serving.batches import prompts

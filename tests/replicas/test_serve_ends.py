@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.hooks.replicas import fault_injection
+from ballonet.testing import replica_faults
 
 from .fleet import NEEDS_ALL, Asked, drawn, made, post
 from .processes import ENVIRONMENT, free_port, wait
@@ -113,7 +113,7 @@ def test_nothing_is_left(
     file = tmp_path / "faults"
     if phase == "as a group is prepared":  # which lasts: a member stands still
         monkeypatch.setenv("BALLONET_REPLICA_FAULTS", str(file))
-        fault_injection.write(file, [fault_injection.Fault(0, "hear Prepare", 1, "stop")])
+        replica_faults.write(file, [replica_faults.Fault(0, "hear Prepare", 1, "stop")])
     with running(model, tmp_path) as program, ThreadPoolExecutor(32) as pool:
         answers = []
         if phase == "as they load":
@@ -124,7 +124,7 @@ def test_nothing_is_left(
             answers = [pool.submit(begin, asked, program) for asked in drawn(32, new=200)]
             program.wait(lambda: program.figure("ballonet_replica_requests") > 16)
         if phase == "as a group is prepared":
-            program.wait(fault_injection.done(file).exists)
+            program.wait(replica_faults.done(file).exists)
         if phase == "in a pipeline":  # KV of requests is still exchanged
             program.wait(lambda: "holds layers 0 to 3" in program.said())
         if phase == "as layers come home":

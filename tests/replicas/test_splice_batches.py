@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import ballonet
 from ballonet.allocator import devices
 from ballonet.hooks.splice import proof
-from ballonet.hooks.splice.results import Hidden, Logits
+from ballonet.hooks.splice.forms import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy.replicas.groups import Span
 

@@ -17,7 +17,7 @@ from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.managed import managed_as, residency_of
 from ballonet.hooks.splice.elsewhere import Elsewhere
-from ballonet.hooks.splice.results import Hidden, Logits
+from ballonet.hooks.splice.forms import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.offload.policy import plan
 from ballonet.offload.policy.replicas.groups import Span

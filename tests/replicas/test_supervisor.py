@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
-from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller

@@ -9,15 +9,13 @@ import pytest
 import ballonet
 from ballonet.allocator import devices
 from ballonet.hooks.device import governors
-from ballonet.hooks.replicas.group_settings import GroupSettings
+from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
-from ballonet.hooks.replicas.replica_model import ReplicaModel
+from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
 from ballonet.hooks.replicas.replica_setup import ReplicaSetup
-from ballonet.hooks.replicas.spliced_layers import SplicedLayers
-from ballonet.hooks.replicas.wakeup import Wakeup
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.tuning import DEFAULT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from .drop_gate import Verdict
 from .events import Reason
@@ -10,13 +10,11 @@ from .groups import Group
 from .restore_plan import Pull
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all actions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch(Action):
+class Dispatch(Action, frozen=True):
     """The request starts in a group."""
 
     request: str
@@ -24,23 +22,20 @@ class Dispatch(Action):
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Hold(Action):
+class Hold(Action, frozen=True):
     """The request waits at the supervisor: no group takes requests now."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse(Action):
+class Refuse(Action, frozen=True):
     """The request ends with an error."""
 
     request: str
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(Action):
+class Cancel(Action, frozen=True):
     """The group ends the request with its next plan of an iteration, on all stages."""
 
     request: str
@@ -48,8 +43,7 @@ class Cancel(Action):
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute(Action):
+class Recompute(Action, frozen=True):
     """The requests start anew in a group, from what the ledger has: prompt and delivered tokens."""
 
     requests: tuple[str, ...]
@@ -57,8 +51,7 @@ class Recompute(Action):
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare(Action):
+class Prepare(Action, frozen=True):
     """Members of the groups prepare an epoch while they serve. `pulls`: layers needed for spans that do not lie inside
     the old ones."""
 
@@ -67,8 +60,7 @@ class Prepare(Action):
     pulls: tuple[Pull, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Commit(Action):
+class Commit(Action, frozen=True):
     """Members enter the epoch between two iterations: drop layers, exchange KV, and run as a pipeline; or, after a
     restore, each alone. `homes`: the member that the KV of each request goes to, where groups end."""
 
@@ -76,47 +68,41 @@ class Commit(Action):
     homes: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Discard(Action):
+class Discard(Action, frozen=True):
     """The prepared epoch is given up. Nothing was dropped."""
 
     epoch: int
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Alone(Action):
+class Alone(Action, frozen=True):
     """The replica is alone in a new epoch at once, without KV: layers that it lacks stream from their backing."""
 
     epoch: int
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartRestore(Action):
+class StartRestore(Action, frozen=True):
     """Members pull layers, in this order, behind activations. Layers that have arrived are skipped."""
 
     epoch: int
     pulls: tuple[Pull, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fence(Action):
+class Fence(Action, frozen=True):
     """The replica's messages are ignored from now on; its process is ended if it can be reached."""
 
     member: int
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoin(Action):
+class Rejoin(Action, frozen=True):
     """The replica, which is no member any more, drops all KV and requests and joins as a new one."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Decline(Action):
+class Decline(Action, frozen=True):
     """No drop: the next rung of the ladder has to find memory. `verdict`: the prediction, for NO_GAIN."""
 
     reason: Reason

@@ -2,9 +2,9 @@
 
 Note [Log of decisions]
     The supervisor of a server and the simulation write the same JSON lines: first a `Setup`, then a `Decision` for each
-    event, with `epoch`, `event` and `actions` (json_values.py). The controller reads no clock and draws no random
-    number, so another one with the same setup that gets the logged events at their times takes the logged actions. So a
-    decision of a server can be examined afterwards, and a changed policy compared with it.
+    event, with `epoch`, `event` and `actions`; `type` names the class of each. The controller reads no clock and
+    draws no random number, so another one with the same setup that gets the logged events at their times takes the
+    logged actions. So a decision of a server can be examined afterwards, and a changed policy compared with it.
 
     A long log is cut into files. A later file begins with `Continued` and the setup again: it can be read alone, but
     replayed only after the earlier files, as the state of its controller at that point is not written down.
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import Any, Final, Union
+
+import msgspec
+from msgspec import Struct
 
 from ..tuning import Replicas as Tuning
 from .actions import Action
@@ -22,11 +25,9 @@ from .chunk_cost import ChunkCost
 from .controller import Controller
 from .demand import KVSize
 from .events import Event
-from .json_values import from_plain, to_plain
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(Struct, frozen=True):
     """The arguments of `Controller`."""
 
     pages: tuple[int, ...]
@@ -40,8 +41,7 @@ class Setup:
         return Controller(self.pages, self.kv, self.cost, self.tuning, self.page_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """One event, and the `actions` that the controller returned, in order. `epoch`: its latest epoch number then."""
 
     epoch: int
@@ -49,13 +49,14 @@ class Decision:
     actions: tuple[Action, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Continued:
+class Continued(Struct, frozen=True, forbid_unknown_fields=True):
     """The first entry of a later file of a log: how many `decisions` the earlier files have."""
 
     decisions: int
 
 
+EVENTS: Final[Any] = Union[tuple(Event.__subclasses__())]  # noqa: UP007 (made of a list)
+ACTIONS: Final[Any] = Union[tuple(Action.__subclasses__())]  # noqa: UP007
 Entry = Setup | Decision | Continued
 Note = Callable[[Entry], object]  # is given each entry of a log, in order
 
@@ -69,16 +70,19 @@ def decide(controller: Controller, event: Event, note: Note) -> tuple[Action, ..
 
 def to_line(entry: Entry) -> str:
     """Returns the entry as a line of JSON, without the line end."""
-    return json.dumps({name: to_plain(getattr(entry, name)) for name in _FIELDS[type(entry)]})
+    return json.dumps(msgspec.to_builtins(entry))  # of Python, as msgspec writes an infinite number of seconds as null
 
 
 def from_line(text: str) -> Entry:
     """Returns the entry of a line, the inverse of `to_line`. ValueError: no entry of this version."""
     try:
-        found = {name: from_plain(value) for name, value in json.loads(text).items()}
-        kind = Decision if "event" in found else Continued if "decisions" in found else Setup
-        return kind(**found)
-    except (KeyError, TypeError, AttributeError) as error:
+        fields = json.loads(text)
+        if "event" in fields:
+            event = msgspec.convert(fields["event"], EVENTS)
+            return Decision(fields["epoch"], event, msgspec.convert(fields["actions"], tuple[ACTIONS, ...]))
+        kind: type[Continued | Setup] = Continued if "decisions" in fields else Setup
+        return msgspec.convert(fields, kind)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"{text[:80]!r} is no line of a log of this version: {error!r}") from None
 
 
@@ -100,6 +104,3 @@ def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
             raise ValueError("a log is of one controller")
         actions = tuple(controller.on(each.event))
         yield each, Decision(controller.epoch, each.event, actions)
-
-
-_FIELDS = {each: each.__dataclass_fields__ for each in (Setup, Decision, Continued)}

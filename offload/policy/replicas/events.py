@@ -5,8 +5,9 @@ Events from a replica carry its epoch: those of an earlier epoch are ignored (fe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 
 class Reason(Enum):
@@ -28,35 +29,30 @@ class Reason(Enum):
     LIVES = "replicas were lost too often while they computed it"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all events. `at`: when it was noticed, in seconds."""
 
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tick(Event):
+class Tick(Event, frozen=True):
     """A period has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joined(Event):
+class Joined(Event, frozen=True):
     """A replica has joined, with all weights and no KV. `pages`: that it has for layers and KV together."""
 
     member: int
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost(Event):
+class Lost(Event, frozen=True):
     """The process of a replica has ended, or can no longer be reached."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Suspected(Event):
+class Suspected(Event, frozen=True):
     """The link of `by` to `of` failed in an epoch."""
 
     epoch: int
@@ -64,8 +60,7 @@ class Suspected(Event):
     of: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load(Event):
+class Load(Event, frozen=True):
     """A replica's load and heartbeat. Pages for KV: `used`, `free`; `pending`: of prompts queued in its group, as
     demand.prompt_pages counts them; the first stage reports for all. `progress`: iterations of its main loop."""
 
@@ -77,8 +72,7 @@ class Load(Event):
     progress: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived(Event):
+class Arrived(Event, frozen=True):
     """A new request. Tokens: of its `prompt`, and `new` that it is expected to generate."""
 
     request: str
@@ -86,22 +80,19 @@ class Arrived(Event):
     new: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finished(Event):
+class Finished(Event, frozen=True):
     """A request has all its tokens."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Left(Event):
+class Left(Event, frozen=True):
     """The client of a request is gone."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Damaged(Event):
+class Damaged(Event, frozen=True):
     """KV of a request arrived with a wrong checksum."""
 
     epoch: int
@@ -109,16 +100,14 @@ class Damaged(Event):
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared(Event):
+class Prepared(Event, frozen=True):
     """A member has everything that the epoch needs: links, pages, host copies."""
 
     epoch: int
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareFailed(Event):
+class PrepareFailed(Event, frozen=True):
     """A member cannot prepare the epoch, and stays in its present one."""
 
     epoch: int
@@ -126,32 +115,28 @@ class PrepareFailed(Event):
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Committed(Event):
+class Committed(Event, frozen=True):
     """A member has entered the epoch."""
 
     epoch: int
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanged(Event):
+class Exchanged(Event, frozen=True):
     """A member has all KV that belongs to its span."""
 
     epoch: int
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Restored(Event):
+class Restored(Event, frozen=True):
     """A member has pulled all layers that it was told to pull."""
 
     epoch: int
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class PullFailed(Event):
+class PullFailed(Event, frozen=True):
     """A member could not pull layers."""
 
     epoch: int

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         metavar="N",
         type=arguments.whole(0, 4096),
         help="replicas of the one model on this machine, each with the budget, which drop layers for KV in a burst; 0: "
-        "only others join. Each rank of torchrun is one",
+        "only others join",
     )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="where replicas of other machines join (default: this machine only)"
@@ -111,12 +111,10 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     if where is not None and where.hosts:
         return serve_replicas.server(args, where, address, say)
     for name, why in (("log", "writes what their controller decides"), ("silent", "says when one of them is lost")):
-        if vars(args)[name] is not None and (where is None or where.rank is None):
+        if vars(args)[name] is not None:
             raise ConfigError(f"--{name} is of the server that has --replicas: it {why}")
     if args.costs is not None and where is None:
         raise ConfigError("--costs is of replicas, whose batches it says the times of: give --replicas")
-    if where is not None:
-        serve_replicas.begin(where, args)
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
     page_size = args.page_size or _page_size(args.models, args.budget)

@@ -1,22 +1,21 @@
-"""`ballonet serve` with replicas: `--replicas`, `--join`, and ranks of torchrun."""
+"""`ballonet serve` with replicas: `--replicas` and `--join`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..allocator.config import Config, change_environment, environment
-from ..allocator.errors import ConfigError
+from ..allocator.config import Config, environment
+from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
 
 if TYPE_CHECKING:
-    from ..hooks.replicas.placement import Placement
     from ..hooks.server.application import Address
     from ..offload.policy.replicas.chunk_cost import ChunkCost
 
@@ -25,13 +24,18 @@ STARTED: Final = "BALLONET_REPLICA_STARTED"
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
+class Placement(NamedTuple):
+    """The supervisor's `host` and `port` (0: any free port). `hosts`: this process starts it, else it joins it."""
+
+    host: str
+    port: int
+    hosts: bool
+
+
 def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None:
     """Where the server is that this process is a replica of, or that it starts; None: neither. ConfigError."""
-    launched = bool(environment().get("RANK"))
-    if args.join is None and args.replicas is None and not launched:
+    if args.join is None and args.replicas is None:
         return None
-    from ..hooks.replicas.placement import placement
-
     if len(args.models) > 1:
         raise ConfigError("replicas are of one model: start a server for each")
     if options.prefix_cache or options.prefix_dir is not None:
@@ -39,46 +43,41 @@ def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None
             "replicas share no prefixes between requests, as each stage of a group would forget other blocks: leave "
             "prefix_cache and prefix_dir out, or serve without replicas"
         )
-    if args.join is not None or launched:
-        found = placement(environment(), args.join)
-        if found.size is not None and args.replicas not in (None, found.size):
-            raise ConfigError(
-                f"--replicas is {args.replicas}, but torchrun starts {found.size} processes, each of which is a "
-                "replica: leave it out"
-            )
+    if args.join is not None:
+        found = Placement(*_address("--join", args.join), hosts=False)
+    elif args.listen is not None:
+        found = Placement(*_address("--listen", args.listen), hosts=True)
     else:
-        found = replace(placement({}, args.listen or "127.0.0.1:1"), hosts=True)
-        found = found if args.listen is not None else replace(found, port=0)
-    if environment().get(SECRET) is None and not (found.hosts and found.rank is None and found.host in LOCAL):
+        found = Placement(LOCAL[0], 0, hosts=True)
+    if environment().get(SECRET) is None and not (found.hosts and found.host in LOCAL):
         raise ConfigError(f"whoever reaches {found.host} could join: set {SECRET}, here and for the other replicas")
     return found
 
 
-def begin(where: Placement, args: argparse.Namespace) -> None:
-    """Makes this process a replica, before it looks for a GPU; see placement.py, Note [Ranks of torchrun]. All ranks
-    have the same arguments, of which the file of the timeline is for rank 0."""
-    if where.rank is None:
-        return
-    args.timeline = None
-    from ..hooks.replicas.placement import as_replica
-
-    change_environment(as_replica(environment(), where.local or 0, _devices()))
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
+def _address(option: str, text: str) -> tuple[str, int]:
+    """Host and port of "HOST:PORT", or "[HOST]:PORT" for IPv6. ConfigError."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(f"{option} is {text!r}, which is no HOST:PORT such as node0:29400 or [fe80::1]:29400")
+    return host, int(port)
 
 
 def server(
     args: argparse.Namespace, where: Placement, address: Address, say: Callable[[str], None]
 ) -> Callable[[], None]:
     """Starts the replicas of one model on this machine, and returns what serves them."""
-    from ..hooks.replicas.replica_server import Fleet, ReplicaServer
+    try:
+        from ..hooks.replicas.replica_server import Fleet, ReplicaServer
+    except ModuleNotFoundError as error:
+        raise ManageError(f"replicas need {error.name}: pip install 'ballonet[replicas]'") from error
     from ..offload.policy.tuning import DEFAULT
 
-    here, devices = 1 if where.rank is not None else int(args.replicas), _devices()
-    if where.rank is None and here:
+    here, devices = int(args.replicas), _devices()
+    if here:
         args.budget = _budget_of_each(args, here, devices)
     cost = _cost(args.costs)
-    fleet = Fleet(here, _forwarded(args), where, devices, environment().get(SECRET), cost)
+    fleet = Fleet(here, _forwarded(args), where.host, where.port, devices, environment().get(SECRET), cost)
     tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
     found = ReplicaServer(args.models[0], fleet, address, say, tuning=tuning, log=args.log, timeline=args.timeline)
     if args.costs is not None and cost is None and found.cost is not None:
@@ -99,11 +98,27 @@ def replica(
     from ..hooks.replicas.process import run
 
     name, secret, cost = args.models[0], environment().get(SECRET), _cost(args.costs)
+    faults, attach = Config.from_env().replica_faults, None
+    if faults is not None:
+        from ..testing.replica_faults import attach_faults
+
+        attach = partial(attach_faults, faults)
 
     def serve() -> None:
         told = environment().get(STARTED)
         try:
-            run(name, devices.require(), options, where, secret, say, started=told, cost=cost, **batching)
+            run(
+                name,
+                devices.require(),
+                options,
+                *where[:2],
+                secret,
+                say,
+                started=told,
+                cost=cost,
+                attach=attach,
+                **batching,
+            )
         except ReplicaError as error:
             say(str(error))
             sys.exit(2)

@@ -95,10 +95,13 @@ def _whatif(args: argparse.Namespace) -> None:
 
 def _replicas(args: argparse.Namespace) -> None:
     """Several replicas of one model, by policy."""
-    from ..hooks.replicas.decision_file import DecisionFile
-    from ..hooks.whatif.replicas.faults import check_faults, read_faults
-    from ..hooks.whatif.replicas.fleet import Shape, VirtualFleet
-    from ..hooks.whatif.replicas.run import POLICIES, checked, run
+    try:
+        from ..hooks.replicas.recording import DecisionFile
+        from ..hooks.whatif.replicas.faults import check_faults, read_faults
+        from ..hooks.whatif.replicas.fleet import Shape, VirtualFleet
+        from ..hooks.whatif.replicas.run import POLICIES, checked, run
+    except ModuleNotFoundError as error:
+        raise ManageError(f"replicas need {error.name}: pip install 'ballonet[replicas]'") from error
 
     if len(args.model) > 1 or len(args.trace) > 1 or args.ask or args.turns is not None or args.shrink > 1:
         args.wrong("--replicas takes one model and one trace, and no --turns, --ask and --shrink")

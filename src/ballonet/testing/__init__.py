@@ -43,7 +43,7 @@ def environment(
     `chaos`: a seed; pages of weights and KV move at random while models run. `fault`: "cuMemMap:7", the seventh such
     call of the driver fails, once; "cuMemMap=700:7", with that CUresult; several with commas between them. `link`, and
     `peer_link` to and from the peer: bandwidth of the stand-in's copies, "2GB/s"; `link_latency`: added to each of
-    them, "10us". `replica_faults`: a file, see hooks/replicas/fault_injection.py. ConfigError where one is not
+    them, "10us". `replica_faults`: a file, see testing/replica_faults.py. ConfigError where one is not
     understood.
     """
     given = {

@@ -5,7 +5,7 @@ Note [Points]
     (a message from or to the supervisor), `send X` and `take X` (a tensor with this tag on a link). The file lists
     faults: at which count of which point, on which replica. It may be rewritten while replicas run; counts then start
     anew. So the same file and the same requests fail a replica at the same place. Replicas without such a file have
-    none of this: process.py adds the wrappers.
+    none of this: `attach_faults` is given to hooks/replicas/process.py.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from .link import Link
-from .messages import Message
-from .pending_send import PendingSend
-from .replica_setup import SupervisorChannel
-from .span_runner import RunsLayers, States
+from ..hooks.replicas.channel import SupervisorChannel
+from ..hooks.replicas.link import Link
+from ..hooks.replicas.messages import Message
+from ..hooks.replicas.replica_model import RunsLayers, States
 
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 HOW: Final = (*_SIGNALS, "cut", "damage")
@@ -147,7 +147,7 @@ class FaultyLink(Link):
         self._faults = faults
         super().__init__(*args, **kwargs)
 
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> PendingSend:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool = False, check: bool = False) -> None:
         """Sends a copy of a tensor, see Link."""
         how = self._faults.at(f"send {tag}")
         if how == "cut":
@@ -155,7 +155,7 @@ class FaultyLink(Link):
         if how == "damage":
             tensor = tensor.detach().clone()
             tensor.view(torch.uint8).flatten()[0] ^= 1
-        return super().send(tensor, tag, urgent, check)
+        super().send(tensor, tag, urgent, check)
 
     def take(self, tag: str) -> torch.Tensor | None:
         """Removes and returns the next tensor of this tag, see Link."""
@@ -163,3 +163,11 @@ class FaultyLink(Link):
         if found is not None and self._faults.at(f"take {tag}") == "cut":
             self._lose("a fault has cut it")
         return found
+
+
+def attach_faults(
+    path: Path, me: int, runs: RunsLayers, supervisor: SupervisorChannel
+) -> tuple[RunsLayers, SupervisorChannel, Callable[..., Link]]:
+    """Returns what replica `me` runs with, with the faults of a file; see hooks/replicas/process.py."""
+    faults = Faults(path, me)
+    return FaultyLayers(runs, faults), FaultyChannel(supervisor, faults), partial(FaultyLink, faults)

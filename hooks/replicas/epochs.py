@@ -1,0 +1,390 @@
+"""The epochs of a replica: the present one with its stage, links and requests, and the change to the next one.
+
+Note [Entering an epoch]
+    A committed epoch is entered in steps. The first stage of the old group plans nothing new; once nothing is in flight
+    it sends its requests to all replicas concerned (kv_exchange.py). A replica enters once it has that from its own
+    first stage: it drops the layers outside of its new span, makes a cache for those inside, and hands over its KV.
+    If that fails the replica leaves all groups: the supervisor has the requests. So, too, where layers cannot be
+    dropped after all, as their file was written to after the preparation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from ...allocator.errors import BallonetError, DropRefused, PoolExhausted, WeightsFileChanged
+from ...offload.policy.replicas import actions, events
+from ...offload.policy.replicas.events import Reason
+from ...offload.policy.replicas.groups import Group
+from .channel import SupervisorChannel
+from .errors import Interrupted, LinkError
+from .kv_exchange import Handed, HandedOver, Handover
+from .layer_moves import LayerMoves, reason_of
+from .leader import Leader
+from .link import Link, LinkState
+from .messages import ENDS_GROUP, Start, Told
+from .microbatch_plan import record_of, tensor_of
+from .replica_setup import ReplicaSetup
+from .requests import Request
+from .stage import Stage, WatchedLink
+
+
+class LedRequests:
+    """Keeps the assignment of each request (client_requests.py), and those that came before their epoch began here."""
+
+    def __init__(self, supervisor: SupervisorChannel) -> None:
+        self._supervisor = supervisor
+        self._assignments: dict[str, int] = {}
+        self._early: list[Start] = []
+        self._news: list[Told] = []
+
+    def start(self, start: Start, epoch: int, leader: Leader | None) -> None:
+        """Starts a request with the leader of this epoch; None: not there yet, so the request waits."""
+        if start.epoch < epoch:
+            return  # its group has ended: the supervisor assigns it to another
+        if start.epoch > epoch or leader is None:
+            self._early.append(start)
+            return
+        self._assignments[start.request.name] = start.assignment
+        try:
+            leader.requests.add(start.request)
+        except BallonetError as error:
+            self.add_report(start.request, error)
+
+    def start_early(self, epoch: int, leader: Leader | None) -> None:
+        """Starts all requests that waited for this epoch or its leader."""
+        early, self._early = self._early, []
+        for each in early:
+            self.start(each, epoch, leader)
+
+    def cancel(self, request: str) -> None:
+        """Forgets a request whose client has gone away."""
+        self._assignments.pop(request, None)
+        self._early = [each for each in self._early if each.request.name != request]
+
+    def release_assignment(self, request: str) -> int | None:
+        """Forgets a request that is handed over, and returns its assignment; None: it was cancelled, or has ended."""
+        return self._assignments.pop(request, None)
+
+    def adopt(self, handed: Handed) -> None:
+        """Takes a request from another group."""
+        self._assignments[handed.request.name] = handed.assignment
+
+    def add_report(self, request: Request, error: Exception | None) -> None:
+        """Queues a report: the request's new token, or why it failed."""
+        assignment = self._assignments.get(request.name)
+        if assignment is None:
+            return
+        before = len(request.delivered) - (error is None)
+        tokens = request.delivered[before:]
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        self._news.append(Told(request.name, assignment, before, tokens, said))
+        if error is not None or request.over:
+            self._assignments.pop(request.name, None)
+
+    def send_reports(self) -> None:
+        """Sends the queued reports of all requests in one message. SupervisorLost."""
+        news, self._news = self._news, []
+        if news:
+            self._supervisor.post(*news)
+
+    def forget(self) -> None:
+        """Forgets all requests, as the group has ended: the supervisor has them."""
+        self._assignments.clear()
+
+
+class PendingEpoch:
+    """The next epoch. Used by one thread. `mine`: the new group of this replica; `pulls`: restores layers that its new
+    span needs; `reported`: `Prepared` was sent; `committed`: it will be entered; `cancelled`: requests that were
+    cancelled in the meantime, and may be on their way here."""
+
+    def __init__(
+        self, wanted: actions.Prepare, mine: Group, me: int, old: Group | None, links: dict[int, Link]
+    ) -> None:
+        """Sends all peers the leader of this replica's present group, `old`. `links`: to the peers, being formed."""
+        self.epoch = wanted.epoch
+        self.mine = mine
+        self.links = links
+        self.pulls: Iterator[object] = iter(())
+        self.reported = False
+        self.committed = False
+        self.cancelled: set[str] = set()
+        self.handed_over: list[HandedOver] = []
+        self._me = me
+        self._groups = wanted.groups
+        self._homes: dict[str, int] = {}
+        self._leaders = {me: me if old is None else old.members[0]}  # of the old groups, by member
+        for link in links.values():
+            with suppress(LinkError):  # a peer may have given the epoch up already: see `has_lost_link`
+                link.send(tensor_of(self._leaders[me]), "old", urgent=True)
+
+    @property
+    def leaders(self) -> frozenset[int]:
+        """First stages of the old groups of this replica and its peers, as far as received."""
+        return frozenset(self._leaders.values())
+
+    @property
+    def has_lost_link(self) -> bool:
+        """Whether a link is lost."""
+        return any(link.state is LinkState.LOST for link in self.links.values())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether all links are open, and all peers have sent their leader."""
+        return all(link.state is LinkState.OPEN for link in self.links.values()) and len(self._leaders) > len(
+            self.links
+        )
+
+    @property
+    def can_enter(self) -> bool:
+        """Whether the first stage of this replica's old group has sent its HandedOver, so the epoch can be entered."""
+        own = self._leaders[self._me]
+        return any(each.leader == own for each in self.handed_over)
+
+    def commit(self, homes: Iterable[tuple[str, int]]) -> None:
+        """Notes that the epoch is committed. `homes`: for each request, a member of its new group."""
+        self.committed = True
+        self._homes = dict(homes)
+
+    def new_group_of(self, request: str) -> Group:
+        """Returns the new group of a request."""
+        member = self._homes.get(request)
+        return self.mine if member is None else next(group for group in self._groups if member in group.members)
+
+    def poll(self) -> None:
+        """Receives the leaders of the peers and, once the epoch is committed, the handovers of the old groups."""
+        for member, link in self.links.items():
+            if member not in self._leaders and link.has("old") and (found := link.take("old")) is not None:
+                self._leaders[member] = record_of(found, int)
+        if self.committed:
+            self.handed_over += receive_handovers(self.links)
+
+    def hand_over_requests(self, stage: Stage, requests: LedRequests) -> None:
+        """Sends all peers the requests of the old group, of which this replica is the first stage."""
+        leader = stage.leader
+        assert leader is not None
+        handed = []
+        for name in list(leader.requests.by_name):
+            held = leader.requests.held(name)
+            request = leader.requests.release(name)
+            assignment = requests.release_assignment(name)
+            if assignment is not None:
+                handed.append(Handed(request, held, assignment))
+        told = HandedOver(self._me, stage.group, tuple(handed))
+        for link in self.links.values():
+            link.send(tensor_of(told), "handover", urgent=True)
+        self.handed_over.append(told)
+
+
+def receive_handovers(links: Mapping[int, Link]) -> Iterator[HandedOver]:
+    """Yields the handovers that have come over these links. LinkError."""
+    for link in links.values():
+        while link.has("handover") and (found := link.take("handover")) is not None:
+            yield record_of(found, HandedOver)
+
+
+class EpochState:
+    """The present epoch. Used by one thread. `epoch`: -1 before the first; `stage`: None while the replica is in no
+    group; `handover`: None once it is complete; `sent`: bytes of KV sent to others."""
+
+    def __init__(self, setup: ReplicaSetup, requests: LedRequests, beat: Callable[[], object]) -> None:
+        """`beat`: called while a stage waits for another."""
+        self.epoch = -1
+        self.stage: Stage | None = None
+        self.links: dict[int, Link] = {}
+        self.handover: Handover | None = None
+        self.sent = 0
+        self._setup = setup
+        self._requests = requests
+        self._beat = beat
+        self._old: Stage | None = None  # whose KV is handed over
+        self._closing: list[Link] = []
+
+    @property
+    def leader(self) -> Leader | None:
+        """The leader of the group; None on followers, and on the first stage until all others are ready."""
+        return None if self.stage is None else self.stage.leader
+
+    def begin_stage(self, group: Group, epoch: int, links: Mapping[int, Link], moves: LayerMoves) -> None:
+        """Drops layers and begins a stage of a group. torch.OutOfMemoryError, DriverError, as HeldLayers.drop."""
+        setup = self._setup
+        self.epoch = epoch
+        moves.drop_outside_span(group)
+        beat, ends = setup.tuning.beat, partial(setup.supervisor.has_kind, ENDS_GROUP)
+        watched = {peer: WatchedLink(link, beat, self._beat, ends) for peer, link in links.items()}
+        self.stage = Stage(setup.replica, group, setup.me, epoch, watched, self._requests.add_report, setup.split)
+        moves.restore_own_layers(group, epoch)
+        self._requests.start_early(epoch, self.leader)
+        setup.supervisor.post(events.Committed(0.0, epoch, setup.me))
+
+    def enter(self, pending: PendingEpoch, moves: LayerMoves) -> None:
+        """Enters the next epoch. The old stage is kept until its KV is handed over."""
+        setup = self._setup
+        self._old = self.stage
+        if setup.replica.times is not None:
+            setup.replica.times.set_open_stages(0)
+        before, self.links = self.links, pending.links
+        self.close_links(before.values())
+        self.begin_stage(pending.mine, pending.epoch, pending.links, moves)
+        assert self.stage is not None
+        old = None if self._old is None else self._old.cache
+        took, most = self._requests.adopt, setup.tuning.piece
+        self.handover = Handover(
+            setup.me, old, self.stage, pending.new_group_of, self.links, pending.leaders, took, self._damaged, most
+        )
+        for request in pending.cancelled:
+            self.handover.cancel(request)
+        for each in pending.handed_over:
+            self.handover.take_in(each)
+
+    def exchange_kv(self) -> bool:
+        """Takes a step of the handover. Returns whether it did anything. LinkError."""
+        handover = self.handover
+        assert handover is not None
+        for told in receive_handovers(self.links):
+            handover.take_in(told)
+        happened = handover.step()
+        if handover.complete:
+            self.sent += handover.sent
+            self.handover = self._old = None
+            self._setup.supervisor.post(events.Exchanged(0.0, self.epoch, self._setup.me))
+        return happened
+
+    def _damaged(self, member: int, request: str) -> None:
+        """Reports to the supervisor that a member received damaged KV of a request."""
+        self._setup.supervisor.post(events.Damaged(0.0, self.epoch, member, request))
+
+    def leave(self) -> None:
+        """Leaves the group, and drops all KV and requests."""
+        self.close_links(self.links.values())
+        if self.handover is not None:
+            self.handover.close()
+        if (times := self._setup.replica.times) is not None:
+            times.set_open_stages(0)
+        self.links, self.handover = {}, None
+        self._requests.forget()
+        self._old = self.stage = None
+
+    def close_links(self, links: Iterable[Link]) -> None:
+        """Closes links, without waiting for the other ends."""
+        for link in links:
+            link.begin_close()
+            self._closing.append(link)
+        self._closing = [each for each in self._closing if not each.finished]
+
+    def wait_closed(self) -> None:
+        """Waits until the links that were closed have ended."""
+        for link in self._closing:
+            link.close()
+        self._closing.clear()
+
+
+class EpochChange:
+    """Changes the epoch. Used by one thread. `pending`: the next epoch, None while there is none."""
+
+    def __init__(self, setup: ReplicaSetup, state: EpochState, moves: LayerMoves, requests: LedRequests) -> None:
+        self.pending: PendingEpoch | None = None
+        self._setup = setup
+        self._state = state
+        self._moves = moves
+        self._requests = requests
+
+    @property
+    def links(self) -> Mapping[int, Link]:
+        """The links of the next epoch, by peer."""
+        return {} if self.pending is None else self.pending.links
+
+    @property
+    def epoch(self) -> int | None:
+        """The number of the next epoch."""
+        return None if self.pending is None else self.pending.epoch
+
+    def peer_has_entered(self, peer: int) -> bool:
+        """Returns whether a peer that has closed its link of the present epoch has entered the next one: its link of
+        that one has no error. The supervisor's `Commit` may come later than the peer's close."""
+        pending = self.pending
+        return pending is not None and peer in pending.links and pending.links[peer].error is None
+
+    def prepare(self, wanted: actions.Prepare) -> None:
+        """Starts to prepare an epoch, and to form its links; gives up an earlier one in preparation."""
+        me, stage = self._setup.me, self._state.stage
+        mine = next((group for group in wanted.groups if me in group.members), None)
+        if mine is None:
+            return
+        self.drop_pending()
+        self._moves.prepare_anew()
+        old = None if stage is None else stage.group
+        peers = sorted({*mine.members, *(() if old is None else old.members)} - {me})
+        links = {peer: self._setup.connect(wanted.epoch, peer) for peer in peers}
+        self.pending = PendingEpoch(wanted, mine, me, old, links)
+        self.pending.pulls = self._moves.pull_all(wanted.pulls, links)
+
+    def commit(self, wanted: actions.Commit) -> None:
+        """Notes that the epoch in preparation is committed, and plans nothing new in the present one. Nothing where
+        another epoch is in preparation."""
+        if self.pending is None or self.pending.epoch != wanted.epoch:
+            return
+        self.pending.commit(wanted.homes)
+        if self._state.leader is not None:
+            self._state.leader.plans = False
+
+    def discard(self, epoch: int) -> None:
+        """Gives up this epoch, if it is in preparation and not committed."""
+        if self.pending is not None and self.pending.epoch == epoch and not self.pending.committed:
+            self.drop_pending()
+
+    def drop_pending(self) -> None:
+        """Gives up the next epoch, committed or not; the present one goes on."""
+        if self.pending is not None:
+            self._state.close_links(self.pending.links.values())
+            self.pending = None
+        if self._state.leader is not None:
+            self._state.leader.plans = True
+
+    def step(self) -> bool:
+        """Takes the next step of the change, if possible now. Returns whether it did anything. LinkError, Interrupted,
+        ModelInUse, DriverError."""
+        pending, stage = self.pending, self._state.stage
+        if pending is None:
+            return False
+        pending.poll()
+        if not pending.committed:
+            return not pending.reported and self._prepare_step(pending)
+        if stage is not None and stage.leader is not None and not stage.leader.plans and stage.drained:
+            pending.hand_over_requests(stage, self._requests)
+        if not pending.can_enter:
+            return False
+        self.pending = None
+        try:
+            self._state.enter(pending, self._moves)
+        except (DropRefused, WeightsFileChanged, PoolExhausted, torch.OutOfMemoryError):
+            self._state.leave()
+            self._setup.supervisor.post(events.Suspected(0.0, pending.epoch, self._setup.me, next(iter(pending.links))))
+        return True
+
+    def _prepare_step(self, pending: PendingEpoch) -> bool:
+        if pending.has_lost_link:
+            self._fail(pending, Reason.LINK)
+            return True
+        if not pending.is_connected:
+            return False
+        try:
+            if next(pending.pulls, None) is not None or self._moves.prepare():
+                return True
+        except Interrupted:
+            self.drop_pending()
+            raise
+        except (BallonetError, torch.OutOfMemoryError) as error:
+            self._fail(pending, reason_of(error))
+            return True
+        pending.reported = True
+        self._setup.supervisor.post(events.Prepared(0.0, pending.epoch, self._setup.me))
+        return True
+
+    def _fail(self, pending: PendingEpoch, reason: Reason) -> None:
+        self._setup.supervisor.post(events.PrepareFailed(0.0, pending.epoch, self._setup.me, reason))
+        self.drop_pending()

@@ -1,0 +1,303 @@
+"""Connections of replicas to their supervisor, both ends in one process: joining, messages, and their ends."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import devices
+from ballonet.hooks.replicas.channel import Wakeup
+from ballonet.hooks.replicas.connections import FromReplicas, MessageWire, ToSupervisor
+from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost, SupervisorPortInUse
+from ballonet.hooks.replicas.messages import End, Fingerprint, Join, Message, Start, StartTimeline, Told, fingerprint_of
+from ballonet.hooks.replicas.requests import Request
+from ballonet.offload.policy.replicas import actions
+
+from ..pool import take_out
+
+LONG = 120.0  # s, until a test is given up
+SERVED = Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")
+SECRET = "a secret"
+LINKS = 29400
+
+
+class Office:
+    """A supervisor's connections."""
+
+    def __init__(self, within: float = LONG) -> None:
+        self.wakeup = Wakeup()
+        self.replicas = FromReplicas("127.0.0.1", 0, SECRET, LINKS, self.wakeup, within)
+        self._ends: list[ToSupervisor] = []
+
+    def connect(self, secret: str | None = SECRET) -> ToSupervisor:
+        end = ToSupervisor("127.0.0.1", self.replicas.port, secret, Wakeup(), LONG)
+        self._ends.append(end)
+        return end
+
+    def joined(self, fingerprint: Fingerprint = SERVED) -> tuple[int, ToSupervisor]:
+        end = self.connect()
+        return end.join(fingerprint).member, end
+
+    def take(self) -> tuple[int, Message]:
+        found = self.wakeup.wait(self.replicas.take, LONG)
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        self.replicas.close()
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    before = threading.active_count()
+    found = Office()
+    yield found
+    found.close()
+    eventually(lambda: threading.active_count() == before)
+
+
+def eventually(true: Callable[[], object]) -> None:
+    end = time.monotonic() + LONG
+    while not true():
+        assert time.monotonic() < end, f"not within {LONG} s"
+        time.sleep(0.005)
+
+
+def taken(end: ToSupervisor) -> Message:
+    found = end._wakeup.wait(end.take, LONG)
+    assert found is not None
+    return found
+
+
+def told(number: int) -> Told:
+    return Told("a", 1, number, (number,))
+
+
+def test_replicas_that_join_get_numbers_in_turn_and_the_port_of_the_store(office: Office) -> None:
+    for number in range(3):
+        end = office.connect()
+        welcome = end.join(SERVED)
+        assert (welcome.member, welcome.links) == (number, LINKS)
+    assert not office.replicas.has()
+
+
+@pytest.mark.parametrize(("secret", "why"), [("another", "has another secret"), (None, "none was given"), ("", "none")])
+def test_replica_without_the_secret_is_refused(office: Office, secret: str | None, why: str) -> None:
+    with pytest.raises(SecretRefused, match=why):
+        office.connect(secret)
+    assert office.joined()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "differences"),
+    [
+        ({"weights": "ffff"}, ("weights is ffff, not 0a1b",)),
+        ({"dtype": "float16 x 291", "weights": "ffff"}, ("dtype is float16 x 291, not bfloat16 x 291",)),
+        ({"torch": "2.12.0", "ballonet": "0.2"}, ("ballonet is 0.2, not 0.1", "torch is 2.12.0, not 2.13.0")),
+    ],
+)
+def test_replica_of_another_model_is_told_what_differs(
+    office: Office, changed: dict[str, str], differences: tuple[str, ...]
+) -> None:
+    office.joined()
+    end = office.connect()
+    with pytest.raises(OtherModel, match="this one differs") as caught:
+        end.join(replace(SERVED, **changed))
+    assert caught.value.differences == differences
+    eventually(lambda: office.replicas.refused == 1)
+    assert office.joined()[0] == 1
+
+
+def test_stranger_that_says_nothing_or_nonsense_does_not_hold_up_others() -> None:
+    office = Office(within=0.3)
+    try:
+        strangers = [socket.create_connection(("127.0.0.1", office.replicas.port)) for _ in range(3)]
+        strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        strangers[2].close()
+        assert office.joined()[0] == 0
+        eventually(lambda: office.replicas.refused == 3)
+        for stranger in strangers[:2]:
+            stranger.close()
+    finally:
+        office.close()
+
+
+def test_replica_that_proves_itself_and_sends_bytes_that_are_no_message_is_dropped(office: Office) -> None:
+    for bad in (b"nothing", b"\x91" * 100_000):
+        wire = MessageWire(socket.create_connection(("127.0.0.1", office.replicas.port)))
+        wire.authenticate(SECRET, LONG, accepts=False)
+        wire._connection.send_bytes(bad)
+        with pytest.raises((OSError, EOFError)):
+            wire.receive()
+        wire.close()
+    wire = MessageWire(socket.create_connection(("127.0.0.1", office.replicas.port)))
+    wire.authenticate(SECRET, LONG, accepts=False)
+    wire.send(told(0))  # before it has joined
+    with pytest.raises((OSError, EOFError)):
+        wire.receive()
+    wire.close()
+    assert office.replicas.take() is None
+
+
+def test_messages_arrive_once_and_in_order_each_way(office: Office) -> None:
+    members = dict(office.joined() for _ in range(2))
+    for number in range(0, 50, 2):
+        for member, end in members.items():
+            end.post(told(number), told(number + 1))
+            office.replicas.post(member, Start(number, Request("a", (member,), 1), 1))
+    got: dict[int, list[Message]] = {member: [] for member in members}
+    for _ in range(100):
+        member, message = office.take()
+        got[member].append(message)
+    assert got == {member: [told(number) for number in range(50)] for member in members}
+    for member, end in members.items():
+        assert [taken(end) for _ in range(25)] == [
+            Start(number, Request("a", (member,), 1), 1) for number in range(0, 50, 2)
+        ]
+        assert end.take() is None
+    office.replicas.post(7, End())  # nobody has this number
+
+
+def test_kinds_of_waiting_messages_are_seen_without_taking_them(office: Office) -> None:
+    member, end = office.joined()
+    office.replicas.post(member, StartTimeline())
+    office.replicas.post(member, actions.Alone(1, member))
+    eventually(lambda: end.has_kind((actions.Alone,)))
+    assert not end.has_kind((End,))
+    assert [taken(end), taken(end)] == [StartTimeline(), actions.Alone(1, member)]
+
+
+def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Office) -> None:
+    wire = MessageWire(socket.create_connection(("127.0.0.1", office.replicas.port)))
+    wire.authenticate(SECRET, LONG, accepts=False)
+    wire.send(Join(SERVED))
+    wire.receive()
+    for number in range(200):  # more than a socket keeps
+        office.replicas.post(0, Start(number, Request("a", (1,) * 20_000, 1), 1))
+    assert office.joined()[0] == 1
+    wire.end()
+    wire.close()
+
+
+def test_replica_that_joins_again_has_another_number_and_no_message_to_the_old_one(office: Office) -> None:
+    member, end = office.joined()
+    office.replicas.post(member, actions.Rejoin(member))
+    office.replicas.post(member, actions.Alone(1, member))
+    assert taken(end) == actions.Rejoin(member)
+    again = end.join(SERVED).member
+    assert again == member + 1
+    office.replicas.post(member, End())
+    office.replicas.post(again, StartTimeline())
+    assert taken(end) == StartTimeline()
+    end.post(told(1))
+    assert office.take() == (again, told(1))
+
+
+def test_replica_hears_that_the_supervisor_is_gone(office: Office) -> None:
+    member, end = office.joined()
+    office.replicas.post(member, End())
+    office.replicas.close()
+    assert taken(end) == End(), "what was posted before comes first"
+    with pytest.raises(SupervisorLost, match="has ended"):
+        taken(end)
+    assert end.has()
+    with pytest.raises(SupervisorLost):
+        end.has_kind((End,))
+
+
+def post_for_ever(end: ToSupervisor) -> None:
+    while True:
+        end.post(told(1))
+
+
+def test_replica_that_posts_hears_that_the_supervisor_is_gone(office: Office) -> None:
+    _, end = office.joined()
+    office.replicas.close()
+    with pytest.raises(SupervisorLost):
+        post_for_ever(end)
+
+
+def test_last_messages_of_a_replica_that_leaves_arrive(office: Office) -> None:
+    for count in range(5):
+        _, end = office.joined()
+        end.post(*(told(number) for number in range(1000)))
+        end.close()
+        end.close()
+        assert [office.take() for _ in range(1000)] == [(count, told(number)) for number in range(1000)]
+
+
+def test_supervisor_that_does_not_listen_is_lost() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(SupervisorLost, match="start it first"):
+        ToSupervisor("127.0.0.1", port, SECRET, Wakeup(), 0.3)
+
+
+def test_listener_that_is_no_supervisor_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(SupervisorLost, match="is no supervisor"):
+            ToSupervisor("127.0.0.1", port, SECRET, Wakeup(), 0.3)
+
+
+def test_port_in_use_is_said_with_what_to_do_and_is_free_again_at_once() -> None:
+    office = Office()
+    office.joined()
+    port = office.replicas.port
+    with pytest.raises(SupervisorPortInUse, match=rf"127\.0\.0\.1:{port}: end it .*another port, or port 0"):
+        FromReplicas("127.0.0.1", port, SECRET, LINKS, Wakeup(), LONG)
+    with socket.socket() as other:
+        assert other.connect_ex(("127.0.0.2", port)) != 0, "it listens at its own address"
+    office.close()
+    again = FromReplicas("127.0.0.1", port, SECRET, LINKS, Wakeup(), LONG)
+    assert again.port == port
+    again.close()
+
+
+def test_a_wait_that_nothing_ends_is_as_long_as_was_asked() -> None:
+    begun = time.monotonic()
+    assert Wakeup().wait(lambda: None, 0.05) is None
+    assert time.monotonic() - begun >= 0.05
+
+
+def test_a_ring_while_somebody_looks_is_not_missed() -> None:
+    wakeup = Wakeup()
+    looks: list[int] = []
+
+    def look() -> bool | None:
+        looks.append(1)
+        wakeup.notify()
+        return True if len(looks) == 3 else None
+
+    begun = time.monotonic()
+    assert wakeup.wait(look, LONG) is True
+    assert time.monotonic() - begun < LONG / 2
+
+
+def test_a_fingerprint_is_of_the_weights_their_type_and_the_versions() -> None:
+    ballonet.install(budget="64MiB")
+    try:
+        device = devices.require()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        found = fingerprint_of(model, device)
+        assert (found.torch, found.dtype) == (torch.__version__, "float32 x 2")
+        assert fingerprint_of(copy.deepcopy(model), device) == found
+        with torch.no_grad():
+            model.weight.mul_(1.5)
+        assert [each.split()[0] for each in found.differences(fingerprint_of(model, device))] == ["weights"]
+        assert found.differences(fingerprint_of(model.half(), device)) == ("dtype is float16 x 2, not float32 x 2",)
+        del model
+    finally:
+        take_out()
