@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -129,20 +130,25 @@ class GraphPool:
         """Makes the pools and the workspaces of the stream."""
         if self._pool is not None:
             return
-        self._workspaces = torch._C._graph_pool_handle()
         small = torch.ones((16, 16), dtype=torch.bfloat16, device=self.device)
-        with captures.aside(self):
-            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._workspaces)
-            try:
-                for each in (small, small.float()):
-                    torch.addmm(each[0], each, each)
-                    torch.mm(each, each)
-            finally:
-                torch._C._cuda_endAllocateToPool(self.device.index, self._workspaces)
-        self._pool = torch._C._graph_pool_handle()
-        with torch.cuda.device(self.device):  # the pool outlives the first graph, whatever becomes of that
-            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._pool)
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        with captures.aside(self), self._allocating(handle := torch._C._graph_pool_handle()):
+            self._workspaces = handle
+            for each in (small, small.float()):
+                torch.addmm(each[0], each, each)
+                torch.mm(each, each)
+        # The pool outlives the first graph, whatever becomes of that.
+        with torch.cuda.device(self.device), self._allocating(handle := torch._C._graph_pool_handle()):
+            self._pool = handle
+
+    def _allocating(self, pool: Any) -> Guarded[None]:
+        """A `with` block in which this thread allocates from that pool."""
+        index = self.device.index
+
+        def end(failed: bool) -> None:
+            with suppress(RuntimeError):  # it had not begun
+                torch._C._cuda_endAllocateToPool(index, pool)
+
+        return guarded(partial(torch._C._cuda_beginAllocateCurrentThreadToPool, index, pool), end)
 
     def _end(self, graph: Any) -> None:
         """Ends the capture, also one that has failed."""

@@ -261,6 +261,9 @@ class PieceRunner:
             self.exhausted = True
         except (RuntimeError, LookupError, NotImplementedError, TypeError) as error:
             self._degrade(f"it cannot be captured: {_first_line(error)}", task)
+        except BaseException:  # Ctrl-C: what torch keeps of a capture that was broken off fits no later one
+            self._drop()
+            raise
 
     # -- what there is
 
