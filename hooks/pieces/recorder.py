@@ -351,6 +351,9 @@ class ForwardRecorder(TorchDispatchMode):
             noted.results = rebuild(result, leaf)
         except Refused as why:
             self.refuse(str(why))
+        if noted.kind == "mask":
+            masks = (leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor))
+            noted.masks = tuple((mask.dtype, tuple(mask.shape[:-1])) for mask in masks)
         self.results[noted.number] = result
         self._blocks[-1].steps.append(layer or noted)
 

@@ -39,6 +39,7 @@ ORDER = (
     "tests/gpu/test_kv_stream.py",
     "tests/gpu/test_kv_tokens.py",
     "tests/gpu/test_pieces.py",
+    "tests/gpu/test_pieces_broken_off.py",
     "tests/gpu/test_pieces_changes.py",
     "tests/gpu/test_prefix.py",
     "tests/gpu/test_weights_order.py",
