@@ -137,7 +137,7 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
             if not why and asked:
                 yield "cuDNN's attention", False, CUDNN
         yield "preflight", *_preflight(config, target)
-        others = ", ".join(f"device {each}" for each in target.facts["peers"])
+        others = ", ".join(f"device {fact}" for fact in target.facts["peers"])
         yield (
             "a peer for KV could be used",
             True,

@@ -80,7 +80,7 @@ class KeyPlan:
         before = self.variants[0] if self.variants and self.call is call else None
         if self.call is not call:
             self.call, self.changes = call, 0
-        found = next((each for each in self.variants if not difference(each.recipe, recipe)), None)
+        found = next((variant for variant in self.variants if not difference(variant.recipe, recipe)), None)
         if found is None:
             found = Variant(recipe)
         else:

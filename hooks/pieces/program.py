@@ -245,8 +245,10 @@ class Program:
             self._calls_of: dict[int, list[_EagerCall | _LayerCall | None]] = {}  # of the layers that have graphs
             self._sequence = self._build(recipe.steps, self._calls)
         self._trim()
-        self._lacking = [each.layer.index for each in self.layers if each.sequence is None]  # and were not tried since
-        self._never_alone = [each.layer.index for each in self.layers if each.layer.why_not_alone]
+        self._lacking = [
+            layer.layer.index for layer in self.layers if layer.sequence is None
+        ]  # and were not tried since
+        self._never_alone = [layer.layer.index for layer in self.layers if layer.layer.why_not_alone]
 
     def run(self, forward: Forward) -> None:
         """Computes a forward. BrokenOff where it has to be computed on eagerly; also what eager calls raise."""

@@ -335,7 +335,9 @@ class PieceRunner:
         return (*parts, *_flags())
 
     def _tensors(self) -> list[torch.Tensor]:
-        programs = (each.program for plan in self._plans.values() for each in plan.variants if each.program is not None)
+        programs = (
+            variant.program for plan in self._plans.values() for variant in plan.variants if variant.program is not None
+        )
         return [tensor for program in programs for tensor in program.tensors.values()]
 
     def _evict(self) -> None:
@@ -343,7 +345,7 @@ class PieceRunner:
         graphs."""
         while len(self._plans) > self._tuning.keys:
             older = list(self._plans)[:-1]
-            bare = (key for key in older if all(each.program is None for each in self._plans[key].variants))
+            bare = (key for key in older if all(variant.program is None for variant in self._plans[key].variants))
             _close(self._plans.pop(next(bare, older[0])).variants)
 
     def _degrade(self, why: str, task: _Task | None = None, *, unexplained: bool = False) -> None:
@@ -467,7 +469,7 @@ def _dense(value: Any) -> Any:
 
 def _tensors(output: Any) -> Sequence[torch.Tensor]:
     values = output.values() if isinstance(output, Mapping) else (output,)
-    return [each for each in values if isinstance(each, torch.Tensor) and each.is_cuda]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_cuda]
 
 
 def weights_by_address(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
@@ -482,7 +484,9 @@ def weights_by_address(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
 def deciding_by_length(model: nn.Module) -> list[nn.Module]:
     """Modules of rotary positions that compute something else for longer sequences."""
     kinds = ("dynamic", "longrope")
-    return [each for each in model.modules() if any(kind in str(getattr(each, "rope_type", "")) for kind in kinds)]
+    return [
+        module for module in model.modules() if any(kind in str(getattr(module, "rope_type", "")) for kind in kinds)
+    ]
 
 
 def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[nn.Module]]:
@@ -492,7 +496,7 @@ def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, l
     thread, handles = threading.get_ident(), list[RemovableHandle]()
 
     def look(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # None: see RecordedLayers
-        if threading.get_ident() == thread and any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+        if threading.get_ident() == thread and any(isinstance(arg, Cache) for arg in (*args, *kwargs.values())):
             given[module] = None
 
     try:
