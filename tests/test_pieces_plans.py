@@ -154,7 +154,7 @@ def test_changes_of_other_calls_do_not_count() -> None:
 
 
 def test_variants_that_were_not_computed_for_longest_are_forgotten() -> None:
-    plan, forgotten = KeyPlan(), list[Any]()
+    plan, forgotten = KeyPlan(), list[object]()
     for number in range(2 * VARIANTS):
         for _ in range(2):
             noted(plan, object(), f"recipe {number}")
