@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A job in the background of a shell ignores Ctrl-C, and so would all processes that tests start, and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Operators of tiny models: a second thread of torch only waits. Read when torch is imported, as it is by some of these.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
