@@ -38,6 +38,8 @@ ORDER = (
     "tests/gpu/test_kv_slots.py",
     "tests/gpu/test_kv_stream.py",
     "tests/gpu/test_kv_tokens.py",
+    "tests/gpu/test_pieces.py",
+    "tests/gpu/test_pieces_changes.py",
     "tests/gpu/test_prefix.py",
     "tests/gpu/test_weights_order.py",
     "tests/gpu/test_balloon_core.py",
