@@ -252,11 +252,11 @@ def test_hangs():
 @pytest.fixture
 def house(run: ModuleType, figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root with benchmarks and tests that do all they should not."""
-    monkeypatch.setattr(figures, "PROGRAMS", {name: (name,) for name in BENCHMARKS})
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "no_gpu", lambda: "")
     (tmp_path / "benchmarks").mkdir()
     for name, text in BENCHMARKS.items():
+        monkeypatch.setitem(figures.PROGRAMS, name, (name,))
         (tmp_path / "benchmarks" / f"bench_{name}.py").write_text(text)
     (tmp_path / "test_it.py").write_text(TESTS)
     return tmp_path
