@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Bytes per page: device_choice.py, Note [Page size]. Measured: docs/measuring.md, bench_page_size.py.
+# Bytes per page: device_choice.py, Note [Page size].
 PAGE_SIZE: Final = {"cuda": 8 * 2**20, "standin": 2 * 2**20}
 # Pages of a budget, at least: fewer could not hold one model's weights, cache and activations apart.
 SMALLEST_BUDGET: Final = 4

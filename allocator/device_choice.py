@@ -7,7 +7,7 @@ Note [Page size]
     model are 416 MiB, which wastes nothing at 8 or at 32 MiB, but a cache of 1,000 tokens with a range per layer wastes
     131 MiB at 8 MiB and 899 MiB at 32 MiB. On CUDA the default is therefore 8 MiB. On the stand-in most of a mapping's
     time goes into the bytes, so that nothing is won beyond 1 MiB, and the models are small: 2 MiB, the smallest page
-    that CUDA has. benchmarks/bench_page_size.py measures both; docs/measuring.md has the table.
+    that CUDA has.
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from common import Figure, Options, interleaved, options, report
+import torch
+from harness import Benchmark, Figure, Options, interleaved, main, report
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ballonet.hooks.batching.attention import Keys, attend_alone, attend_packed, takes_tables, where_they_lie
 
 COUNTS = {"cuda": (12, 128), "cpu": (12, 128), "tiny": (2, 8)}  # requests
 LENGTHS = {"cuda": (64, 1024), "cpu": (64, 1024), "tiny": (8, 40)}  # tokens of a request
@@ -26,10 +30,6 @@ class Step:
     """A decode step of so many requests, each of whose blocks lie between those of others."""
 
     def __init__(self, chosen: Options, count: int) -> None:
-        import torch
-
-        from ballonet.hooks.batching.attention import Keys
-
         kind, self.device = chosen.kind, torch.device(chosen.device)
         self.dtype = torch.bfloat16 if chosen.cuda else torch.float32
         draw = torch.Generator().manual_seed(1)
@@ -59,8 +59,6 @@ class Step:
 
     def stock(self) -> None:
         """Attends in all layers as transformers does."""
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         module: Any = self.module
         for views in self.views:
             key, value = (each.index_select(0, self.index).transpose(0, 1)[None] for each in views)
@@ -68,18 +66,12 @@ class Step:
 
     def alone(self) -> None:
         """Attends in all layers by request."""
-        from ballonet.hooks.batching.attention import attend_alone, where_they_lie
-
         rows = [1] * len(self.keys.counts)
         for views in self.views:
             attend_alone(self.query, where_they_lie(views, self.keys, self.index), rows, self.keys, None, 0.0)
 
     def packed(self) -> None:
         """Attends in all layers by one call each of the kernel for packed sequences."""
-        import torch
-
-        from ballonet.hooks.batching.attention import attend_packed, takes_tables
-
         first, used, table = self.keys.tensors(self.device)
         starts = torch.arange(len(self.keys.counts) + 1, dtype=torch.int32, device=self.device)
         shape = -1, self.tokens, SHARED, DIM
@@ -95,8 +87,6 @@ class Step:
 
     def per_token(self, who: str) -> float:
         """us per token and layer."""
-        import torch
-
         act, synchronize = getattr(self, who), torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         synchronize()
         began = time.perf_counter()
@@ -105,10 +95,7 @@ class Step:
         return (time.perf_counter() - began) * 1e6 / len(self.keys.counts) / len(self.views)
 
 
-def main() -> None:
-    chosen = options("batch_attention", __doc__)
-    import torch
-
+def attention(chosen: Options) -> None:
     if not chosen.cuda:
         torch.set_num_threads(1)
     counts, ours = COUNTS[chosen.kind], "packed" if chosen.cuda else "alone"
@@ -124,22 +111,21 @@ def main() -> None:
         )
     rows = []
     for count in counts:
-        stock, mine = taken[f"stock {count}"], taken[f"{ours} {count}"]
-        grown = [Figure.ratio(each, taken[f"{who} {counts[0]}"]) for who, each in (("stock", stock), (ours, mine))]
-        limit = grown[1].at_most(LIMIT) if count > counts[0] and not chosen.tiny else grown[1]
-        rows.append(
-            {
-                "requests": count,
-                "stock": stock,
-                "ballonet": mine,
-                f"stock / its {counts[0]}": grown[0],
-                f"ballonet / its {counts[0]}": limit,
-            }
-        )
+        row: dict[str, Any] = {
+            "requests": count,
+            "stock": taken[f"stock {count}"],
+            "ballonet": taken[f"{ours} {count}"],
+        }
+        stocks, grown = (Figure.ratio(taken[f"{who} {count}"], taken[f"{who} {counts[0]}"]) for who in ("stock", ours))
+        limited = count > counts[0] and not chosen.tiny
+        row |= {f"stock / its {counts[0]}": stocks}
+        rows.append(row | {f"ballonet / its {counts[0]}": grown.at_most(LIMIT) if limited else grown})
     low, high = LENGTHS[chosen.kind]
     title = f"attention of a batch, {low} to {high} keys per request: us per token and layer"
-    report(chosen, "batch_attention", title, rows)
+    report(chosen, title, rows)
 
+
+BENCHMARKS = {"batch-attention": Benchmark(attention)}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

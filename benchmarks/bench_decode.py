@@ -1,24 +1,29 @@
-"""Time per decoded token of `generate()`, stock and managed: the same random weights, a cache that is already long.
+"""What a token, a prompt and an append to the cache take, stock and managed: each peer has its own allocator and copy.
 
-Each peer is a process with its own allocator and its own copy of the model. The cache is filled directly. What is timed
-are the steps of one `generate()` from its third token on, the device synchronised at each. Between them the managed
-peer counts the calls of the driver that change what lies behind an address: in steady state there are none.
+decode: time per token of `generate()`: the same random weights, a cache that is already long, filled directly. What is
+timed are the steps of one `generate()` from its third token on, the device synchronised at each. Between them the
+managed peer counts the calls of the driver that change what lies behind an address: in steady state there are none.
 
-On a GPU the host may be what takes the time. So a `generate()` more is profiled: how long kernels run per token, how
-much faster than stock's, and which takes the longest.
+prefill: time of a prompt's first forward: what the hooks and the elastic cache add to it.
+
+kv-growth: what one decoded token costs a layer's KV cache: stock concatenates, the elastic layer appends in place. One
+layer, batch 1, 8 heads of 128, bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
-from common import PAGE_CALLS, Figure, Options, describe, interleaved, report, short
-from peer import Functions, begin, peers
+import torch
+from harness import Benchmark, Figure, Functions, Options, Peer, in_turns, interleaved, main, peers, report
+from models import OURS, PAGE_CALLS, STOCK, Clock, build, describe, filled, seconds, shape, synchronize, timed
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+import ballonet
+from ballonet.hooks.compat import cache_name
+from ballonet.hooks.kv.layer import ElasticLayer
 
 # (sequences, tokens held, how much faster than stock it is to be)
 CASES = {
@@ -28,83 +33,119 @@ CASES = {
 }
 STEPS = 10  # tokens of each generate(); the first two are not timed
 WARM = 2
-NAME = 80  # characters of a kernel's name, which can have thousands
+PROMPTS = {"cuda": (1024, 8192), "cpu": (256, 1024), "tiny": (24,)}  # tokens
+PREFILL = 1.02  # of stock's time
+LENGTHS = {"cuda": (1024, 4096, 8192, 16384, 32768), "cpu": (1024, 4096, 8192, 16384, 32768), "tiny": (16, 64)}
+HEADS, DIM = 8, 128
+UPDATES = 16
+GROWTH = 25  # µs
 
 
-def main() -> None:
-    chosen = begin("decode", __doc__, functions)
+def decoding(chosen: Options) -> None:
     rows = []
-    with peers(__file__, chosen, ("stock", "ballonet")) as found:
+    with peers(chosen, (STOCK, OURS)) as started:
         for batch, tokens, limit in CASES[chosen.kind][: chosen.cases]:
             calls: list[float] = []
-            turns = {name: partial(noted, name, peer, batch, tokens, calls) for name, peer in found.items()}
+            turns = {name: partial(noted, name, peer, batch, tokens, calls) for name, peer in started.items()}
             taken = interleaved(turns, chosen.repetitions)
-            faster = Figure.ratio(taken["stock"], taken["ballonet"]).at_least(limit)
+            faster = Figure.ratio(taken[STOCK], taken[OURS]).at_least(limit)
             row = {"sequences": batch, "tokens held": tokens, **taken, "times faster": faster}
-            row["page calls per token"] = Figure.of(calls).at_most(0)
-            rows.append({**row, **(kernels(found, batch, tokens) if chosen.cuda else {})})
-    report(chosen, "decode", f"decoding: ms per token, {describe(chosen)}", rows)
+            rows.append({**row, "page calls per token": Figure.of(calls).at_most(0)})
+    report(chosen, f"decoding: ms per token, {describe(chosen)}", rows)
 
 
-def kernels(found: Mapping[str, Any], batch: int, tokens: int) -> dict[str, Any]:
-    """For each peer the ms that kernels run per token, and of these the one that takes most."""
-    told = {name: peer.ask("kernels", batch=batch, tokens=tokens) for name, peer in found.items()}
-    row: dict[str, Any] = {}
-    for name, each in told.items():
-        row[f"kernels of {name}"] = Figure.of([each["ms"]])
-        row[f"longest of {name}"] = f"{short(each['longest'])} ms {each['name']}"
-    row["kernels, times faster"] = Figure.ratio(row["kernels of stock"], row["kernels of ballonet"])
-    return row
-
-
-def noted(name: str, peer: Any, batch: int, tokens: int, calls: list[float]) -> float:
+def noted(name: str, peer: Peer, batch: int, tokens: int, calls: list[float]) -> float:
     answer = peer.ask("decode", batch=batch, tokens=tokens)
-    if name == "ballonet":
+    if name == OURS:
         calls.append(answer["calls"])
     ms: float = answer["ms"]
     return ms
 
 
-def functions(name: str, chosen: Options) -> Functions:
-    from llama import prepare
+def prefills(chosen: Options) -> None:
+    rows = []
+    with peers(chosen, (STOCK, OURS)) as started:
+        for length in PROMPTS[chosen.kind]:
+            taken = in_turns(started, chosen.repetitions, "prefill", tokens=length)
+            ratio = Figure.ratio(taken[OURS], taken[STOCK]).at_most(PREFILL)
+            rows.append({"tokens": length, **taken, "ballonet / stock": ratio})
+    report(chosen, f"prefill: ms per prompt, {describe(chosen)}", rows)
 
-    model = prepare(name, chosen)
+
+def with_a_model(name: str, chosen: Options) -> Functions:
+    if name == OURS:
+        ballonet.install("60GiB" if chosen.cuda else "4GiB")
+    model = build(shape(chosen), chosen.device)
+    if name == OURS:
+        ballonet.manage(model)
     return {
         "decode": lambda batch, tokens: decode(name, model, batch, tokens, chosen.device),
-        "kernels": lambda batch, tokens: profile(name, model, batch, tokens, chosen.device),
+        "prefill": lambda tokens: prefill(name, model, tokens, chosen.device),
     }
 
 
 def decode(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: str) -> dict[str, float]:
     """ms, and calls of the driver, per token."""
-    from generating import Clock, timed
-    from llama import filled
-
-    import ballonet
 
     def calls() -> int:
-        return sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if peer == "ballonet" else 0
+        return sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if peer == OURS else 0
 
     clock = Clock(device, calls)
     timed(model, filled(peer, model.config, batch, tokens, device), (batch, tokens), device, STEPS, clock)
-    each = STEPS - WARM
-    ms = (clock.times[-1] - clock.times[WARM - 1]) / each * 1e3
-    return {"ms": ms, "calls": (clock.counts[-1] - clock.counts[WARM - 1]) / each}
+    steps = STEPS - WARM
+    ms = (clock.times[-1] - clock.times[WARM - 1]) / steps * 1e3
+    return {"ms": ms, "calls": (clock.counts[-1] - clock.counts[WARM - 1]) / steps}
 
 
-def profile(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: str) -> dict[str, Any]:
-    """ms per token of all kernels, and of the one that takes most, with its name."""
-    import torch
-    from generating import Clock, timed
-    from llama import filled
+def prefill(peer: str, model: PreTrainedModel, tokens: int, device: str) -> float:
+    """ms"""
+    config = model.config
+    prompt = torch.randint(0, config.vocab_size, (1, tokens), device=device)
+    cache = ballonet.KVCache(config=config) if peer == OURS else DynamicCache(config=config)
+    given = {cache_name(model): cache, "use_cache": True, "logits_to_keep": 1}
+    with torch.no_grad():
+        return seconds(device, lambda: model(prompt, **given)) * 1e3
 
-    cache = filled(peer, model.config, batch, tokens, device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        timed(model, cache, (batch, tokens), device, WARM, Clock(device))
-    took = {each.key: each.self_device_time_total / WARM / 1e3 for each in profiler.key_averages()}
-    longest = max(took, key=lambda name: took[name], default="none")
-    return {"ms": sum(took.values()), "longest": took.get(longest, 0.0), "name": longest[:NAME]}
 
+def growth(chosen: Options) -> None:
+    rows = []
+    with peers(chosen, (STOCK, OURS)) as started:
+        for length in LENGTHS[chosen.kind]:
+            taken = in_turns(started, chosen.repetitions, "steps", length=length)
+            theirs, ours = taken[STOCK], taken[OURS]
+            row = {"tokens held": length, "stock DynamicLayer": theirs, "ballonet": ours.at_most(GROWTH)}
+            rows.append({**row, "times faster": Figure.ratio(theirs, ours)})
+    report(chosen, "one more token in a KV cache: µs per layer", rows)
+
+
+def with_a_layer(name: str, chosen: Options) -> Functions:
+    kind: type[DynamicLayer] = DynamicLayer
+    if name == OURS:
+        ballonet.install("2GiB")
+        kind = ElasticLayer
+    return {"steps": lambda length: time_updates(kind(), length, chosen.device)}
+
+
+def time_updates(layer: DynamicLayer, length: int, device: str) -> float:
+    """µs per one-token update of a layer that holds `length` tokens."""
+    prompt = torch.zeros(1, HEADS, length, DIM, dtype=torch.bfloat16, device=device)
+    token = torch.zeros(1, HEADS, 1, DIM, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        layer.update(prompt, prompt)
+        layer.update(token, token)
+        synchronize(device)
+        begin = time.perf_counter_ns()
+        for _ in range(UPDATES):
+            layer.update(token, token)
+        synchronize(device)
+        return (time.perf_counter_ns() - begin) / UPDATES / 1e3
+
+
+BENCHMARKS = {
+    "decode": Benchmark(decoding, with_a_model),
+    "prefill": Benchmark(prefills, with_a_model),
+    "kv-growth": Benchmark(growth, with_a_layer),
+}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

@@ -1,6 +1,7 @@
-"""Time to the first token of a turn with so many tokens of history: by what is done with what was said before.
+"""What a turn of a conversation takes, by what is done with what was said before, and how often that is there.
 
-Ways, and the process that goes them
+prefix: time to the first token of a turn with so many tokens of history. Ways, and the process that goes them
+
     by hand      stock, a `DynamicCache` that is held between the calls and cut to what the next prompt shares
     offloaded    stock, the same with transformers' `OffloadedCache`, where it runs
     recompute    stock, everything computed again
@@ -12,16 +13,37 @@ Ways, and the process that goes them
 
 Each turn is a plain `generate()` of history and a new question, the same for all; the history was computed before. Its
 tokens are compared with those of the cache held by hand. What holds a cache by hand has to cut it, and that counts.
+
+hit-rate: how often a prefix cache has what requests begin with, by its size: the store's policy, least recently used,
+and a cache that never evicts. For a trace made here, and any given by `--traces` (JSON lines with `hash_ids`). The
+trace made here: conversations that begin one after another, each with one of a few system prompts, and go on for a
+while, a turn now and then; each turn sends all that was said before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import MIB, Figure, Options, describe, interleaved, report
-from peer import Functions, Peer, PeerFailed, begin, peers
-from streamed import LINK
+import torch
+from harness import MIB, Benchmark, Figure, Functions, Options, Peer, PeerFailed, interleaved, main, peers, report
+from models import LINK, build, describe, or_link, page_size, said, shape, synchronize, words
+from transformers import DynamicCache
+
+import ballonet
+from ballonet.allocator.errors import BudgetInUse
+from ballonet.hooks.compat import cache_name
+from ballonet.hooks.prefix.store import PrefixStore
+from ballonet.offload.policy.prefixes import Hits, Index
+from ballonet.offload.policy.worth import Odds, Policy, Recency
+
+# Turns
 
 HISTORY = {"cuda": (2048, 8192, 32768), "cpu": (1024, 2048, 4096), "tiny": (512,)}  # tokens
 QUESTION = {"cuda": 64, "cpu": 32, "tiny": 8}  # tokens that are asked beside it
@@ -41,25 +63,24 @@ WAYS = {
     "disk": "ballonet",
     "peer": "peer",
 }
+HELD = ("by hand", "offloaded")  # ways that hold a cache of stock's between calls
 OURS = ("device", "host", "disk", "peer")
 SHIFT = {"host": 1, "disk": 2}  # of the questions in a round: the store of a process has just heard the last one
 
 
-def main() -> None:
-    chosen = begin("prefix", __doc__, functions)
+def turns_of_talks(chosen: Options) -> None:
     kind = chosen.kind
     slow = {} if chosen.cuda else {"ballonet": LINK, "link": LINK, "peer": LINK | PEER_LINK}
-    with peers(__file__, chosen, ("stock", "ballonet", "peer", "link"), slow) as started:
+    with peers(chosen, ("stock", "ballonet", "peer", "link"), slow) as started:
         rows = [row(history, started, chosen, kind) for history in HISTORY[kind]]
     title = f"time to the first token of a turn, {describe(chosen)}, {QUESTION[kind]} new tokens"
-    report(chosen, "prefix", title if chosen.cuda else f"{title}, {SPEEDS}", rows)
+    report(chosen, title if chosen.cuda else f"{title}, {SPEEDS}", rows)
 
 
 def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> dict[str, Any]:
     """Measures all with a history of that many tokens."""
     ways = begun(history, started, chosen, kind)
     answers: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-
     questions = ROUNDS[kind] + 1
 
     def turn(way: str) -> float:
@@ -116,11 +137,155 @@ def begun(history: int, started: Mapping[str, Peer], chosen: Options, kind: str)
     return ways
 
 
-def functions(peer: str, chosen: Options) -> Functions:
-    import talking
+class Talk:
+    """One history, and turns that go on from it, each with a question of its own, by one of several ways."""
 
-    return talking.functions(peer, chosen, TOKENS)
+    def __init__(self, peer: str, chosen: Options, tokens: int) -> None:
+        """`peer`: the process: "stock", "ballonet", or "peer", which has one to put KV on. `tokens`: of an answer."""
+        self._chosen = chosen
+        self._tokens = tokens
+        self._budget = (48 if chosen.cuda else 6) * 2**30
+        self._store: PrefixStore | None = None
+        if peer != "stock":
+            near = (8 if chosen.cuda else 2) * 2**30 if peer == "peer" else None
+            ballonet.install(self._budget, page_size=page_size(chosen), peer_budget=near)
+        self._model = build(shape(chosen), chosen.device)
+        if peer != "stock":
+            self._folder = TemporaryDirectory(prefix="ballonet-bench-") if peer == "ballonet" else None
+            kept = {"prefix_dir": self._folder.name} if self._folder is not None else {}
+            self._managed = ballonet.manage(self._model, prefix_cache=True, **kept)
+            self._store = self._managed.prefixes
+        self._caches: dict[str, DynamicCache] = {}
+        self._history = torch.empty(1, 0, dtype=torch.int64)
+        self._question = 0
 
+    def begin(self, history: int, question: int, ways: list[str]) -> None:
+        """Begins with a history of so many tokens, which are computed; each turn asks so many, by each of the ways."""
+        self._history, self._question = self._text(history, seed=history), question
+        self._caches.clear()
+        if self._store is not None:
+            self._store.clear()
+            self._say(self._history, 1)
+            self._store.flush()
+        for way in ways:
+            if way in HELD:
+                self._caches[way] = DynamicCache(config=self._model.config, offloading=way == "offloaded")
+                self._say(self._history, 1, self._caches[way])
+
+    def turn(self, way: str, number: int) -> dict[str, Any]:
+        """ms to the first token; the tokens; how many of the prompt were not computed; bytes off the device."""
+        prompt = torch.cat([self._history, self._text(self._question, seed=1000 + number)], 1)
+        if way in ("host", "peer"):
+            self._away_from_the_device()
+        if way == "disk" and self._store is not None:
+            self._store.clear()
+        before, away = self._reused(), self._bytes_away()
+        ms, tokens = self._say(prompt, self._tokens, self._caches.get(way))
+        return {"ms": ms, "tokens": tokens, "reused": self._reused() - before, "away": away}
+
+    def _say(self, prompt: torch.Tensor, tokens: int, cache: DynamicCache | None = None) -> tuple[float, list[int]]:
+        synchronize(self._chosen.device)
+        begin = time.perf_counter()
+        if cache is not None and cache.get_seq_length():
+            cache.crop(self._history.shape[1] - cache.get_seq_length())
+        more = {} if cache is None else {cache_name(self._model): cache}
+        clock, found = said(self._model, prompt, tokens, self._chosen.device, **more)
+        return (clock.times[1] - begin) * 1e3, found
+
+    def _text(self, tokens: int, seed: int) -> torch.Tensor:
+        return words(self._model, (1, tokens), seed)
+
+    def _away_from_the_device(self) -> None:
+        """As others who need its pages would do it: the budget is small for a moment."""
+        try:
+            while (found := ballonet.stats()).pages["kv"]:  # what is idle among activations goes first
+                ballonet.set_budget((sum(found.pages.values()) - found.pages["kv"]) * found.page_size)
+        except BudgetInUse as error:
+            with suppress(BudgetInUse):
+                ballonet.set_budget(error.smallest)
+        ballonet.set_budget(self._budget)
+
+    def _reused(self) -> int:
+        return 0 if self._store is None else self._store.counts.hits
+
+    def _bytes_away(self) -> int:
+        if self._store is None:
+            return 0
+        found = ballonet.stats()
+        return (found.host_pages + found.peer_pages) * found.page_size
+
+
+def talking(peer: str, chosen: Options) -> Functions:
+    talk = Talk(peer, chosen, TOKENS)
+    return {"begin": talk.begin, "turn": talk.turn}
+
+
+# Hits
+
+TURNS = {False: 4000, True: 60}  # of the trace made here, by whether it is tiny
+SIZES = (0.02, 0.05, 0.1, 0.25, 0.5)  # of the distinct blocks
+CLOSE = 0.01  # to a cache that never evicts, of the recorded trace at `AT` blocks
+AT = 50_000
+
+
+def hit_rates(chosen: Options) -> None:
+    rows = [row for trace in [None, *chosen.traces] for row in measure(trace, TURNS[chosen.tiny])]
+    report(chosen, "blocks of prompts that a prefix cache has", rows)
+
+
+def measure(path: Path | None, turns: int) -> Iterator[dict[str, Any]]:
+    """A row for each size."""
+    trace = list(made(turns)) if path is None else list(recorded(path))
+    distinct = len({key for keys in trace for key in keys})
+    best = hits(trace, None, Recency())
+    for size in sorted({round(distinct * part) for part in SIZES} | ({AT} if distinct > AT else set())):
+        found = Figure.of([hits(trace, size, Odds()).hit_rate])
+        if size == AT and path is not None:
+            found = found.at_least(round(best.hit_rate - CLOSE, 4))
+        yield {
+            "trace": "made here" if path is None else path.name,
+            "requests": best.requests,
+            "blocks stored, at most": size,
+            "hit rate": found,
+            "least recently used": Figure.of([hits(trace, size, Recency()).hit_rate]),
+            "without a limit": Figure.of([best.hit_rate]),
+        }
+
+
+def hits(trace: list[list[int]], blocks: int | None, policy: Policy) -> Hits:
+    """What a cache of so many blocks finds, any number if None: each request asks for its blocks, then stores them."""
+    index = Index(blocks, policy)
+    for request, keys in enumerate(trace):
+        index.match(keys)
+        index.insert(keys, request)
+        index.evict(index.excess())
+    return index.hits
+
+
+def recorded(path: Path) -> Iterator[list[int]]:
+    """Returns the blocks of each request."""
+    with path.open() as lines:
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)["hash_ids"]
+
+
+def made(turns: int) -> Iterator[list[int]]:
+    """A trace of so many turns, see above. Seeded."""
+    random, fresh = Random(0), iter(range(10**9))
+    systems = [[next(fresh) for _ in range(random.randrange(1, 12))] for _ in range(8)]
+    talking: list[list[int]] = []
+    for _ in range(turns):
+        if not talking or random.random() < 0.2:
+            talking.append([*random.choice(systems)])
+        said = random.choice(talking[-40:])
+        said += [next(fresh) for _ in range(random.randrange(1, 8))]
+        yield list(said)
+        if random.random() < 0.15:
+            talking.remove(said)
+
+
+BENCHMARKS = {"prefix": Benchmark(turns_of_talks, or_link(talking)), "hit-rate": Benchmark(hit_rates)}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

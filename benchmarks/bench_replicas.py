@@ -1,39 +1,28 @@
 """What replicas gain by dropping parameters, against waiting, recomputing, swapping and migrating: simulated seconds.
 
-    python benchmarks/bench_replicas.py [azure_2023_code.csv]
+    python benchmarks/bench_replicas.py [--traces azure_2023_code.csv]
 
 Two fleets. 235B: replicas of eight devices, of whose memory a mixture of experts takes most; answers are long and
 weights are what a step reads. 14B: replicas of one device with prompts of code and short answers: computing prompts is
-what takes time. Costs are made up from the shapes and the devices' data sheets, and calibrated by nothing; how
-well such costs predict batches is measured (batch_cost.py). Prompts are
+what takes time. Costs are made up from the shapes and the devices' data sheets, and calibrated by nothing. Prompts are
 those of the Azure code trace where it is given, else made ones with like lengths.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import sys
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import batch_cost
-import mail_cost
-from common import Figure, Options, Row, options, report
+from harness import Benchmark, Figure, Options, main, report
 
 from ballonet.hooks.server.arrivals import RecordedArrival, read
 from ballonet.hooks.whatif.replicas.fleet import Shape, VirtualFleet
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
 from ballonet.offload.policy.replicas.actions import Commit
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
-from ballonet.offload.policy.replicas.controller import Controller
 from ballonet.offload.policy.replicas.decisions import Decision, Entry
-from ballonet.offload.policy.replicas.demand import KVSize
-from ballonet.offload.policy.replicas.events import Arrived, Joined, Load, Tick
-from ballonet.offload.policy.replicas.microbatches import Batch, ChunkSize, by_tokens, equal_cost, fig11
-from ballonet.offload.policy.replicas.pipeline_time import evenly, floor, pipeline_time
 
 GB, PAGE = 10**9, 2**21
 PEERS = [each for each in POLICIES if each != "drop"]
@@ -43,24 +32,13 @@ MOE_COST = ChunkCost(2e-10, 3e-5, 0.03, decode=ChunkCost(0.0, 3e-5, 0.03, prefix
 # 48 layers, 8 KV heads of 128; 190 TFLOP/s and 1.8 TB/s
 DENSE = Shape((28 * GB // 48,) * 48, 3 * GB // 2, 48 * 2 * 8 * 128 * 2, 5120 * 2)
 DENSE_COST = ChunkCost(3e-9, 1.6e-4, 0.016, decode=ChunkCost(0.0, 1.6e-4, 0.016, prefix=1.2e-7))
-# attention to 2,500 tokens takes as long as all else, as where kernels know little of it
-DEAR = ChunkCost(4e-9, 1e-5, 4e-3)
-LEAST = 2048  # tokens of a microbatch
 ANSWER = 1500  # tokens, in the median, of the larger model
 PERIOD, PERIODS, HIGH = 600.0, 3, 50.0  # of the square wave, in seconds
-SIZES = (8, 64, 512, 4096)  # replicas, for the cost of a decision
-FLEETS = (8, 32, 128)  # replicas, for what is said between them and the supervisor
-BURST = 75  # prompts that are queued at once
 
 
-def main() -> None:
-    chosen = options("replicas", __doc__)
-    prompts = [each.prompt for path in chosen.files for each in read(path)] or list(made(3000))
-    rows: list[Row] = [*bubbles(prompts, chosen), *policies(prompts, chosen), *decisions(chosen)]
-    rows += control(prompts, chosen)
-    measured = *batch_cost.errors(chosen), *mail_cost.told(chosen)
-    rows += [row(what, peer, value=found) for what, peer, found in measured]
-    report(chosen, "replicas", "replicas that drop parameters, simulated", rows)
+def dropping(chosen: Options) -> None:
+    prompts = [arrival.prompt for path in chosen.traces for arrival in read(path)] or list(made(3000))
+    report(chosen, "replicas that drop parameters, simulated", list(policies(prompts, chosen)))
 
 
 def row(what: str, peer: str, **figures: Figure | str) -> dict[str, Any]:
@@ -74,43 +52,6 @@ def made(count: int) -> Iterator[int]:
     random = Random(0)
     for _ in range(count):
         yield min(7500, max(3, round(random.lognormvariate(7.3, 0.9))))
-
-
-# Microbatches
-
-
-def bubbles(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
-    """The bubble of two stages, over bursts of prompts, one in five behind a cached prefix."""
-    queue = [ChunkSize(n, 2000 if n % 5 == 4 else 0, each) for n, each in enumerate(prompts)]
-    bursts = [queue[at : at + BURST] for at in range(0, 2 * BURST if chosen.tiny else len(queue), BURST)]
-    for named, cost in (("14B", DENSE_COST), ("dear attention", DEAR)):
-        formers: dict[str, Callable[[list[ChunkSize]], list[Batch]]] = {
-            "by tokens": lambda burst: by_tokens(burst, LEAST),
-            "Fig. 11": lambda burst, cost=cost: fig11(burst, LEAST, cost),  # type: ignore[misc]
-            "equal cost": lambda burst, cost=cost: equal_cost(burst, _batches(burst), cost),  # type: ignore[misc]
-        }
-        for peer, former in formers.items():
-            found = zip(*(_judged(former(burst), cost) for burst in bursts), strict=True)
-            longest, above, bubble = (Figure.of(list(values)) for values in found)
-            figures = [Figure.of([each.most]) for each in (longest, above)]
-            if peer == "equal cost":
-                figures = [figures[0].at_most(1.15), figures[1].at_most(0.03)]
-            yield row(f"{named}: longest microbatch / mean, at most", peer, value=figures[0])
-            yield row(f"{named}: bubble of 2 stages above the floor, at most", peer, value=figures[1], bubble=bubble)
-
-
-def _batches(burst: list[ChunkSize]) -> int:
-    return max(1, sum(each.new for each in burst) // LEAST)
-
-
-def _judged(batches: list[Batch], cost: ChunkCost) -> tuple[float, float, float]:
-    """The longest by the mean, the bubble above the floor, and the bubble."""
-    took = [cost.batch((each.before, each.new) for each in batch) for batch in batches]
-    bubble = pipeline_time(evenly(took, 2)).bubble
-    return max(took) / statistics.fmean(took), bubble - floor(len(took), 2), bubble
-
-
-# Policies
 
 
 def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
@@ -181,53 +122,7 @@ def coding(prompts: list[int], rate: float) -> list[RecordedArrival]:
     return found
 
 
-# Decisions
-
-
-def decisions(chosen: Options) -> Iterator[dict[str, Any]]:
-    """Calls of Python functions that one look at an overloaded fleet takes, as it decides for a drop."""
-    counts = {size: _calls(size) for size in (SIZES[:2] if chosen.tiny else SIZES)}
-    for size, calls in counts.items():
-        yield row(f"calls of the controller's look, {size:,} replicas", "in all", value=Figure.of([calls]))
-    for (small, few), (large, many) in pairwise(counts.items()):
-        growth = many * small * math.log2(small) / (few * large * math.log2(large))
-        what = f"calls per N log N, {large:,} against {small:,} replicas"
-        yield row(what, "ratio", value=Figure.of([growth]).at_most(1.2))
-
-
-def control(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
-    """Bytes of control where prompts of code come to ever more replicas, 2.5 a second to each."""
-    for replicas in FLEETS[:1] if chosen.tiny else FLEETS:
-        fleet = VirtualFleet(DENSE, replicas, 40 * GB, PAGE, 100 * GB, 25e9, 25e9)
-        asked = [prompts[at % len(prompts)] for at in range(replicas * (5 if chosen.tiny else 100))]
-        found = mail_cost.carried(fleet, DENSE_COST, coding(asked, 2.5 * replicas))
-        yield row(f"bytes of control per replica and second, {replicas} replicas", "drop", value=Figure.of([found]))
-
-
-def _calls(replicas: int) -> int:
-    fleet = VirtualFleet(DENSE, replicas, 40 * GB, PAGE, 0, 25e9, 25e9)
-    controller = Controller(fleet.layer_pages, KVSize(DENSE.kv, PAGE), MOE_COST)
-    for member in range(replicas):
-        controller.on(Joined(0.0, member, fleet.pages))
-    for number in range(4 * replicas):
-        controller.on(Arrived(0.0, str(number), fleet.tokens // 2, 200))
-    room = fleet.pages - sum(fleet.layer_pages)
-    for member, epoch in enumerate(range(1, replicas + 1)):
-        controller.on(Load(0.1, member, epoch, room, 0, room, 1))
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        actions = controller.on(Tick(0.1))
-    finally:
-        sys.setprofile(None)
-    assert actions, "it decides nothing"
-    return calls
-
+BENCHMARKS = {"replicas": Benchmark(dropping)}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

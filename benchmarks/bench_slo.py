@@ -12,10 +12,15 @@ import tempfile
 from statistics import median
 from typing import Any
 
-from common import MIB, Figure, Options, describe_few, report
-from peer import Functions, begin, peers, seconds
-from streamed import environment, page_size
+import torch
+from harness import MIB, Benchmark, Figure, Functions, Options, main, peers, report
+from models import answer, build, describe_few, environment, few, layer_page_size, or_link, seconds
 
+import ballonet
+from ballonet.allocator import devices
+from ballonet.allocator.errors import SLOError
+from ballonet.hooks.managed import pace_of
+from ballonet.hooks.profile import Grid, load_or_measure
 from ballonet.offload.policy.interval import Costs, meeting
 from ballonet.offload.policy.schedule import every
 
@@ -27,19 +32,18 @@ TOKENS, ROUNDS = 8, 3
 GRID = {"cuda": 1024, "cpu": 256, "tiny": 128}  # tokens of the longest prompt that is measured beforehand
 
 
-def main() -> None:
-    chosen = begin("slo", __doc__, functions)
+def measuring(chosen: Options) -> None:
     names = ("ballonet", "link")
     with tempfile.TemporaryDirectory() as folder:
         given = {**environment(chosen), "BALLONET_CACHE_DIR": folder}
-        with peers(__file__, chosen, names, dict.fromkeys(names, given)) as found:
-            rows = found["ballonet"].ask("rows", link=found["link"].ask("link"))
+        with peers(chosen, names, dict.fromkeys(names, given)) as started:
+            rows = started["ballonet"].ask("rows", link=started["link"].ask("link"))
     for row in rows:
         for column in ("ms per token / SLO", "first token / SLO"):
             if row[column] != "":
                 figure = Figure.of([row[column]])
                 row[column] = figure.at_most(1.0) if chosen.cuda else figure
-    report(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", rows)
+    report(chosen, f"models with an SLO, {describe_few(chosen, LAYERS)}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -50,16 +54,8 @@ class Measuring:
     """The process that has the models."""
 
     def __init__(self, chosen: Options) -> None:
-        import torch
-        from llama import build, few
-
-        import ballonet
-        from ballonet.allocator import devices
-        from ballonet.hooks.managed import pace_of
-        from ballonet.hooks.profile import Grid, load_or_measure
-
         kind = chosen.kind
-        ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
+        ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=layer_page_size(chosen))
         self._device = chosen.device
         self._quotients = QUOTIENTS[kind]
         self._rounds, self._tokens = (1, 3) if chosen.tiny else (ROUNDS, TOKENS)
@@ -75,9 +71,6 @@ class Measuring:
 
     def rows(self, link: float) -> list[dict[str, Any]]:
         """`link`: bytes per second. Of times what is above 1 misses its SLO."""
-        import ballonet
-        from ballonet.allocator.errors import SLOError
-
         page = ballonet.stats().page_size
         costs = Costs((self._layer,) * LAYERS, self._token / 1e3, page / link)
         found: list[dict[str, Any]] = []
@@ -103,8 +96,6 @@ class Measuring:
         return found
 
     def _row(self, what: str, model: Any, managed: Any, slo: float, first: float) -> dict[str, Any]:
-        import ballonet
-
         token, prompt = self._times(model)
         freed = (self._pages - managed.report().pages) * ballonet.stats().page_size
         intervals = (each for each in range(1, LAYERS + 1) if every(LAYERS, each) == managed.report().streamed)
@@ -127,10 +118,10 @@ class Measuring:
         return token, first
 
     def _say(self, model: Any, tokens: int) -> float:
-        from generating import answer
-
         return seconds(self._device, lambda: answer(model, self._prompt, tokens)) * 1e3
 
 
+BENCHMARKS = {"slo": Benchmark(measuring, or_link(functions))}
+
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

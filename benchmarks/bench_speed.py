@@ -14,16 +14,58 @@ at one budget. Limits count on a GPU with the sizes made for it; that logits are
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import GIB, MIB, Figure, Options, describe, interleaved, keep, report
-from peer import Functions, Peer, PeerFailed, begin, peers
-from serving import OURS, STOCK, figure, in_rounds, ratio
-from streamed import environment
+import bench_serve
+import torch
+from bench_decode import prefill
+from bench_serve import figure, in_rounds, ratio
+from bench_streaming import decoded
+from harness import (
+    GIB,
+    MIB,
+    Benchmark,
+    Figure,
+    Functions,
+    Options,
+    Peer,
+    PeerFailed,
+    interleaved,
+    keep,
+    main,
+    peers,
+    report,
+)
+from models import (
+    OURS,
+    STOCK,
+    Clock,
+    answer,
+    build,
+    describe,
+    environment,
+    filled,
+    layer_page_size,
+    or_link,
+    seconds,
+    streamable,
+    synchronize,
+    timed,
+    words,
+)
+from torch.backends import cuda
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+import ballonet
 
 T = TypeVar("T")
 OFF = "stock, cuDNN off"
@@ -43,6 +85,9 @@ REPEATS = {"cuda": (12, 512), "cpu": (2, 64), "tiny": (2, 16)}  # sequences and 
 BUDGETS = {"cuda": 16 * GIB, "cpu": 288 * MIB, "tiny": 24 * MIB}
 ROUNDS = 2
 OF_KERNELS, FIRST, A_TENTH, PAGES = 1.15, 1.5, 0.1, 256
+WARM = 4  # of a call of `generate()` before the first that is timed: by then all run by graphs
+STEPS = 12  # tokens of each call
+REPEATED = 100  # attentions with the same inputs
 OF_LINK, OF_STATIC, PREFILL, SERVED, LATER = 1.03, 1.2, 1.02, 1.3, 1.5
 
 
@@ -52,7 +97,7 @@ class Rows:
     def __init__(self, chosen: Options) -> None:
         self._chosen = chosen
         self._rows: list[dict[str, Any]] = []
-        self.about = "speed", f"decoding by pieces, {describe(chosen)}"
+        self._title = f"decoding by pieces, {describe(chosen)}"
 
     def add(self, what: str, found: Mapping[str, object], limited: str = "", figure: Figure | None = None) -> None:
         """Adds a row and writes all. `limited`, `figure`: what is made of these cells, and comes to that."""
@@ -60,23 +105,22 @@ class Rows:
             figure = Figure.of([figure.median])
         cells = {name: found.get(name, "") for name in COLUMNS}
         self._rows.append({"what": what, **cells, "of these": limited, "is": "" if figure is None else figure})
-        keep(self._chosen, *self.about, self._rows)
+        keep(self._chosen, self._title, self._rows)
 
     def end(self) -> None:
-        report(self._chosen, *self.about, self._rows)
+        report(self._chosen, self._title, self._rows)
 
 
-def main() -> None:
-    chosen = begin("speed", __doc__, functions)
+def decoding_by_pieces(chosen: Options) -> None:
     rows = Rows(chosen)
-    with peers(__file__, chosen, ("stock", "no pieces", "pieces", "link"), environments(chosen)) as found:
+    with peers(chosen, ("stock", "no pieces", "pieces", "link"), environments(chosen)) as found:
         decoding = Decoding(chosen, found, rows)
         attempt(decoding.attention)
         first = attempt(decoding.first_calls)
         ms = [attempt(partial(decoding.case, *case)) for case in CASES[chosen.kind][: chosen.cases]]
         for measure in (decoding.equality, decoding.memory, decoding.prefill, decoding.graphs, decoding.streaming):
             attempt(measure)
-    with peers(__file__, chosen, OTHERS, environments(chosen)) as found:
+    with peers(chosen, OTHERS, environments(chosen)) as found:
         attempt((others := Decoding(chosen, found, rows)).attention)
         attempt(others.plans_kept)
         attempt(partial(compiled, chosen, found["StaticCache"], rows, ms[0], first))
@@ -91,12 +135,6 @@ def attempt(measure: Callable[[], T]) -> T | None:
     except PeerFailed as error:
         print(f"left out: {error}", flush=True)
         return None
-
-
-def functions(name: str, chosen: Options) -> Functions:
-    import speed_peers
-
-    return speed_peers.functions(name, chosen)
 
 
 def environments(chosen: Options) -> dict[str, Mapping[str, str]]:
@@ -230,7 +268,8 @@ def compiled(chosen: Options, peer: Peer, rows: Rows, ms: Mapping[str, Figure] |
 def serving(chosen: Options, rows: Rows) -> None:
     """Continuous batching at a budget, by the processes of bench_serve.py."""
     budget = BUDGETS[chosen.kind]
-    said = in_rounds(str(Path(__file__).with_name("bench_serve.py")), chosen, (STOCK, OURS), budget, 1)
+    by = replace(chosen, program=Path(bench_serve.__file__), benchmark="serve")
+    said = in_rounds(by, (STOCK, OURS), budget, 1)
     faster, later = (ratio(said[OURS], said[STOCK], what) for what in ("speed", "later"))
     for what, name, limited in (
         ("tokens per second", "speed", faster.at_least(SERVED)),
@@ -240,5 +279,200 @@ def serving(chosen: Options, rows: Rows) -> None:
         rows.add(f"serving at {budget // MIB:,} MiB: {what}", cells, "pieces / stock", limited)
 
 
+# Peers
+
+
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers. `cudnn`: may torch take cuDNN's attention?"""
+    peer = SpeedPeer(name, chosen)
+    names = ("first", "decode", "kernels", "logits", "difference", "memory", "static", "prefill", "stream", "pieces")
+    return {"about": dict, **{each: getattr(peer, each) for each in (*names, "attention", "repeats")}}
+
+
+class SpeedPeer:
+    """One model, and what a token of it takes."""
+
+    def __init__(self, name: str, chosen: Options) -> None:
+        if chosen.kind != "cuda":
+            torch.set_num_threads(1)
+        self.name = name
+        self.device = chosen.device
+        self.is_managed = name in ("no pieces", "pieces")
+        if self.is_managed:
+            ballonet.install("60GiB" if chosen.kind == "cuda" else "4GiB", page_size=layer_page_size(chosen))
+        self.model: PreTrainedModel = build(streamable(chosen), self.device)
+        self.managed = ballonet.manage(self.model, pieces=self._pieces) if self.is_managed else None
+
+    @property
+    def _pieces(self) -> Any:
+        return None if self.name == "no pieces" else "auto"
+
+    def first(self, batch: int, held: int, cudnn: bool) -> float:
+        """Seconds that the first call of `generate()` takes longer than the next one."""
+        with attention_by(cudnn):
+            took = [self._generated(batch, held)[1] for _ in range(2)]
+        return took[0] - took[1]
+
+    def decode(self, batch: int, held: int, cudnn: bool) -> dict[str, float]:
+        """ms per token, and of those that the host takes to submit it."""
+        with attention_by(cudnn):
+            clock, _ = self._generated(batch, held)
+        self._forget()
+        return {"ms": clock.ms(WARM - 1), "host": clock.host_ms(WARM - 1)}
+
+    def kernels(self, batch: int, held: int, cudnn: bool) -> float:
+        """ms that kernels run per token."""
+        with attention_by(cudnn):
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            seen = 0
+
+            def count() -> int:
+                nonlocal seen
+                seen += 1
+                if seen == WARM:
+                    profiler.start()
+                elif seen == STEPS:
+                    profiler.stop()
+                return 0
+
+            self._generated(batch, held, Clock(self.device, count))
+        self._forget()
+        return sum(kernel.self_device_time_total for kernel in profiler.key_averages()) / (STEPS - WARM) / 1e3
+
+    def logits(self, batch: int, held: int, path: str) -> None:
+        """Writes the logits of each token to a file, without cuDNN's attention."""
+        torch.save(self._logits(batch, held), path)
+
+    def difference(self, batch: int, held: int, path: str) -> float:
+        """The largest difference of a logit to those in the file."""
+        mine, theirs = self._logits(batch, held), torch.load(path)
+        return float((mine.double() - theirs.double()).abs().max()) if mine.shape == theirs.shape else float("inf")
+
+    def memory(self, batch: int, held: int) -> dict[str, float]:
+        """MiB of the pages under all graphs, and of what the driver has taken for graphs of this batch."""
+        assert self.managed is not None
+        self._generated(1, held)
+        before = self._outside()
+        self._generated(batch, held)
+        driver = self._outside() - before
+        found = self.managed.report().pieces
+        pages = 0 if found is None else found.pages
+        return {"pages": pages * ballonet.stats().page_size / MIB, "driver": driver / MIB}
+
+    def static(self, batch: int, held: int) -> dict[str, float]:
+        """transformers' `StaticCache`, of which a decode step is compiled: ms per token, seconds that the first call
+        takes longer, MiB that it takes."""
+        prompt = words(self.model, (batch, held), 0).to(self.device)
+        before, clocks = self._free(), [Clock(self.device) for _ in range(3)]  # the second call may compile again
+
+        def generate(clock: Clock) -> object:
+            return answer(self.model, prompt, STEPS, clock, cache_implementation="static")
+
+        took = [seconds(self.device, partial(generate, clock)) for clock in clocks]
+        return {
+            "ms": clocks[-1].ms(WARM - 1),
+            "first": took[0] - took[-1],
+            "mib": (before - self._free()) / MIB,
+        }
+
+    def prefill(self, tokens: int, cudnn: bool) -> float:
+        """ms of a prompt's forward."""
+        with attention_by(cudnn):
+            return prefill(OURS if self.is_managed else STOCK, self.model, tokens, self.device)
+
+    def stream(self, held: int) -> dict[str, Any]:
+        """ms per token while every second layer streams, and the bytes that come over the link for it."""
+        assert self.managed is not None
+        self.managed.release()
+        with ballonet.manage(self.model, interval=2, pieces=self._pieces):
+            found = [decoded("interval 2", self.model, self.device, 1, held, STEPS) for _ in range(2)]
+        self.managed = ballonet.manage(self.model, pieces=self._pieces)
+        return found[-1]
+
+    def pieces(self) -> str:
+        """How the model decodes."""
+        assert self.managed is not None
+        return str(self.managed.report().pieces or "no graphs on this device")
+
+    def attention(self, held: int, cudnn: bool, new: bool) -> float:
+        """ms of the host for one attention, at a length that was there before, or a new one each time."""
+        took = list[float]()
+        with attention_by(cudnn):
+            for step in range(WARM + STEPS):
+                given = self._states(1, held + (step if new else 0))
+                synchronize(self.device)
+                begin = time.perf_counter()
+                scaled_dot_product_attention(*given, enable_gqa=True)
+                took.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(took[WARM:])
+
+    def repeats(self, batch: int, held: int, cudnn: bool) -> int:
+        """How many of some attentions under a mask, with the same inputs, have other bits than the first."""
+        given = self._states(batch, held)
+        mask = torch.ones(batch, 1, 1, held, dtype=torch.bool, device=self.device)
+        mask[0, ..., : held // 2] = False
+        with attention_by(cudnn):
+            first, *others = (
+                scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True) for _ in range(REPEATED)
+            )
+            return sum(not torch.equal(first, other) for other in others)
+
+    def _states(self, batch: int, held: int) -> list[torch.Tensor]:
+        """Queries, keys and values of one layer, for one new token."""
+        config = self.model.config
+        width = config.hidden_size // config.num_attention_heads
+        kinds = ((config.num_attention_heads, 1), *((config.num_key_value_heads, held),) * 2)
+        given = {"dtype": self.model.dtype, "device": self.device}
+        return [torch.randn(batch, heads, tokens, width, **given) for heads, tokens in kinds]
+
+    def _generated(self, batch: int, held: int, clock: Clock | None = None) -> tuple[Clock, float]:
+        """Generates from a cache of so many tokens; returns the clock, and the seconds of all of it."""
+        cache = filled("ballonet" if self.is_managed else "stock", self.model.config, batch, held, self.device)
+        clock = clock or Clock(self.device)
+        size = batch, held
+        took = seconds(self.device, lambda: timed(self.model, cache, size, self.device, STEPS, clock))
+        return clock, took
+
+    def _logits(self, batch: int, held: int) -> torch.Tensor:
+        """Logits of each new token, on the CPU."""
+        prompt = words(self.model, (batch, held), 0).to(self.device)
+        more = {"output_logits": True, "return_dict_in_generate": True}
+        with attention_by(False):
+            found = answer(self.model, prompt, STEPS, **more)
+        return torch.stack(found.logits).cpu()
+
+    def _outside(self) -> int:
+        """Bytes of the device that are in use, and not by pages; 0 on a CPU."""
+        if self.device != "cuda":
+            return 0
+        found = ballonet.stats()
+        return -self._free() - sum(found.pages.values()) * found.page_size
+
+    def _free(self) -> int:
+        """Bytes of the device that nobody uses; 0 on a CPU."""
+        if self.device != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
+    def _forget(self) -> None:
+        """Gives stock's memory back, as other peers need it."""
+        if self.device == "cuda" and not self.is_managed:
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def attention_by(cudnn: bool) -> Iterator[None]:
+    """Within it torch may take cuDNN's attention, or not. Where pieces have turned it off it stays so."""
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(before and cudnn)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(before)
+
+
+BENCHMARKS = {"speed": Benchmark(decoding_by_pieces, or_link(functions))}
+
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

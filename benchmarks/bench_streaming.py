@@ -2,163 +2,168 @@
 
 The bound is the larger of the time with every layer resident and of the bytes that a token brings over the link, at the
 bandwidth that the link gives large copies in the same run. Predicted is the schedule (offload/policy/schedule.py), from
-the resident time and the link as measured. On a GPU there are two others: accelerate with half of the layers on the
-host, and diffusers' group offloading with all of them.
-
-Where a limit is missed a trace of the profiler is kept beside the results. The stand-in's link is slowed to 2 GB/s.
+the resident time and the link as measured. On a GPU there is another: accelerate, stock with every second layer on the
+host. The stand-in's link is slowed to 2 GB/s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from common import MIB, Figure, Options, interleaved, report
-from peer import Functions, Peer, answering, begin, peers
-from streamed import WARM, environment, interval_of, is_managed, titled
+import torch
+from harness import MIB, Benchmark, Figure, Functions, Options, Peer, answering, interleaved, main, peers, report
+from models import (
+    OURS,
+    WARM,
+    Clock,
+    build,
+    describe,
+    environment,
+    filled,
+    interval_of,
+    is_managed,
+    layer_page_size,
+    or_link,
+    streamable,
+    synchronize,
+    timed,
+    titled,
+)
+from transformers import PreTrainedModel
 
+import ballonet
 from ballonet.offload.policy.interval import Costs
 
 INTERVALS = {"cuda": (8, 4, 2, 1), "cpu": (8, 4, 2, 1), "tiny": (2,)}
-OTHERS = {"accelerate": 2, "diffusers": 1}  # the interval that streams as many layers
+OTHER, AS_MANY = "accelerate", 2  # the interval that streams as many layers
 ROUNDS = {"cuda": 2, "cpu": 3, "tiny": 1}  # each of several tokens
-TOKENS = {"cuda": WARM + 4, "cpu": WARM + 3, "tiny": WARM + 2}  # of a round
-SLOW = ("accelerate",)  # for whom it is that of tiny sizes
+TOKENS = {"cuda": WARM + 4, "cpu": WARM + 3, "tiny": WARM + 2}  # of a round; accelerate is slow, and has those of tiny
+CASES = {"cuda": ((1, 1024), (8, 4096)), "cpu": ((1, 256),), "tiny": ((1, 16),)}  # sequences, tokens of each
 OVER_BOUND, PREDICTED, FASTER = 1.03, 0.1, 9.0
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Sequences, and the tokens that each holds."""
-
-    batch: int
-    held: int
-
-
-CASES = {
-    "cuda": (Case(1, 1024), Case(8, 4096)),
-    "cpu": (Case(1, 256),),
-    "tiny": (Case(1, 16),),
-}
-
-
-def main() -> None:
-    chosen = begin("streaming", __doc__, functions)
+def streaming(chosen: Options) -> None:
     kind = chosen.kind
-    ours = ("resident", *(f"interval {each}" for each in INTERVALS[kind]))
-    names = (*ours, "link", *(OTHERS if chosen.cuda else ()))
+    ours = ("resident", *(f"interval {interval}" for interval in INTERVALS[kind]))
+    names = (*ours, "link", *((OTHER,) if chosen.cuda else ()))
     rows = []
-    with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as started:
-        found = answering(started, (*ours, "link"), "about")
-        about = found[ours[-1]].ask("about")
+    with peers(chosen, names, dict.fromkeys(names, environment(chosen))) as started:
+        able = answering(started, (*ours, "link"), "about")
+        about = able[ours[-1]].ask("about")
         for case in CASES[kind][: chosen.cases]:
-            rows += rows_of(case, found, about, chosen, min(chosen.rounds or ROUNDS[kind], ROUNDS[kind]))
-    title = f"decoding while layers stream: ms per token, {about['what']}"
-    report(chosen, "streaming", titled(chosen, title), rows)
-
-
-def functions(name: str, chosen: Options) -> Functions:
-    import decoding
-
-    return decoding.functions(name, chosen)
+            rows += rows_of(case, able, about, chosen)
+    report(chosen, titled(chosen, f"decoding while layers stream: ms per token, {about['what']}"), rows)
 
 
 def rows_of(
-    case: Case, found: Mapping[str, Peer], about: Mapping[str, Any], chosen: Options, rounds: int
+    case: tuple[int, int], able: Mapping[str, Peer], about: Mapping[str, Any], chosen: Options
 ) -> list[dict[str, Any]]:
-    """Measures the peers in turn, those that can do it so."""
+    """Measures the peers in turn. `about`: see `functions`."""
+    batch, held = case
     answers: dict[str, dict[str, Any]] = {}
+    back = dict.fromkeys(able, 0)
 
     def decode(name: str) -> float:
-        tokens = TOKENS["tiny" if chosen.tiny or name in SLOW else chosen.device]
-        answer = found[name].ask("decode", batch=case.batch, held=case.held, tokens=tokens)
-        answers[name] = {**answer, "back": answer["back"] + answers.get(name, {"back": 0})["back"]}
-        return float(answer["ms"])
+        tokens = TOKENS["tiny" if name == OTHER else chosen.kind]
+        answers[name] = able[name].ask("decode", batch=batch, held=held, tokens=tokens)
+        back[name] += answers[name]["back"]
+        return float(answers[name]["ms"])
 
-    turns = {name: lambda name=name: decode(name) for name in found if name != "link"}
-    taken = interleaved({**turns, "link": lambda: float(found["link"].ask("link"))}, rounds)
-    link = taken.pop("link")
+    turns = {name: lambda name=name: decode(name) for name in able if name != "link"}
+    rounds = min(chosen.rounds or ROUNDS[chosen.kind], ROUNDS[chosen.kind])
+    taken = interleaved({**turns, "link": lambda: float(able["link"].ask("link"))}, rounds)
+    link, resident = taken.pop("link").median, taken["resident"].median
+    costs = Costs((1,) * about["layers"], resident / 1e3, about["layer"] / link)
     rows = []
     for name, ms in taken.items():
-        row = Row(case, name, ms, answers[name], taken["resident"], link, about, chosen.cuda)
-        profiled = profile(row, found[name], chosen) if interval_of(name) and (case.batch == 1 or row.missed) else 0
-        rows.append(row.cells(taken.get("accelerate"), profiled))
+        nbytes, interval = answers[name]["bytes"], interval_of(name)
+        bound = max(resident, nbytes / link * 1e3)
+        over, off, faster = Figure.of([ms.median / bound]), None, None
+        if interval is not None:
+            off = Figure.of([abs(ms.median / 1e3 / costs.expected(costs.plan(interval)) - 1)])
+            if chosen.cuda:
+                over, off = over.at_most(OVER_BOUND), off.at_most(PREDICTED)
+            if interval == AS_MANY and OTHER in taken:
+                faster = Figure.ratio(taken[OTHER], ms).at_least(FASTER)
+        rows.append(
+            {
+                "sequences": batch,
+                "tokens held": held,
+                "what streams": name,
+                "ms per token": ms,
+                "MiB per token": round(nbytes / MIB, 1),
+                "bound, ms": round(bound, 1) if is_managed(name) else "",
+                "ms / bound": over if is_managed(name) else "",
+                "off the prediction by": off or "",
+                "accelerate / it": faster or "",
+                "bytes to the host": "" if interval is None else Figure.of([float(back[name])]).at_most(0),
+            }
+        )
     return rows
 
 
-def profile(row: Row, peer: Peer, chosen: Options) -> int:
-    """Bytes that went to the host, as the profiler saw it. The trace is kept where the limit was missed."""
-    case = row.case
-    name = f"streaming-{row.name.replace(' ', '-')}-{case.batch}x{case.held}.trace.json.gz"
-    path = (chosen.keep / name).resolve()
-    nbytes = int(peer.ask("trace", batch=case.batch, held=case.held, path=str(path)))
-    if not row.missed:
-        path.unlink()
-    return nbytes
+def functions(peer: str, chosen: Options) -> Functions:
+    """What a peer answers. Of a layer that streams "about" tells the bytes."""
+    managed = None
+    if is_managed(peer):
+        ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=layer_page_size(chosen))
+    model = build(streamable(chosen), chosen.device)
+    if is_managed(peer):
+        managed = ballonet.manage(model, interval=interval_of(peer))
+    elif peer == OTHER:
+        every_second_on_the_host(model)
+
+    def decode(batch: int, held: int, tokens: int) -> dict[str, Any]:
+        return decoded(peer, model, chosen.device, batch, held, tokens)
+
+    about = {"what": describe(chosen), "layers": model.config.num_hidden_layers, "layer": 0}
+    if managed is not None and managed.report().streamed:
+        about["layer"] = managed.report().host_pages * ballonet.stats().page_size // len(managed.report().streamed)
+    return {"about": lambda: about, "decode": decode}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What a peer took in one case. `answer`, `about`: see decoding.py; `link`: bytes per second; `limited`: do limits
-    count here?"""
+def every_second_on_the_host(model: PreTrainedModel) -> None:
+    from accelerate import dispatch_model
 
-    case: Case
-    name: str
-    ms: Figure
-    answer: Mapping[str, Any]
-    resident: Figure
-    link: Figure
-    about: Mapping[str, Any]
-    limited: bool
+    places: dict[str, str | int | torch.device] = {
+        f"model.layers.{layer}": "cpu" if layer % 2 else 0 for layer in range(model.config.num_hidden_layers)
+    }
+    rest = {name: 0 for name, _ in model.model.named_children() if name != "layers"}
+    places |= {f"model.{name}": place for name, place in rest.items()} | {"lm_head": 0}
+    for name, place in places.items():
+        if place == "cpu":
+            model.get_submodule(name).to("cpu")
+    dispatch_model(model, places, main_device=0)
 
-    @property
-    def interval(self) -> int | None:
-        return interval_of(self.name) or OTHERS.get(self.name)
 
-    @property
-    def bound(self) -> float:
-        """ms"""
-        return max(self.resident.median, self.answer["bytes"] / self.link.median * 1e3)
+def wait(device: str) -> None:
+    """For the current stream, and not for copies of others."""
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
 
-    @property
-    def over_bound(self) -> Figure:
-        return Figure.of([self.ms.median / self.bound])
 
-    @property
-    def off(self) -> Figure:
-        """How far the measured time is from the predicted one, as a part of that."""
-        layers: int = self.about["layers"]
-        costs = Costs((1,) * layers, self.resident.median / 1e3, self.about["layer"] / self.link.median)
-        return Figure.of([abs(self.ms.median / 1e3 / costs.expected(costs.plan(self.interval or costs.none)) - 1)])
+def decoded(peer: str, model: PreTrainedModel, device: str, batch: int, held: int, tokens: int) -> dict[str, Any]:
+    """`generate()` with a cache that holds so many tokens. ms per token: the median; bytes of weights per token, and
+    those that went back to the host."""
+    cache = filled(OURS if is_managed(peer) else peer, model.config, batch, held, device)
+    before = copied(peer)
+    clock = timed(model, cache, (batch, held), device, tokens, Clock(device, wait=wait))
+    synchronize(device)
+    after = copied(peer)
+    return {
+        "ms": median(clock.gaps(WARM - 1)),
+        "bytes": (after["weights_h2d"] - before["weights_h2d"]) / tokens,
+        "back": after["weights_d2h"] - before["weights_d2h"],
+    }
 
-    @property
-    def missed(self) -> bool:
-        """Is it slower than it may be?"""
-        return self.limited and self.over_bound.median > OVER_BOUND
 
-    def cells(self, accelerate: Figure | None, profiled: int) -> dict[str, Any]:
-        ours, streams = is_managed(self.name), interval_of(self.name) is not None
-        over, off = self.over_bound, self.off
-        if self.limited and streams:
-            over, off = over.at_most(OVER_BOUND), off.at_most(PREDICTED)
-        faster: Figure | str = ""
-        if accelerate is not None and streams and self.interval == OTHERS["accelerate"]:
-            faster = Figure.ratio(accelerate, self.ms).at_least(FASTER)
-        back = Figure.of([float(self.answer["back"] + profiled)]).at_most(0)
-        return {
-            "sequences": self.case.batch,
-            "tokens held": self.case.held,
-            "what streams": self.name,
-            "ms per token": self.ms,
-            "MiB per token": round(self.answer["bytes"] / MIB, 1),
-            "bound, ms": round(self.bound, 1) if ours else "",
-            "ms / bound": over if ours else "",
-            "off the prediction by": off if streams else "",
-            "accelerate / it": faster,
-            "bytes to the host": back if streams else "",
-        }
+def copied(peer: str) -> Mapping[str, int]:
+    return dict(ballonet.stats().copied) if is_managed(peer) else {"weights_h2d": 0, "weights_d2h": 0}
 
+
+BENCHMARKS = {"streaming": Benchmark(streaming, or_link(functions))}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

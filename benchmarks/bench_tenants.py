@@ -1,6 +1,6 @@
 """Two and three models on one device under recorded requests: time simulated, pages real (`python -m ballonet whatif`).
 
-    python benchmarks/bench_tenants.py [TRACE.csv]
+    python benchmarks/bench_tenants.py [--traces TRACE.csv]
 
 Models of the 8B Llama shape, on a device with little beside their weights. Requests are dealt out one by one
 (`together`), or all of a few seconds to one model and then to the next (`turns`): of a trace made here, or of files
@@ -23,7 +23,15 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import GIB, MIB, Figure, Options, options, report
+import torch
+from harness import GIB, MIB, Benchmark, Figure, Options, main, report
+from transformers import LlamaConfig
+
+from ballonet.allocator.errors import BallonetError
+from ballonet.hooks.plan.machine import Machine, Tenant, dealt
+from ballonet.hooks.plan.run import run
+from ballonet.hooks.server.arrivals import read
+from ballonet.offload.policy.step_costs import Parts
 
 OURS = "ballonet"
 ABLATIONS = (
@@ -77,30 +85,23 @@ TINY = (Scene(2, 80 * MIB, 4.0, 1.0, ("split", "swap", OURS, "ballonet, lru")),)
 REQUESTS = {False: 120, True: 12}  # fewer of Azure's end before a calm, and before a third model has had its turn
 
 
-def main() -> None:
-    chosen = options("tenants", __doc__)
+def sharing(chosen: Options) -> None:
     rows = []
     with TemporaryDirectory() as folder:
         made = Path(folder) / "made.csv"
         write(made, REQUESTS[chosen.tiny], 200 if chosen.tiny else 6000)
-        for trace in chosen.files or [made]:
+        for trace in chosen.traces or [made]:
             for scene in TINY if chosen.tiny else SCENES:
                 rows += list(measure(chosen, trace, scene))
     title = (
         f"{'tiny models' if chosen.tiny else '8B models'}, {REQUESTS[chosen.tiny]} requests of "
-        f"{', '.join(each.name for each in chosen.files) or 'a trace made here'}, time simulated, pages real"
+        f"{', '.join(each.name for each in chosen.traces) or 'a trace made here'}, time simulated, pages real"
     )
-    report(chosen, "tenants", title, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
+    report(chosen, title, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
 
 
 def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
     """A row for each policy."""
-    from ballonet.allocator.errors import BallonetError
-    from ballonet.hooks.plan.machine import Machine, Tenant, dealt
-    from ballonet.hooks.plan.run import run
-    from ballonet.hooks.server.arrivals import read
-    from ballonet.offload.policy.step_costs import Parts
-
     shrink = 1 if chosen.tiny else SHRINK
     page = 256 * 1024 if chosen.tiny else 8 * MIB
     machine = Machine(scene.budget, scene.budget * 2, page, 200.0 * MIB if chosen.tiny else LINK, shrink)
@@ -128,11 +129,8 @@ def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
         yield [what, f"{how}, {scene.scale:g} times the speed", label, f"{finished} of {found['requests']}", *figures]
 
 
-def config(tiny: bool) -> Any:
+def config(tiny: bool) -> LlamaConfig:
     """The configuration of one model."""
-    import torch
-    from transformers import LlamaConfig
-
     if tiny:
         return LlamaConfig(
             hidden_size=256,
@@ -166,5 +164,7 @@ def write(path: Path, requests: int, longest: int) -> None:
             lines.writerow([f"{at:%Y-%m-%d %H:%M:%S.%f}", draw.randint(longest // 10, longest), draw.randint(4, 40)])
 
 
+BENCHMARKS = {"tenants": Benchmark(sharing)}
+
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHMARKS)

@@ -1,4 +1,4 @@
-"""Puts what was measured, the files of benchmarks/results, into the README and docs/measuring.md.
+"""Puts what was measured, the files of benchmarks/results, into the README and docs/measuring.md, and draws streaming.
 
 Each document has a section between two marks; what stands between them is made here and nowhere else.
 """
@@ -8,25 +8,35 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Figure
-from picture import draw
+from harness import ROOT, Figure
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results"
+PROGRAMS = {  # benchmarks/bench_NAME.py, and what it measures
+    "budget": ("oom", "context", "shrink"),
+    "prefix": ("prefix", "hit-rate"),
+    "streaming": ("streaming",),
+    "speed": ("speed",),
+    "calls": ("calls",),
+    "decode": ("decode", "prefill", "kv-growth"),
+    "serve": ("serve", "serve-plain"),
+    "batch_attention": ("batch-attention",),
+    "peak": ("peak",),
+    "slo": ("slo",),
+    "tenants": ("tenants",),
+    "replicas": ("replicas",),
+}
 CLAIMS = (  # of the README, in its order: the first machine's table of each, the others' in docs/measuring.md
     *("oom", "context", "prefix", "streaming", "speed", "calls", "decode", "prefill"),
     *("kv-growth", "serve", "serve-plain", "peak", "shrink"),
 )
-OTHERS = (
-    *("slo", "knee", "driver-time", "recover", "fragmentation", "page-size", "kv-stream", "lending", "tenants"),
-    *("hit-rate", "cold-load", "reactivate", "allocate", "exchange", "traces", "plan", "replicas", "links"),
-)
+OTHERS = ("slo", "tenants", "hit-rate", "batch-attention", "replicas")
 OMITTED = {  # columns that only the stored results have
     "context": ("what gave pages",),
     "decode": ("longest of stock", "longest of ballonet"),
@@ -120,10 +130,21 @@ def where(result: dict[str, Any]) -> str:
     return f"{place}, torch {versions['torch']}, transformers {versions['transformers']}"
 
 
+def program(benchmark: str) -> str:
+    """The file that measures this."""
+    (name,) = (name for name, measured in PROGRAMS.items() if benchmark in measured)
+    return f"bench_{name}.py"
+
+
+def command(benchmark: str) -> str:
+    """The same with what it is told where it measures more: `bench_decode.py prefill`."""
+    file = program(benchmark)
+    return file if file == f"bench_{benchmark.replace('-', '_')}.py" else f"{file} {benchmark}"
+
+
 def markdown(figure: dict[str, Any]) -> str:
     """One benchmark: what was measured and by which program, then the rows."""
-    program = f"bench_{figure['benchmark'].replace('-', '_')}.py"
-    title = f"**{figure['title'][0].upper()}{figure['title'][1:]}** (`{program}`)\n"
+    title = f"**{figure['title'][0].upper()}{figure['title'][1:]}** (`{command(figure['benchmark'])}`)\n"
     omitted = OMITTED.get(figure["benchmark"], ())
     kept = [at for at, column in enumerate(figure["columns"]) if column not in omitted]
     rows = [[cell(row[at]) for at in kept] for row in figure["rows"]]
@@ -134,6 +155,43 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     """The lines of a table of Markdown, and an empty one behind it."""
     lines = ["| " + " | ".join(row) + " |" for row in (columns, *rows)]
     return [lines[0], "|" + "---|" * len(columns), *lines[1:], ""]
+
+
+def draw(figure: Mapping[str, Any], title: str, path: Path) -> None:
+    """`figure`: of bench_streaming.py, as its JSON has it; a panel for each case. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = by_case(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "ballonet", "font.size": 9}):
+        drawn, panels = pyplot.subplots(1, len(cases), figsize=(max(6, 4.5 * len(cases)), 3.6), squeeze=False)
+        for panel, ((sequences, held), rows) in zip(panels[0], cases.items(), strict=True):
+            names = list(rows)
+            panel.bar(names, [ms for ms, _ in rows.values()], color="tab:blue", width=0.6)
+            for place, (_, bound) in enumerate(rows.values()):
+                if bound is not None:
+                    panel.hlines(bound, place - 0.4, place + 0.4, color="black", linewidth=2)
+            panel.set_title(f"{sequences} x {held:,} tokens held", fontsize=9)
+            panel.set_ylabel("ms per token; black: max(resident, bytes / link)", fontsize=8)
+            panel.tick_params(axis="x", rotation=30)
+        drawn.suptitle(title, fontsize=9)
+        drawn.tight_layout()
+        drawn.savefig(path, metadata={"Date": None})
+        pyplot.close(drawn)
+
+
+def by_case(figure: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, tuple[float, float | None]]]:
+    """By case and by what streams: ms per token, and of the bound where there is one."""
+    found: dict[tuple[int, int], dict[str, tuple[float, float | None]]] = {}
+    place = figure["columns"].index
+    for row in figure["rows"]:
+        case = (row[place("sequences")], row[place("tokens held")])
+        bound = row[place("bound, ms")]
+        ms = row[place("ms per token")]["median"]
+        found.setdefault(case, {})[row[place("what streams")]] = (ms, bound if bound != "" else None)
+    return found
 
 
 def tested(results: list[dict[str, Any]]) -> Iterator[str]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, machine, versions
 from figures import print_result, slug
+from harness import ROOT, machine, versions
 
 TAIL = 3000  # characters of the output of a step that failed
 

@@ -34,8 +34,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import ROOT, machine
-from figures import RESULTS, slug
+from figures import RESULTS, command, program, slug
+from harness import ROOT, machine
 from record import TAIL, Outcome, Record
 
 PART_SECONDS = 455  # of the 8 minutes, so that the file is written and the table printed
@@ -60,27 +60,22 @@ class Part:
     test_seconds: float = 130  # that the tests may take together; the benchmarks get the rest
 
 
-# the suffix of what a benchmark can be given
-TRACES = {"traces": ".csv", "hit_rate": ".jsonl", "tenants": ".csv", "replicas": ".csv"}
-BALLOON = ("oom", "context", "driver_time", "shrink", "recover", "fragmentation")
+TRACES = {"hit-rate": ".jsonl", "tenants": ".csv", "replicas": ".csv"}  # the suffix of what a benchmark can be given
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
-        benchmarks=(
-            *("kv_growth", "decode", "calls", "prefill", "streaming", "knee", "reactivate", "slo", "cold_load"),
-            *("allocate", "exchange", "traces", "peak", "page_size", "plan"),
-        ),
+        benchmarks=("kv-growth", "decode", "calls", "prefill", "streaming", "slo", "peak"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
     ),
     "cpu-pressure": Part(
-        benchmarks=(*BALLOON, "kv_stream", "lending", "hit_rate", "prefix"),
+        benchmarks=("oom", "context", "shrink", "hit-rate", "prefix"),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
     ),
     "cpu-serving": Part(
-        benchmarks=("serve", "serve_plain", "batch_attention", "tenants", "replicas", "links"),
+        benchmarks=("serve", "serve-plain", "batch-attention", "tenants", "replicas"),
         gpu=False,
         seconds=3600,
         step_seconds=3000,
@@ -94,12 +89,12 @@ PARTS: Mapping[str, Part] = {
             "tests/test_mempool.py",
             "tests/test_pluggable.py",
         ),
-        benchmarks=("allocate", "exchange", "page_size", "traces", "peak"),
+        benchmarks=("peak",),
         test_seconds=320,
     ),
     "kv": Part(
         tests=("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),
-        benchmarks=("decode", "prefill", "kv_growth", "kv_stream"),
+        benchmarks=("decode", "prefill", "kv-growth"),
         test_seconds=250,
     ),
     "weights": Part(
@@ -109,23 +104,23 @@ PARTS: Mapping[str, Part] = {
             "tests/gpu/test_manage_*.py",
             "tests/gpu/test_pace.py",
         ),
-        benchmarks=("streaming", "cold_load"),
+        benchmarks=("streaming",),
     ),
     "remap": Part(
         tests=("tests/gpu/test_remap_*.py",),
-        benchmarks=("knee", "slo", "reactivate"),
+        benchmarks=("slo",),
     ),
     "balloon": Part(
         tests=("tests/gpu/test_balloon_*.py",),
-        benchmarks=BALLOON,
+        benchmarks=("oom", "context", "shrink"),
     ),
     "serve": Part(
         tests=("tests/gpu/test_serve_*.py",),
-        benchmarks=("batch_attention", "serve", "serve_plain"),
+        benchmarks=("batch-attention", "serve", "serve-plain"),
     ),
     "replicas": Part(
         tests=("tests/gpu/test_replicas_*.py", "tests/replicas/test_staging.py", "tests/replicas/test_stage_times.py"),
-        benchmarks=("links", "replicas"),
+        benchmarks=(),
         test_seconds=250,
     ),
     "pieces": Part(tests=("tests/gpu/test_pieces*.py",), benchmarks=(), test_seconds=300),
@@ -138,7 +133,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "prefix": Part(
         tests=("tests/gpu/test_prefix*.py",),
-        benchmarks=("prefix", "lending", "hit_rate"),
+        benchmarks=("prefix", "hit-rate"),
         test_seconds=250,
     ),
 }
@@ -238,8 +233,8 @@ def run(
             if name in able:
                 deadline = min(ends, time.monotonic() + part.seconds - part.test_seconds * bool(part.tests))
                 for benchmark in part.benchmarks:
-                    files = [each for each in traces if each.suffix == TRACES.get(benchmark)]
-                    arguments = ["--keep", str(results), *asked, *map(str, files)]
+                    given = [str(trace) for trace in traces if trace.suffix == TRACES.get(benchmark)]
+                    arguments = [*asked, *(["--traces", *given] if given else [])]
                     run_benchmark(benchmark, arguments, records[name], part.step_seconds, deadline)
             records[name].finish()
     except BaseException:
@@ -258,9 +253,9 @@ def run_tests(parts: Mapping[str, tuple[Record, Part]], ends: float) -> None:
     for record, part in parts.values():
         for files, patterns in ((alone, part.alone), (others, part.tests)):
             for pattern in patterns:
-                found = matching(pattern)
-                files += [(path, record, part) for path in found]
-                if not found:
+                paths = matching(pattern)
+                files += [(path, record, part) for path in paths]
+                if not paths:
                     record.failed.append(f"{pattern}: there is no such test file")
     for files, at_once in ((alone, 1), (others, TESTS_AT_ONCE)):
         with ThreadPoolExecutor(at_once) as pool, tempfile.TemporaryDirectory() as folder:
@@ -325,21 +320,21 @@ def read_report(path: Path) -> tuple[Counter[str], list[str], dict[str, str]]:
 
 def run_benchmark(name: str, arguments: list[str], record: Record, most: float, deadline: float) -> None:
     """A benchmark; its table goes into the record, also where it was cut off: the rows that it had written."""
-    program = f"benchmarks/bench_{name}.py"
+    what = f"benchmarks/{command(name)}"
     out = record.path.with_name(f"{record.path.stem}-{name}.unfinished").resolve()
     out.unlink(missing_ok=True)
     try:
-        outcome = run_step([program, *arguments, "--out", str(out)], most, deadline)
+        outcome = run_step([f"benchmarks/{program(name)}", name, "--out", str(out), *arguments], most, deadline)
     finally:
         if out.exists():
             record.figure(json.loads(out.read_text()))
             out.unlink()
     if outcome is None:
-        record.no_time(program)
+        record.no_time(what)
         return
     for line in re.findall(r"^left out: .*", outcome.output, re.MULTILINE):
-        record.skip(f"{program}: {line}")
-    record.step(program, outcome)
+        record.skip(f"{what}: {line}")
+    record.step(what, outcome)
 
 
 def run_step(command: list[str], most: float, deadline: float) -> Outcome | None:

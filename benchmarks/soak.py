@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,27 +26,26 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from budgets import page_size
-from capped import decided
-from common import MIB, Options, short
-from footprint import resident
-from llama import build, few
+from harness import MIB, Options
+from models import answer, build, decided, few, page_size, words
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from speaking import PROMPTS, Speaker
+from transformers import PreTrainedModel
 
 import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.allocator.errors import BudgetInUse
+from ballonet.hooks.cache_argument import given_cache
+from ballonet.hooks.compat import cache_name
 
 LAYERS = (4, 6, 8)  # of each model; the last one speaks on two threads
 ROUND = 20.0  # s
@@ -53,6 +53,67 @@ OUTSIDE = 0.2  # of the budgets
 LOWEST = 0.7  # of what weights take, and a round's budget is at least that
 GROWTH = 0.05, 48 * MIB  # that a process may grow: of what it had, and bytes
 WARM = 3  # rounds until everything was loaded once
+PROMPTS = ((1, 150), (1, 24), (4, 60), (6, 100))  # sequences and tokens
+TOKENS = 16  # new ones
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+class Broken(Exception):
+    """As it should."""
+
+
+class Speaker:
+    """A model, and what it said at first."""
+
+    def __init__(self, name: str, model: PreTrainedModel, sizes: Sequence[tuple[int, int]], seed: int) -> None:
+        """`model`: as stock has it; it may be managed afterwards. `sizes`: sequences and tokens of the prompts."""
+        self.name = name
+        self.model = model
+        self.prompts = [words(model, size, seed + number).to(model.device) for number, size in enumerate(sizes)]
+        self.tasks = [
+            (number, way)
+            for number, prompt in enumerate(self.prompts)
+            for way in WAYS
+            if way != "lookup" or prompt.shape[0] == 1
+        ]
+        self.expected = {task: self.say(*task) for task in self.tasks}
+
+    def say(self, number: int, way: str) -> torch.Tensor:
+        """The prompt of that number and what follows, int64[sequences, tokens], on the CPU."""
+        output: torch.Tensor = self._generate(self.prompts[number], TOKENS, **WAYS[way]).sequences
+        return output.cpu()
+
+    def later(self, number: int, meanwhile: Callable[[], None]) -> torch.Tensor:
+        """Greedy, in two halves, with something else between them while the cache lies idle."""
+        begun = self._generate(self.prompts[number], TOKENS // 2)
+        meanwhile()
+        more, given = TOKENS - TOKENS // 2, {cache_name(self.model): given_cache(begun)}
+        output: torch.Tensor = self._generate(begun.sequences, more, **given).sequences
+        return output.cpu()
+
+    def breaks_off(self, number: int, layer: int) -> None:
+        """A request that raises in that layer, on this thread only."""
+        thread = threading.get_ident()
+
+        def fail(*_: object) -> None:
+            if threading.get_ident() == thread:
+                raise Broken
+
+        handle = self.model.get_submodule(f"model.layers.{layer}").register_forward_pre_hook(fail)
+        try:
+            self.say(number, "greedy")
+        except Broken:
+            return
+        finally:
+            handle.remove()
+        raise RuntimeError("a request that should have broken off did not")
+
+    def _generate(self, prompt: torch.Tensor, tokens: int, **more: Any) -> Any:
+        return answer(self.model, prompt, tokens, return_dict_in_generate=True, **more)
 
 
 @dataclass
@@ -261,6 +322,13 @@ class Soak:
         return 2 * peak // self._device.page_size
 
 
+def resident() -> int:
+    """Bytes of the host that this process holds for itself or as pages of files. What is shared (the stand-in's pages
+    among it) is not counted."""
+    sizes = re.findall(r"^Rss(?:Anon|File):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return sum(map(int, sizes)) * 1024
+
+
 def growth(resident: list[int]) -> str:
     """What is wrong with how the process grew, empty if nothing is. `resident`: bytes, after each round."""
     later = resident[WARM:]
@@ -274,18 +342,14 @@ def growth(resident: list[int]) -> str:
     return ""
 
 
-def picture(counts: Counts, begin: float, seconds: float) -> Table:
+def summary(counts: Counts) -> Table:
     """What happened so far."""
     table = Table(title="soak", title_justify="left", show_header=False)
-    table.add_row("minutes", f"{(time.monotonic() - begin) / 60:.1f} of {short(seconds / 60)}")
-    with counts.lock:
-        done = dict(counts.done)
-    for what, number in sorted(done.items()):
+    for what, number in sorted(counts.done.items()):
         table.add_row(what, f"{number:,}")
-    found = ballonet.stats()
-    table.add_row("budget, MiB", f"{found.budget / MIB:,.0f}")
-    table.add_row("pages", ", ".join(f"{owner} {pages}" for owner, pages in found.pages.items()))
-    table.add_row("on the host", f"{found.host_pages} pages, of these {found.spilled} spilled")
+    now = ballonet.stats()
+    table.add_row("pages", ", ".join(f"{owner} {pages}" for owner, pages in now.pages.items()))
+    table.add_row("on the host", f"{now.host_pages} pages, of these {now.spilled} spilled")
     table.add_row("what gave pages", decided())
     if counts.resident:
         table.add_row("process, MiB", f"{counts.resident[0] / MIB:,.0f} → {counts.resident[-1] / MIB:,.0f}")
@@ -299,28 +363,25 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="one model, and rounds of a second")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="the device budget of ballonet is used up")
-    chosen = Options(given.tiny, Path(), torch.cuda.is_available(), None, [])
     torch.set_num_threads(1)  # there are as many threads as the machine has anyway
     try:
-        soak = Soak(chosen, given.seed)
+        soak = Soak(Options(given.tiny, torch.cuda.is_available()), given.seed)
     except KeyboardInterrupt:
         sys.exit("nothing was done yet")
-    counts, console = soak.counts, Console()
-    begin, seconds = time.monotonic(), 60 * given.minutes
-    stop, ended = threading.Event(), threading.Event()
-    each = 1.0 if given.tiny else ROUND
-    threading.Thread(target=rounds, args=(soak, begin + seconds, each, stop, ended)).start()
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())  # an exception in a join() would have the thread count as ended
+    counts, end = soak.counts, time.monotonic() + 60 * given.minutes
+    while time.monotonic() < end and not stop.is_set() and not counts.failures:
         try:
-            while not ended.wait(1.0):  # Ctrl-C in a join() would have the thread count as ended
-                if console.is_terminal:
-                    live.update(picture(counts, begin, seconds), refresh=True)
-        except KeyboardInterrupt:
-            stop.set()
-    ended.wait()
+            soak.round(min(1.0 if given.tiny else ROUND, max(0.5, end - time.monotonic())), stop)
+        except Exception as error:
+            counts.fail(f"{type(error).__name__}: {error}")
+        counts.count("rounds")
+        print(f"{counts.done['rounds']} rounds, {counts.done['requests']:,} requests", flush=True)
     if said := growth(counts.resident):
         counts.fail(said)
-    console.print(picture(counts, begin, seconds))
+    console = Console()
+    console.print(summary(counts))
     for failure in counts.failures[:20]:
         console.print(f"FAILED: {failure}", markup=False, style="bold")
     console.print("all of it held" if not counts.failures else f"{len(counts.failures)} failures", style="bold")
@@ -328,18 +389,6 @@ def main() -> None:
     if not counts.failures:
         soak.release()
     sys.exit(1 if counts.failures else 0)
-
-
-def rounds(soak: Soak, end: float, seconds: float, stop: threading.Event, ended: threading.Event) -> None:
-    """One after the other until the end, Ctrl-C or the first failure."""
-    try:
-        while time.monotonic() < end and not stop.is_set() and not soak.counts.failures:
-            soak.round(min(seconds, max(0.5, end - time.monotonic())), stop)
-            soak.counts.count("rounds")
-    except BaseException as error:
-        soak.counts.fail(f"{type(error).__name__}: {error}")
-    finally:
-        ended.set()
 
 
 if __name__ == "__main__":

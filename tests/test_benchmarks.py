@@ -25,16 +25,14 @@ from .pool import take_out
 
 ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
-PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "bench_slo"}
+PLAYED = ("prefix", "slo")
 # In this process, one peer after the other: each process of its own would load transformers anew.
 INSIDE = (
-    *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
-    *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
-    *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve", "bench_serve_plain"),
+    *("oom", "context", "shrink", "decode", "kv-growth", "prefill", "peak"),
+    *("calls", "streaming", "serve", "serve-plain"),
 )
-FORKED = ("bench_plan", "bench_speed")  # in this process, with a fork for each peer
-HERE = {*INSIDE, *FORKED}
-PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *HERE})
+FORKED = ("speed",)  # in this process, with a fork for each peer
+ALONE = ("batch-attention", "hit-rate", "replicas", "tenants")  # without peers
 
 
 @pytest.fixture
@@ -53,17 +51,24 @@ def figures(run: ModuleType) -> ModuleType:
     return figures
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_runs(program: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def measured(figures: ModuleType) -> Callable[[str], ModuleType]:
+    """The program that measures what is named."""
+    return lambda name: importlib.import_module(figures.program(name).removesuffix(".py"))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_benchmark_runs(name: str, figures: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "figure.json"
-    done = programs.python(str(program), "--tiny", "--out", str(out), variables=os.environ)
+    program = str(ROOT / "benchmarks" / figures.program(name))
+    done = programs.python(program, name, "--tiny", "--out", str(out), variables=os.environ)
     assert done.returncode == 0, done.stderr
-    check_figure(out, program.stem)
+    check_figure(out, name)
 
 
-def check_figure(out: Path, program: str) -> None:
+def check_figure(out: Path, name: str) -> None:
     result = json.loads(out.read_text())
-    assert f"bench_{result['benchmark'].replace('-', '_')}" == program
+    assert result["benchmark"] == name
     assert result["rows"]
     assert all(len(row) == len(result["columns"]) for row in result["rows"])
     measured = [value for row in result["rows"] for value in row if isinstance(value, dict)]
@@ -85,51 +90,51 @@ class Inside:
         self._functions = {}
 
 
-@pytest.mark.parametrize("program", INSIDE)
-def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peer import bandwidth
-
-    module = importlib.import_module(program)
-
-    def link(chosen: Any) -> dict[str, Callable[..., Any]]:
-        return {"about": dict, "link": bandwidth(chosen)}
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_benchmark_runs_in_one_process(
+    name: str, measured: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = measured(name)
 
     @contextmanager
-    def peers(_: str, chosen: Any, names: Sequence[str], environments: Any = None) -> Iterator[dict[str, Inside]]:
-        for name, value in {**(environments or {})}.get(names[0], {}).items():
-            monkeypatch.setenv(name, value)
-        found = {name: Inside(link(chosen) if name == "link" else module.functions(name, chosen)) for name in names}
+    def peers(chosen: Any, names: Sequence[str], environments: Any = None) -> Iterator[dict[str, Inside]]:
+        for variable, value in {**(environments or {})}.get(names[0], {}).items():
+            monkeypatch.setenv(variable, value)
+        inside = {peer: Inside(module.BENCHMARKS[name].functions(peer, chosen)) for peer in names}
         try:
-            yield found
+            yield inside
         finally:
-            for each in found.values():
-                each.forget()
+            for peer in inside.values():
+                peer.forget()
             take_out()
 
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
     memory = "get_device_and_memory_breakdown"  # which a peer replaces in a process of its own
     monkeypatch.setattr(cache, memory, getattr(cache, memory))
-    starting = module if hasattr(module, "peers") else importlib.import_module("serving")
-    monkeypatch.setattr(starting, "peers", peers)
-    run_here(program, tmp_path, monkeypatch)
+    monkeypatch.setattr(module, "peers", peers)
+    run_here(module, name, tmp_path, monkeypatch)
 
 
-def run_here(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_here(module: ModuleType, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the benchmark in this process."""
-    module, out = importlib.import_module(program), folder / "figure.json"
-    monkeypatch.setattr(sys, "argv", [program, "--tiny", "--out", str(out)])
+    import harness
+
+    out = folder / "figure.json"
+    monkeypatch.setattr(sys, "argv", [str(module.__file__), name, "--tiny", "--out", str(out)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        module.main()
+        harness.main(module.__doc__, module.BENCHMARKS)
     finally:
         torch.set_num_threads(threads)
-    check_figure(out, program)
+    check_figure(out, name)
 
 
-@pytest.mark.parametrize("program", FORKED)
-def test_runs_with_forked_peers(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import peer
+@pytest.mark.parametrize("name", FORKED)
+def test_a_benchmark_runs_with_forked_peers(
+    name: str, measured: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import harness
 
     numbers = count()
 
@@ -138,14 +143,13 @@ def test_runs_with_forked_peers(program: str, run: ModuleType, tmp_path: Path, m
         return programs.Asked(command[1:], said, ROOT, env)
 
     kept = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(peer, "subprocess", SimpleNamespace(Popen=forked, **kept))
-    run_here(program, tmp_path, monkeypatch)
+    monkeypatch.setattr(harness, "subprocess", SimpleNamespace(Popen=forked, **kept))
+    run_here(measured(name), name, tmp_path, monkeypatch)
 
 
 # Rounds until each kind of work was seen to hold, then one in which the first model is said to give other answers.
 SOAK = """
 import os, sys, threading
-from pathlib import Path
 
 os.environ["BALLONET_DEVICE"] = "cpu"
 sys.path.insert(0, "benchmarks")
@@ -153,9 +157,9 @@ import torch
 
 torch.set_num_threads(1)
 import soak
-from common import Options
+from harness import Options
 
-working = soak.Soak(Options(tiny=True, out=Path(), cuda=False, peer=None, files=[]), seed=0)
+working = soak.Soak(Options(tiny=True, cuda=False), seed=0)
 counts = working.counts
 while not (counts.done["requests"] and counts.done["children"] and counts.done["budgets set"]):
     working.round(0.3, threading.Event())
@@ -174,9 +178,16 @@ def test_a_soak_holds_and_notices_what_does_not() -> None:
     programs.run(SOAK)
 
 
-def test_every_benchmark_belongs_to_a_part(run: ModuleType) -> None:
-    named = {f"bench_{name}" for part in run.PARTS.values() for name in part.benchmarks}
-    assert named == {*PLAYED, *HERE} | {program.stem for program in PROGRAMS}
+def test_every_benchmark_belongs_to_a_part_and_a_program(
+    run: ModuleType, figures: ModuleType, measured: Callable[[str], ModuleType]
+) -> None:
+    """Each program measures what `make figures` says, and everything is run by a part, and by a test here."""
+    programs = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert programs == {f"bench_{name}.py" for name in figures.PROGRAMS}
+    for names in figures.PROGRAMS.values():
+        assert set(measured(names[0]).BENCHMARKS) == {*names}
+    named = {name for part in run.PARTS.values() for name in part.benchmarks}
+    assert named == {*figures.CLAIMS, *figures.OTHERS} == {*PLAYED, *INSIDE, *FORKED, *ALONE}
 
 
 def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
@@ -239,12 +250,13 @@ def test_hangs():
 
 
 @pytest.fixture
-def house(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def house(run: ModuleType, figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root with benchmarks and tests that do all they should not."""
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "no_gpu", lambda: "")
     (tmp_path / "benchmarks").mkdir()
     for name, text in BENCHMARKS.items():
+        monkeypatch.setitem(figures.PROGRAMS, name, (name,))
         (tmp_path / "benchmarks" / f"bench_{name}.py").write_text(text)
     (tmp_path / "test_it.py").write_text(TESTS)
     return tmp_path
@@ -391,7 +403,7 @@ def test_without_a_gpu_nothing_is_claimed(run: ModuleType, house: Path, monkeypa
 PEER = """
 import os, sys
 sys.path.insert(0, {benchmarks!r})
-from peer import serve
+from harness import serve
 name = sys.argv[sys.argv.index("--peer") + 1]
 def value(of):
     print("noise that is no answer")
@@ -406,24 +418,23 @@ serve({{"value": value}})
 
 
 def test_peers_answer_or_say_why_not(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import common
-    import peer
+    import harness
 
     program = tmp_path / "program.py"
     program.write_text(PEER.format(benchmarks=str(ROOT / "benchmarks")))
-    chosen = common.Options(tiny=True, out=tmp_path / "out", cuda=False, peer=None, files=[])
-    with peer.peers(str(program), chosen, ("good", "raises", "dies"), {"good": {"VARIABLE": "set"}}) as found:
+    chosen = harness.Options(tiny=True, cuda=False, program=program, benchmark="it")
+    with harness.peers(chosen, ("good", "raises", "dies"), {"good": {"VARIABLE": "set"}}) as found:
         assert found["good"].ask("value", of=3) == ["good", 3, "set"]
-        with pytest.raises(peer.PeerFailed, match="so it is"):
+        with pytest.raises(harness.PeerFailed, match="so it is"):
             found["raises"].ask("value", of=3)
-        assert list(peer.answering(found, ("good",), "value", of=4)) == ["good"]
+        assert list(harness.answering(found, ("good",), "value", of=4)) == ["good"]
         said = capsys.readouterr().out
         assert "left out: raises" in said
         assert "left out: dies" in said
         assert "ended with status 3" in said
         assert "last words" in said
-        with pytest.raises(peer.PeerFailed):
-            peer.answering(found, ("good", "raises"), "value", of=4)
+        with pytest.raises(harness.PeerFailed):
+            harness.answering(found, ("good", "raises"), "value", of=4)
         assert found["good"].ask("value", of=5) == ["good", 5, "set"]
 
 
@@ -437,16 +448,14 @@ def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
 
 def test_a_picture_is_drawn_of_what_streams(figures: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import picture
-
     ms, columns = {"median": 4.0}, ["sequences", "tokens held", "what streams", "ms per token", "bound, ms"]
     rows = [[1, 8, "resident", ms, 3.0], [1, 8, "accelerate", ms, ""], [2, 8, "x", ms, 1.0]]
     figure = {"benchmark": "streaming", "title": "it", "columns": columns, "rows": rows}
-    cases = picture.by_case(figure)
+    cases = figures.by_case(figure)
     assert cases[1, 8] == {"resident": (4.0, 3.0), "accelerate": (4.0, None)}
-    picture.draw(figure, "a machine", tmp_path / "it.svg")
+    figures.draw(figure, "a machine", tmp_path / "it.svg")
     again = tmp_path / "again.svg"
-    picture.draw(figure, "a machine", again)
+    figures.draw(figure, "a machine", again)
     assert again.read_bytes() == (tmp_path / "it.svg").read_bytes(), "figures are drawn alike"
     result = {
         "machine": {"cpu": "A CPU", "cores": 2},

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 @dataclass(frozen=True, slots=True)
 class Row:
     """`cpu`: tests, as file::function under tests/. `gpu`: the same, of those that a GPU runs too, or figure:NAME, the
-    table of benchmarks/bench_NAME.py."""
+    table of that name of a part of benchmarks/run.py."""
 
     claim: str
     cpu: list[str]
@@ -33,7 +33,7 @@ ownership: every page has one owner, and their sum is what exists
   cpu test_core_stateful.py::test_anything_in_any_order
   cpu test_core_cached_ranges.py::test_a_fault_at_every_driver_call_of_their_lives
   cpu streaming/test_levers.py::test_a_square_wave
-  gpu gpu/test_balloon_tokens.py::test_several_models_and_threads figure:exchange
+  gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 KV slot reuse: of the mapped free slots the smallest that fits
   cpu test_core_cached_ranges.py::test_the_cached_range_taken_is_the_smallest_that_fits
   cpu test_core_cached_ranges.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more
@@ -41,7 +41,7 @@ KV slot reuse: of the mapped free slots the smallest that fits
 inflate: free pages of activations become KV, and nothing is copied
   cpu test_core_ranges.py::test_mapping_finds_what_retires_and_what_the_heap_does_not_need
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
-  gpu figure:context figure:fragmentation
+  gpu figure:context
 deflate: the reverse, only when activations ask
   cpu test_core_events.py::test_pages_go_to_the_cache_and_back
   cpu test_core_events.py::test_what_is_found_without_effort_is_no_event
@@ -52,19 +52,19 @@ pre-map, late unmap: the next page is mapped ahead, and unmapping is off the cri
   cpu test_core_background.py::test_what_was_mapped_ahead_is_claimed_without_the_driver
   cpu test_core_background.py::test_unmapping_is_no_business_of_who_retires
   cpu test_core_background.py::test_no_more_is_mapped_ahead_than_fifty_megabytes
-  gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more figure:driver_time
+  gpu gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more
 KV on the host: full pages are copied behind, taken in order, read in place, and are restored
   cpu kv/test_tiers.py::test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back
   cpu kv/test_tiers.py::test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty
   cpu kv/test_tiers.py::test_many_rows_read_copies_of_what_is_away kv/test_generate.py::test_tokens_are_those_of_stock
-  gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:context figure:recover
+  gpu gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile figure:context
 # The ladder, which is of the design, not of a paper
 the ladder: one order, above every floor, and back without flapping
   cpu test_reclaim_order.py::test_candidates_are_in_order test_reclaim_order.py::test_no_floor_is_ever_crossed
   cpu test_reclaim_order.py::test_what_costs_most_is_restored_first
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_a_square_wave streaming/test_levers.py::test_four_verbs
-  gpu gpu/test_balloon_tokens.py::test_several_models_and_threads figure:recover
+  gpu gpu/test_balloon_tokens.py::test_several_models_and_threads
 spill: pages of the host in the place of pages of the device, rather than a refusal
   cpu test_core_spill.py::test_it_goes_when_it_is_freed_and_device_pages_come_first_again
   cpu test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled
@@ -114,14 +114,14 @@ which model: idle with the lowest priority, else the most recently used; never a
   cpu test_remap.py::test_nobody_gives_before_those_in_front_of_it_are_at_their_caps
   cpu test_remap.py::test_most_recently_used_reloads_less_than_least_recently_used_in_a_round
   cpu test_governor.py::test_of_equals_the_one_used_last_gives_first
-  gpu figure:reactivate gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
+  gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 how many: T_T·m ≤ T_compute
   cpu test_remap.py::test_a_cap_grows_with_bandwidth_and_compute
-  gpu figure:knee
+  gpu figure:slo figure:streaming
 which layers: evenly around the circle
   cpu test_tables.py::test_layers_are_spread_around_the_circle
   cpu test_tables.py::test_no_placement_is_faster_than_an_even_one
-  gpu figure:knee figure:streaming
+  gpu figure:streaming
 slots: one or two by the closed forms
   cpu test_tables.py::test_one_slot_or_two test_schedule.py::test_the_simulator_agrees_with_the_closed_forms
   cpu test_ring.py::test_every_number_of_layers_and_slots
@@ -133,7 +133,7 @@ reversion: pages that the cache leaves return to the weights
   cpu test_remap.py::test_what_is_given_back_fits_and_costs_no_time
   cpu test_reclaim_order.py::test_a_square_wave_flaps_nothing_and_leaks_nothing
   cpu streaming/test_levers.py::test_an_idle_model_gives_and_gets_back
-  gpu figure:reactivate
+  gpu gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache
 # SwiftCache
 sizing: Eq. 1-5 in bytes, Eq. 5 never less than nothing; a double buffer halves what streams
   cpu test_layer_stream.py::test_the_worked_example test_layer_stream.py::test_no_other_split_stores_more
@@ -147,10 +147,10 @@ layer stream: the load of layer j waits for attention j-1 and its store, and ove
   cpu kv/test_generate.py::test_tokens_are_those_of_stock_through_slots
   cpu test_layer_stream.py::test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits
   gpu gpu/test_kv_stream.py::test_layers_take_turns_in_slots gpu/test_kv_slots.py::test_tokens_are_stocks
-  gpu gpu/test_kv_stream.py::test_slots_are_taken_while_a_layer_is_read figure:kv_stream
+  gpu gpu/test_kv_stream.py::test_slots_are_taken_while_a_layer_is_read
 layout: resizing moves no bytes, in as many calls whatever there is
   cpu gpu/test_prefix_sizes.py::test_resizing_costs_the_same_whatever_there_is
-  gpu gpu/test_prefix_sizes.py::test_resizing_costs_the_same_whatever_there_is figure:exchange
+  gpu gpu/test_prefix_sizes.py::test_resizing_costs_the_same_whatever_there_is
 minimum unit: whole blocks of both models, and whole pages
   cpu test_lending.py::test_the_unit_is_the_least_that_is_whole_for_both test_lending.py::test_lwm_with_qwen3_14b
   gpu gpu/test_prefix_sizes.py::test_lwm_and_qwen3_14b_exchange_40_mib
@@ -161,7 +161,7 @@ lend, take back: up is rounded up, down is rounded down, by what was in use at o
   cpu prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks
   cpu prefix/test_lend.py::test_what_the_host_has_not_is_forgotten_first
   cpu prefix/test_lend.py::test_random_lending_while_all_generate
-  gpu gpu/test_prefix_lending.py::test_models_take_their_pages_back figure:lending
+  gpu gpu/test_prefix_lending.py::test_models_take_their_pages_back
 tiers: a peer's pages first, then the host's, and all is restored
   cpu kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored
   cpu kv/test_peer.py::test_tokens_are_those_of_stock_while_pages_go_all_ways

@@ -428,8 +428,8 @@ def calls_of_a_look(layers: int) -> int:
 
 def test_a_look_costs_few_calls(tuned: Tuned) -> None:
     """None is on a thread that runs a model, and all together take less than 0.5 % of the process's time at a look per
-    period, were each to take five times as long as measured: 0.4 ms in all for a model of 32 layers of which 8 stream.
-    benchmarks/bench_calls.py measures the thread that answers."""
+    period, were each to take five times as long as measured: 0.4 ms in all for a model of 32 layers, 8 of
+    which stream."""
     tuned(weights={"large": 2**11})  # so that tiny layers have ranges
     ballonet.install("32MiB", page_size=PAGE, device="cpu")
     few, many = calls_of_a_look(2), calls_of_a_look(10)

@@ -3,8 +3,8 @@
 Note [Measured as served]
     A forward of the whole model with one prompt says little about a batch, in which KV lies in blocks, chunks of
     several requests are computed together, and other requests decode. A cost fitted to such forwards was wrong by 56 %
-    of the batches' times, one fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a group of one
-    replica serves synthetic requests, which arrive one after the other, as its stages will.
+    of the batches' times, one fitted to batches by 11 % (a loaded machine). So a group of one replica serves synthetic
+    requests, which arrive one after the other, as its stages will.
 
     Disturbances only make a run longer, so the least time of several rounds counts. The batches have to be the same in
     each round; a scheduler that learns the costs of steps would choose others each time, so it does not learn here.

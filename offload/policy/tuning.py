@@ -20,13 +20,13 @@ class FreePages:
 
     # 1/32 of the budget never goes back to clients that gave pages, so that the next tokens find room. Chosen.
     spare: int = 32
-    # Fewer than 1/4 of the budget free: worth host memory to prepare for less. Chosen; the steady state of
-    # docs/measuring.md, bench_recover.py, depends on it.
+    # Fewer than 1/4 of the budget free: worth host memory to prepare for less. Chosen; the steady state after a
+    # shortage depends on it.
     short: int = 4
     # From 5/16 on it is not any more: above `short`, so that nothing flaps at the border. Chosen.
     ample: float = 5 / 16
     # Seconds that pages have to be ample until copies on the host are given up. To make one again costs its bytes over
-    # the link. Chosen; docs/measuring.md, bench_recover.py shows what it delays.
+    # the link. Chosen; it delays the steady state after a shortage.
     forget: float = 60.0
     # Seconds that pages are empty before they go back to clients that gave them: longer than a load takes to come back.
     # Chosen; tests/test_reclaim_order.py holds that nothing moves on a square wave that is shorter.

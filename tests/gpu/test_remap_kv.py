@@ -10,18 +10,22 @@ import torch
 import ballonet
 
 from .. import models
+from ..tuned import Clock
 from .scene import Place, scene
 from .stock import differences, questions, small_layers, tiny
 
+PAGES = 512
+LATER = 20.0  # s: pages that are free for so long go back
 LAYERS = 8  # of which a model may stream a quarter where nothing was measured
 TOKENS = 4
 STEP = 2  # pages by which the budget shrinks
 
 
-@scene(needs_host=True, pages=512, host_pages=256)
+@scene(needs_host=True, pages=PAGES, host_pages=256)
 def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
     """The budget shrinks little by little until somebody gives. Nothing is copied before, tokens are the same in all
-    that follows, and no weight goes to the host twice, but where its copy there was given up."""
+    that follows, and no weight goes to the host twice, but where its copy there was given up. Where there is room again
+    all layers come back."""
     rows = 32 if place.cuda else 4
     three = [tiny("llama", place, layers=LAYERS) for _ in range(3)]
     inputs = questions("llama", place.kind)
@@ -37,7 +41,8 @@ def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
         assert not differences(models.generate(three[2], "greedy", many, TOKENS), expected_of_many)
         gc.collect()
 
-    with small_layers(), contextlib.ExitStack() as stack:
+    clock = Clock()
+    with small_layers(clock=clock), contextlib.ExitStack() as stack:
         managed = [stack.enter_context(ballonet.manage(model)) for model in three]
         all_say_what_they_said()
         a_large_cache()
@@ -61,3 +66,8 @@ def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
         made = found.copied.weights_d2h // found.page_size
         assert made <= found.host_pages + given_up, "a twin was made twice"
         assert sum(found.pages.values()) <= pages
+        ballonet.set_budget(PAGES * place.page)
+        for _ in range(6):
+            clock.now += LATER
+            all_say_what_they_said()
+        assert not any(model.report().streamed for model in managed)
