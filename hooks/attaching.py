@@ -51,7 +51,7 @@ def attach_prefixes(
 
     size = options.kept_prefixes
     store = PrefixStore(model, device, None if size is True else size, governors.of(device), residency)
-    residency.keeper = weakref.ref(store.pressure)
+    residency.keeper = weakref.ref(store.contents)
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 

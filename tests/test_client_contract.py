@@ -23,7 +23,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.prefix.state_pages import StatePages
+from ballonet.hooks.prefix.snapshot import StatePages
 from ballonet.hooks.sectors.pages import RESERVED, SectorPages
 from ballonet.offload.governor import client_table, governor, overview, published, reclaim_list
 from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient

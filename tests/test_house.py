@@ -117,7 +117,7 @@ FACTS = {
     "hooks/kv/prefill.py": {"_ALIGNMENT"},
     "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
-    "hooks/prefix/fingerprint.py": {"SAMPLES"},
+    "hooks/prefix/identity.py": {"SAMPLES"},
     "hooks/pieces/outlook.py": {"_PROMPT"},
     "hooks/pieces/batch.py": {"SMALLEST"},  # rows below which no other kernels are taken
     "hooks/pieces/plans.py": {"CHANGES", "PROOFS", "VARIANTS"},  # two lengths are what a proof is

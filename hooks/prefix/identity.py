@@ -9,24 +9,37 @@ Note [Weights and settings]
     salt instead (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer
     computes. A stored prefix is found again when the settings are as they were. "paged|eager", as continuous batching
     calls it, is the same arithmetic as "eager".
+
+Note [Sampled]
+    Files outlive the process, and so need a fingerprint of the model that is the same in all processes. Hashing all
+    weights would take as long as loading them. The hash covers the class, the configuration, name, shape and dtype of
+    every tensor, up to `SAMPLES` elements of each, evenly spread, and the versions and the device that decide how
+    results are rounded. Training, merging, quantizing or another seed change nearly every element; after writing a few
+    single ones by hand the user has to clear the folder.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ...allocator._native import Device
 from ..compat import StorageWeakRef, attention_of
+from ..device.key import key_of
 from ..forward.hook_base import Hook
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+SAMPLES: Final = 256  # elements of a tensor
+_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # keys of performance records that are hashed
 
 
 class Identity(NamedTuple):
@@ -154,3 +167,27 @@ def _autocast() -> object:
         if torch.is_autocast_enabled(device):
             return device, str(torch.get_autocast_dtype(device))
     return None
+
+
+def fingerprint(model: nn.Module, device: Device) -> bytes:
+    """Returns 16 bytes. Reads the weights through the modules, which for streamed layers fills host pages."""
+    facts = key_of(model, device)
+    found = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
+    for sample in samples(model):
+        found.update(sample.cpu().numpy().data)
+    return found.digest()
+
+
+def samples(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields sampled bytes of all weights, see Note [Sampled]; of all tensors of a device at once, to make few
+    copies."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
+                continue
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: -(-flat.numel() // SAMPLES)].contiguous().view(torch.uint8)
+            by_device.setdefault(tensor.device, []).append(sample)
+    for samples in by_device.values():
+        yield torch.cat(samples)

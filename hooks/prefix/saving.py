@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -43,10 +43,8 @@ from ...offload.residency.prefix_file import Array, Saved
 from ...offload.residency.prefix_files import PrefixFiles
 from ..device.marks import relaxed
 from ..device.streams import torch_device
-from .counts import Counts
-from .fingerprint import fingerprint
-from .identity import Identity
-from .sequence import Gone, Pair, TokenRun
+from .identity import Identity, fingerprint
+from .sequence import Counts, Gone, Pair, StoredTokens, TokenRun
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -59,21 +57,9 @@ _DTYPES: Final = {
 _FAILURES: Final = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError)
 
 
-class SavedParts(Protocol):
-    """Reads some tokens of a stored sequence, which stay in place meanwhile."""
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """The layers that hold tokens."""
-
-    def __call__(self, layer: int) -> Pair:
-        """Keys and values, [1, heads, tokens, dim]."""
-
-
 Look = Callable[[], Identity]
-Read = Callable[
-    [Sequence[int], Identity, int, int], AbstractContextManager[SavedParts | None]
-]  # (ids, now, start, end)
+# (ids, now, start, end)
+Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[StoredTokens | None]]
 
 
 class SavedRun:

@@ -1,4 +1,5 @@
-"""One cached sequence: the cache of a finished request, and the tokens in it; and copies from one to another.
+"""One cached sequence: the cache of a finished request, and the tokens in it; and copies of its tokens, for other
+requests, for files and for blocks of continuous batching.
 
 Note [In use by another request]
     A request of another thread only appends to its sequence, so the tokens that it began with may be read. But a
@@ -16,8 +17,10 @@ from __future__ import annotations
 import threading
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
@@ -84,6 +87,45 @@ class TokenRun(NamedTuple):
     end: int
 
 
+@dataclass(slots=True)
+class Counts:
+    """The counts since `manage()`."""
+
+    requests: int = 0  # calls of generate() that asked the store
+    prompts: int = 0  # tokens of their prompts
+    on_device: int = 0  # tokens of them found on the device
+    on_peer: int = 0
+    on_host: int = 0
+    on_disk: int = 0
+    faster: int = 0  # tokens in files for which computing was faster than reading
+    moves: int = 0  # requests that went on with the layers of a stored sequence
+    copies: int = 0  # requests that copied from stored sequences
+    stored: int = 0  # sequences
+    evicted: int = 0  # blocks
+    why_not: Counter[str] = field(default_factory=Counter)  # why requests did not ask, or left nothing
+
+    def hit(self, tokens: int, away: float, near: float = 0.0, *, on_disk: bool = False) -> None:
+        """Counts found tokens. `away`: the part of them not on the device, of which `near`: on a peer. `on_disk`: in
+        files."""
+        gone, on_peer = round(tokens * away), round(tokens * min(near, away))
+        self.on_device += tokens - gone
+        self.on_peer += on_peer
+        if on_disk:
+            self.on_disk += gone - on_peer
+        else:
+            self.on_host += gone - on_peer
+
+    @property
+    def hits(self) -> int:
+        """Tokens of prompts that were not computed."""
+        return self.on_device + self.on_peer + self.on_host + self.on_disk
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of all tokens of prompts that was found."""
+        return self.hits / self.prompts if self.prompts else 0.0
+
+
 class CachedSequence:
     """Tokens [0, n) whose keys and values lie in `layers`, except those that its ranges are missing."""
 
@@ -91,7 +133,7 @@ class CachedSequence:
 
     def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, needs_state: bool = False) -> None:
         """`layers`: of its cache; the sequence has those that lie in ranges. `needs_state`: can it be used only behind
-        a state? See prefix_index.py, Note [States]."""
+        a state? See index.py, Note [States]."""
         self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
         self.ids = array("q", ids)
         self.salt = salt
@@ -341,3 +383,36 @@ def reading(runs: Iterable[TokenRun]) -> Iterator[list[TokenSource]]:
                     source.was_read()
     finally:
         lease.close()
+
+
+class StoredTokens:
+    """Keys and values of the stored tokens of some runs."""
+
+    def __init__(self, runs: Sequence[TokenRun]) -> None:
+        """`runs`: at least one; their sources stay in place."""
+        self._runs = runs
+        self.layers = runs[0].source.held  # the layers that hold tokens
+
+    def __call__(self, layer: int) -> Pair:
+        """Returns keys and values of a layer, [1, heads, tokens, dim] on the device. Gone."""
+        keys, values = zip(*(run.source.part(layer, run.start, run.end) for run in self._runs), strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+@contextmanager
+def open_runs(runs: Iterable[TokenRun], start: int, end: int) -> Iterator[StoredTokens | None]:
+    """Keeps the tokens [start, end) of a prompt, which lie in these runs, in place; None where they cannot be read
+    now."""
+    runs = [run._replace(start=max(start, run.start)) for run in up_to(runs, end) if run.end > start]
+    with ExitStack() as held:
+        try:
+            if runs:
+                held.enter_context(reading(runs))
+        except Gone:
+            runs = []
+        yield StoredTokens(runs) if runs else None
+
+
+def up_to(runs: Iterable[TokenRun], end: int) -> list[TokenRun]:
+    """Returns the runs of the tokens before `end`."""
+    return [run._replace(end=min(run.end, end)) for run in runs if run.start < end]

@@ -18,9 +18,8 @@ import torch
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...offload.policy.prefixes import chain
-from ..prefix.sequence import Gone, TokenRun
+from ..prefix.sequence import Gone, StoredTokens, TokenRun, open_runs
 from ..prefix.store import PrefixStore
-from ..prefix.stored_tokens import StoredTokens, cut, open_runs
 from .listed_blocks import ListedBlocks
 
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
@@ -65,7 +64,7 @@ class Beginnings:
                 before = self.found(request)
                 if reading.runs and before >= reading.runs[0].start:
                     runs = reading.runs
-                    self._fill(self._hashes[request], runs[-1].end, room, lambda *span: open_runs(cut(runs, *span)))
+                    self._fill(self._hashes[request], runs[-1].end, room, partial(open_runs, runs))
                 self._count(request, self.found(request) - before)
             return True
         return False

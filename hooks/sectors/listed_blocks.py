@@ -20,7 +20,6 @@ from typing import Any
 
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
-from ..prefix.block_index import PAGED
 from ..prefix.contents import Contents
 from ..prefix.identity import Identity
 from ..prefix.sequence import TokenRun
@@ -61,7 +60,7 @@ class ListedBlocks:
         known = self._ledger.hash_to_block
         return next((n for n, each in enumerate(hashes) if each not in known), len(hashes))
 
-    # -- for the index: see block_index.py, PagedBlocks
+    # -- for the index: see prefix/index.py, PagedBlocks
 
     @property
     def count(self) -> int:
@@ -132,7 +131,7 @@ class ListedBlocks:
                     path.append(key)
                     if key in index.blocks.index:
                         break
-            index.blocks.index.insert(path[::-1], PAGED, ended=False)
+            index.blocks.insert_paged(path[::-1])
 
     def used(self, hashes: Sequence[int]) -> None:
         """Notes that a request uses the leading ones of these blocks that exist. DriverError."""
@@ -144,7 +143,7 @@ class ListedBlocks:
         if not self._ledger.cached_blocks:
             return 0
         with self._contents.change() as index:
-            gone = len(index.blocks.evict(count, lambda owner: owner is PAGED))
+            gone = index.blocks.evict_paged(count)
         self._contents.counts.evicted += gone
         return gone
 
@@ -169,7 +168,7 @@ class ListedBlocks:
                     self._ledger.cached_blocks[block] = None
                 else:
                     self.blocks.drop([block])
-            index.blocks.index.insert(hashes[max(0, first - 1) : end], PAGED, ended=False)
+            index.blocks.insert_paged(hashes[max(0, first - 1) : end])
 
     def renew(self, now: Identity) -> None:
         """Drops all blocks if the model has changed: see Note [Another model]. DriverError."""

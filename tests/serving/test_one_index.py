@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 import ballonet
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.managed import Managed
-from ballonet.hooks.prefix.block_index import PAGED
+from ballonet.hooks.prefix.index import PAGED
 from ballonet.hooks.prefix.sequence import Gone
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.hooks.sectors.prompt_blocks import KeptBlocks

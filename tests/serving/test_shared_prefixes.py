@@ -19,7 +19,7 @@ from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.prefix import saving
-from ballonet.hooks.prefix.stored_tokens import StoredTokens
+from ballonet.hooks.prefix.sequence import StoredTokens
 from ballonet.hooks.sectors.pages import SectorPages
 
 from ..models import build
