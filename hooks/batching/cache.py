@@ -1,5 +1,5 @@
 """The paged cache of continuous batching on the pool: one tensor of the largest possible size, with pages under the
-sectors that requests have.
+sectors that requests have; and how large a batch may be beside it.
 
 Kernels, tables of blocks, CUDA graphs and the counts of shared prefixes stay transformers' own: only the memory of the
 tensor is ballonet's.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,11 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
-from ..sectors.client import SectorClient
-from ..sectors.host_writes import NewBlock
-from ..sectors.listed_blocks import ListedBlocks
-from ..sectors.pages import RESERVED, SectorPages, SectorPool
-from ..sectors.prompt_blocks import PromptBlocks
 from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
-from .request_pages import RequestPages
-from .sizes import Sizes, largest_batch, masks_of, readable
+from .blocks import ListedBlocks, PromptBlocks
+from .client import NewBlock, SectorClient
+from .pages import RESERVED, RequestPages, SectorPages, SectorPool
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -65,7 +62,7 @@ class ElasticPagedCache(PagedAttentionCache):
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
-        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see host_writes.py
+        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see client.py
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,
@@ -233,7 +230,7 @@ class ElasticPagedCache(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (host_writes.py)."""
+        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (client.py)."""
         rows = [len(each) for each in write_index]
         if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
             self._indices, self.new_blocks = write_index, {}
@@ -332,3 +329,55 @@ class ElasticPagedCache(PagedAttentionCache):
     def _sectors_needed(self, state: Any, tokens: int) -> int:
         held, name = state.current_len(), state.request_id
         return sum(each.needs_new_sectors(name, held, tokens) for each in self.cache_allocators.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes per token, as transformers works them out. `token`: a new token's activations and inputs. `read`: copies of
+    the keys and values of a token that is read, and its indices. `kv`: a token's own KV in one layer."""
+
+    token: int
+    read: int
+    kv: int
+
+    @classmethod
+    def of_handler(cls, handler: PagedAttentionMemoryHandler, layers: int) -> Sizes:
+        """Makes the sizes of a cache with so many layers, from its memory handler."""
+        return cls(
+            handler.bytes_per_batch_token,
+            handler.bytes_per_cache_token,
+            handler.bytes_per_block // max(1, layers * handler.cb_config.page_size),
+        )
+
+    def of(self, new: int, held: int) -> int:
+        """Bytes at the peak of a request that has so many new tokens and reads those it holds."""
+        return new * self.token + (new + held) * self.read
+
+    def staging(self, new: int) -> int:
+        """Bytes of one layer's new KV, while it goes to the host."""
+        return new * self.kv
+
+
+def largest_batch(budget: int, part: int, sizes: Sizes, masks: int, itemsize: int, most: int) -> int:
+    """New tokens that a batch may have at most so that their tensors, and masks [tokens, tokens + read] with as many
+    read as the same part of the budget holds, take no more than 1/`part` of it. At least 16, at most `most`."""
+    room = budget // part
+    low, high = 16, max(16, most)
+    while low < high:
+        tokens = (low + high + 1) // 2
+        if tokens * sizes.token + masks * itemsize * tokens * tokens <= room:
+            low = tokens
+        else:
+            high = tokens - 1
+    return low
+
+
+def readable(budget: int, part: int, batch: int, masks: int, itemsize: int, indices: int, most: int) -> int:
+    """Tokens that may be read in one step so that masks [batch, batch + tokens], and so many indices of 8 bytes for
+    each token, take no more than 1/`part` of the budget; at most `most`."""
+    return max(1, min(most, budget // (part * (masks * itemsize * batch + 8 * indices)) - batch))
+
+
+def masks_of(handler: Any) -> int:
+    """Masks that the attention of this model needs, for each batch that is in flight."""
+    return int(handler.num_attention_masks * handler.io_multiplier)

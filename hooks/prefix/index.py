@@ -56,7 +56,7 @@ PAGED: Final = "paged"  # the owner of the paged cache's blocks
 
 
 class PagedBlocks(Protocol):
-    """The full blocks of a paged cache (hooks/sectors/listed_blocks.py)."""
+    """The full blocks of a paged cache (hooks/batching/blocks.py)."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:

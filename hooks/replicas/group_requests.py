@@ -14,11 +14,10 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...offload.policy.admission import Memory
 from ...offload.policy.request_slo import NOTHING
-from ..batching.memory import RequestMemory
-from ..batching.preemption import PagePreemption
+from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
-from ..sectors.memory import memory_of, most_of
+from ..batching.steps import PagePreemption
 from .replica_model import GroupSettings, SpanCache
 from .requests import Request, state_of
 

@@ -17,10 +17,10 @@ from ...allocator._native import Device
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
+from ..batching.memory import memory_of
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
-from ..sectors.memory import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
 from .channel import SupervisorChannel, Wakeup

@@ -32,8 +32,8 @@ from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
+from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
-from ..sectors.memory import memory_of, most_of
 from ..splice.forms import Hidden, Logits
 from ..splice.splice import Splice, SpliceStage
 from .microbatch_plan import Chunk

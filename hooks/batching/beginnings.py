@@ -20,7 +20,7 @@ from ...allocator.errors import BallonetError, PoolExhausted
 from ...offload.policy.prefixes import chain
 from ..prefix.sequence import Gone, StoredTokens, TokenRun, open_runs
 from ..prefix.store import PrefixStore
-from .listed_blocks import ListedBlocks
+from .blocks import ListedBlocks
 
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
 Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
