@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
@@ -33,7 +33,8 @@ from ..device.streams import torch_device, wait_for_work
 from ..forward.lease import GroupLease
 from ..prefix.contents import Contents
 from ..prefix.identity import Identity
-from ..prefix.sequence import Gone, Pair, TokenRun
+from ..prefix.index import PagedBlocks
+from ..prefix.sequence import Gone, Pair, TokenRun, TokenSource
 from .pages import SectorPages, SectorPool
 
 
@@ -142,10 +143,8 @@ class PromptBlocks:
         return self.pages.pieces(block // self._allocator.blocks_per_sector)
 
 
-class KeptBlocks:
-    """The beginning of a prompt in blocks of a paged cache: a source of runs like a cached sequence."""
-
-    disk: Final = False
+class KeptBlocks(TokenSource):
+    """The beginning of a prompt in blocks of a paged cache, which are written: transformers has read their results."""
 
     def __init__(self, blocks: PromptBlocks, hashes: Sequence[int]) -> None:
         self._blocks = blocks
@@ -166,10 +165,6 @@ class KeptBlocks:
     def held(self) -> Sequence[int]:
         """The layers that hold tokens."""
         return self._blocks.layers
-
-    def holds(self, layer: int) -> bool:
-        """Does that layer hold tokens?"""
-        return layer in self._blocks.layers
 
     def part(self, layer: int, start: int, end: int) -> Pair:
         """Copies the keys and values of a layer, [1, heads, end - start, dim]. Gone."""
@@ -200,9 +195,6 @@ class KeptBlocks:
             finally:
                 self._held = None
 
-    def after_writes(self) -> None:
-        """Does nothing: blocks that a search finds are written, as transformers has read their results."""
-
     def was_read(self) -> None:
         """Waits for the current stream, before which the blocks must not be written."""
         place = torch_device(self._blocks.pages.device)
@@ -210,7 +202,7 @@ class KeptBlocks:
             torch.cuda.current_stream(place).synchronize()
 
 
-class ListedBlocks:
+class ListedBlocks(PagedBlocks):
     """The full blocks of the one kind of attention of a cache that shares beginnings of prompts."""
 
     def __init__(self, allocator: Any, blocks: PromptBlocks) -> None:
@@ -248,17 +240,14 @@ class ListedBlocks:
 
     @property
     def count(self) -> int:
-        """Blocks that a search can find."""
         return len(self._ledger.hash_to_block)
 
     @property
     def unused_tokens(self) -> int:
-        """Tokens in the blocks that no request uses."""
         return self.tokens * len(self._ledger.cached_blocks)
 
     @property
     def unused_pages(self) -> int:
-        """Pages under these blocks if no request has any block; else 0."""
         pages = self.blocks.pages
         return 0 if self._allocator.block_table else pages.pages - pages.fixed // pages.device.page_size
 
@@ -267,11 +256,9 @@ class ListedBlocks:
         return self.hashes(prompt) if self.identity == (self._contents.weights, salt) else ()
 
     def run(self, keys: Sequence[int]) -> TokenRun:
-        """Returns the tokens of the first blocks of a prompt, which are stored."""
         return TokenRun(KeptBlocks(self.blocks, keys), 0, len(keys) * self.tokens)
 
     def unused(self, key: Hashable) -> bool:
-        """Is this block used by no request? Under the lock."""
         return self._ledger.hash_to_block[key] in self._ledger.cached_blocks
 
     def dropped(self, keys: Iterable[Hashable]) -> None:

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from ...allocator._native import Device
 from ...allocator.errors import DriverError, RequestTooLarge, SequenceTooLong
 from ...offload.policy.admission import Admission, Memory, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, Serving
-from ..device import governors
 from ..device.shared import reach
 from ..weights.capacity import host_pages_left
 from .cache import ElasticPagedCache
-from .client import SectorClient
+from .pages import SectorPages
 
 
 class RequestMemory:
@@ -116,29 +114,31 @@ def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
     return batch + round(max(0, memory.total - batch) * sizes.read / (kv + sizes.read))
 
 
-def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
-    """Returns Algorithm 1's P_T: free pages, pages that other clients have published to give, and own pages that no
-    request of the batch reads. Free blocks of the heap are for activations."""
+def memory_of(pages: SectorPages) -> Memory:
+    """Returns Algorithm 1's P_T for requests with these pages: free pages, pages that other clients have published to
+    give, and own pages that no request of the batch reads. Free blocks of the heap are for activations."""
+    device, client, governor = pages.device, pages.client, pages.client.governor
     idle: int = device.snapshot()["heap"]["cached"]
     page, host = device.page_size, host_pages_left(device)
-    resting, offered = min(client.resting, host), governors.of(device).reclaim.offered(client.number)
+    resting, offered = min(client.resting, host), governor.reclaim.offered(client.number)
     return Memory(
         0,
         idle,
         (device.available + offered.pages + resting) * page,
         (host - resting) * page,
-        device.budget // tuning.reserve,
+        device.budget // governor.tuning.serving.reserve,
         dirty=(offered.dirty + resting) * page,
         room=host * page,
         in_use=offered.in_use * page,
     )
 
 
-def most_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
+def most_of(pages: SectorPages) -> Memory:
     """Returns the memory that a request could use once all others, of all models, have ended: all except weights that
     no client gives; on the host the pages that are left and those of displaced bytes."""
-    pages, governor = device.snapshot()["pages"], governors.of(device)
-    given = min(pages["weights"], governor.reclaim.offered(client.number).pages)
-    total = reach(device) - (pages["weights"] - given) * device.page_size
+    device, client, governor = pages.device, pages.client, pages.client.governor
+    weights = device.snapshot()["pages"]["weights"]
+    given = min(weights, governor.reclaim.offered(client.number).pages)
+    total = reach(device) - (weights - given) * device.page_size
     host = (host_pages_left(device) + governor.displaced) * device.page_size
-    return Memory(0, 0, total, host, device.budget // tuning.reserve)
+    return Memory(0, 0, total, host, device.budget // governor.tuning.serving.reserve)

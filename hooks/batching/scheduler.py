@@ -29,7 +29,7 @@ from ..measure.histogram import Latencies, RequestTimes
 from ..measure.point import packed
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
-from .selection import RequestSLOs, Selection
+from .selection import RequestSLOs, Selected, Selection
 
 
 class ElasticScheduler(Scheduler):
@@ -131,8 +131,18 @@ class ElasticScheduler(Scheduler):
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
+        """Makes the next step of the candidates' requests: admits them, maps their pages, and notes what is computed
+        next (steps.py)."""
         self.cache.pool.try_to_free_sectors()
         selected = self.selection.select(candidates, token_budget, self.active_requests, self.waiting_requests)
+        step = self._map_blocks(selected, token_budget, *args)
+        scheduled = step[0]
+        self.cache.begins(each.state.request_id for each in scheduled)
+        self._note_scheduled(scheduled, selected)
+        return step
+
+    def _map_blocks(self, selected: Selected, token_budget: int, *args: Any) -> tuple[list[Any], bool, bool, int, int]:
+        """Gives the selected requests their blocks, with pages. Returns what transformers' scheduler does."""
         where = selected.admission.where
         self.cache.on_host = frozenset(name for name, place in where.items() if place == "host")
         for chosen in selected.steps:
@@ -143,7 +153,10 @@ class ElasticScheduler(Scheduler):
                 break
         self._needed = selected.admission.activations
         self._none_fits = self.memory.without_reserve and bool(where or selected.left_out) and not scheduled
-        self.cache.begins(each.state.request_id for each in scheduled)
+        return scheduled, failed or bool(selected.left_out), fast, new, read
+
+    def _note_scheduled(self, scheduled: list[Any], selected: Selected) -> None:
+        """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         away = self.cache.pages.client.read_displaced
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
@@ -157,7 +170,6 @@ class ElasticScheduler(Scheduler):
             [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
         )
         self.starved_requests += [each for each in selected.left_out if each[0].request_id in self.active_requests]
-        return scheduled, failed or bool(selected.left_out), fast, new, read
 
     def begins(self, found: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""

@@ -171,8 +171,8 @@ def _replace() -> Iterator[Undo]:
         def make(cache: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
-            client, tuning = cache.pages.client, cache.pages.client.governor.tuning.serving
-            now, most = (functools.partial(each, cache.on, client, tuning) for each in (memory_of, most_of))
+            tuning = cache.pages.client.governor.tuning.serving
+            now, most = functools.partial(memory_of, cache.pages), functools.partial(most_of, cache.pages)
             others, memory = functools.partial(others_run, cache.model), RequestMemory(cache, now, most, tuning)
             return elastic(cache, *args, memory=memory, others=others, tuning=tuning, **kwargs)
 

@@ -58,13 +58,8 @@ PAGED: Final = "paged"  # the owner of the paged cache's blocks
 class PagedBlocks(Protocol):
     """The full blocks of a paged cache (hooks/batching/blocks.py)."""
 
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """Held while a block's users change; taken after the store's lock."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a block."""
+    lock: AbstractContextManager[object]  # held while a block's users change; taken after the store's lock
+    tokens: int  # of a block
 
     @property
     def count(self) -> int:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -47,9 +47,7 @@ class Gone(Exception):
 class TokenSource(Protocol):
     """A source of tokens: a cached sequence, a file (saving.py), or blocks of continuous batching."""
 
-    @property
-    def disk(self) -> bool:
-        """Is the source a file?"""
+    disk: bool = False  # is the source a file?
 
     @property
     def away(self) -> float:
@@ -65,6 +63,7 @@ class TokenSource(Protocol):
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
+        return layer in self.held
 
     def part(self, layer: int, start: int, end: int) -> Pair:
         """Keys and values of a layer, [1, heads, end - start, dim], on the device. Gone."""
@@ -73,10 +72,12 @@ class TokenSource(Protocol):
         """Keeps the tokens [0, end) in place. Gone."""
 
     def after_writes(self) -> None:
-        """Makes the current stream wait for writes of the tokens."""
+        """Makes the current stream wait for writes of the tokens, if they are not there."""
+        return
 
     def was_read(self) -> None:
-        """Notes reads that were submitted to the current stream."""
+        """Notes reads that were submitted to the current stream, if the tokens may be written to."""
+        return
 
 
 class TokenRun(NamedTuple):
@@ -126,10 +127,8 @@ class Counts:
         return self.hits / self.prompts if self.prompts else 0.0
 
 
-class CachedSequence:
+class CachedSequence(TokenSource):
     """Tokens [0, n) whose keys and values lie in `layers`, except those that its ranges are missing."""
-
-    disk: Final = False
 
     def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, needs_state: bool = False) -> None:
         """`layers`: of its cache; the sequence has those that lie in ranges. `needs_state`: can it be used only behind

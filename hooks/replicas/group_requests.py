@@ -48,14 +48,13 @@ class GroupScheduler(ElasticFIFO):
     ) -> None:
         """`room`: returns the tokens for which every follower has memory beyond those planned; `most`: the same if no
         request ran; infinity without followers."""
-        client = cache.pages.client
-        tuning = client.governor.tuning.serving
+        tuning = cache.pages.client.governor.tuning.serving
         self.in_flight: Counter[str] = Counter()
         self._stages = stages
         memory = RequestMemory(
             cache,
-            lambda: limited(memory_of(cache.on, client, tuning), room() * cache.token_bytes),
-            lambda: limited(most_of(cache.on, client, tuning), most() * cache.token_bytes),
+            lambda: limited(memory_of(cache.pages), room() * cache.token_bytes),
+            lambda: limited(most_of(cache.pages), most() * cache.token_bytes),
             tuning,
         )
         super().__init__(

@@ -167,7 +167,7 @@ def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCo
     layers = tuple(residency_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
     token = round(cache.token_bytes)
-    now = memory_of(device, cache.pages.client, cache.pages.client.governor.tuning.serving)
+    now = memory_of(cache.pages)
     cache.user = lambda: None
     own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
     free = device.budget // device.page_size - own - now.reserve // device.page_size

@@ -258,13 +258,12 @@ def cache_of(member: ReplicaModel, layers: range) -> SpanCache:
 
 def room_of(cache: SpanCache) -> int:
     """Returns the bytes that KV may take beyond the cache's present ones."""
-    return memory_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving).usable
+    return memory_of(cache.pages).usable
 
 
 def most_tokens(cache: SpanCache) -> int:
     """Returns the tokens of KV for which there would be memory if no request ran."""
-    most = most_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving)
-    return int(most.usable / cache.token_bytes)
+    return int(most_of(cache.pages).usable / cache.token_bytes)
 
 
 def runner_of(member: ReplicaModel, cache: SpanCache) -> SpanRunner:
