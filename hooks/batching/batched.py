@@ -67,18 +67,18 @@ class Batched:
 
     def scheduled_by(self, schedule: Schedule) -> None:
         """Notes the schedule of one more loop."""
-        self.schedules[:] = [each for each in self.schedules if each() is not None]
+        self.schedules[:] = [reference for reference in self.schedules if reference() is not None]
         self.schedules.append(weakref.ref(schedule))
 
     @property
     def runs(self) -> bool:
         """Have requests of any loop begun, and not ended?"""
-        return any(it.runs for each in tuple(self.schedules) if (it := each()) is not None)
+        return any(it.runs for reference in tuple(self.schedules) if (it := reference()) is not None)
 
     @property
     def wanted(self) -> float | None:
         """The time until which requests of any loop need the model; None where there is no loop."""
-        return max((it.wanted for each in tuple(self.schedules) if (it := each()) is not None), default=None)
+        return max((it.wanted for reference in tuple(self.schedules) if (it := reference()) is not None), default=None)
 
 
 class LoopCache(Protocol):

@@ -71,8 +71,8 @@ class Beginnings:
 
     def wait(self, seconds: float) -> bool:
         """Waits for the reading thread, at most so many seconds. Returns whether there is one."""
-        for each in self._readings.values():
-            each.join(seconds)
+        for reading in self._readings.values():
+            reading.join(seconds)
             return True
         return False
 

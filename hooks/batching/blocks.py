@@ -62,7 +62,7 @@ class PromptBlocks:
     def away(self, hashes: Sequence[int]) -> tuple[float, float]:
         """Returns, for those of these blocks that exist, the fraction not on the device and the fraction on a peer."""
         with self.lock:
-            blocks = [found for each in hashes if (found := self._ledger.hash_to_block.get(each)) is not None]
+            blocks = [found for key in hashes if (found := self._ledger.hash_to_block.get(key)) is not None]
             pieces = {piece for block in blocks for piece in self._pieces(block)}
             gone, total = self.pages.client.away(pieces), max(1, len(pieces))
             near = sum(self.pages.range.place(piece) == "peer" for piece in gone)
@@ -72,7 +72,7 @@ class PromptBlocks:
 
     def acquire(self, hashes: Sequence[int]) -> list[int] | None:
         """Keeps these blocks from being evicted, and returns them; None where one is not there. Under the lock."""
-        blocks = [self._ledger.hash_to_block.get(each) for each in hashes]
+        blocks = [self._ledger.hash_to_block.get(key) for key in hashes]
         if None in blocks:
             return None
         for block in blocks:
@@ -115,14 +115,14 @@ class PromptBlocks:
         dtype differs."""
         _, _, tokens, heads, dim = self._shape
         wanted = (1, heads, len(blocks) * tokens, dim)
-        if any(tuple(each.shape) != wanted or each.dtype != self._tensor.dtype for each in pair):
+        if any(tuple(states.shape) != wanted or states.dtype != self._tensor.dtype for states in pair):
             return False
         index, at = torch.tensor(blocks, device=self._tensor.device), self.layers.index(layer)
         with GroupLease(self.group), torch.no_grad():
             if not self.pages.client.wait_restored(write=True):
                 return False
-            for n, each in enumerate(pair):
-                self._tensor[index, at, n] = each[0].transpose(0, 1).reshape(len(blocks), tokens, heads, dim)
+            for n, states in enumerate(pair):
+                self._tensor[index, at, n] = states[0].transpose(0, 1).reshape(len(blocks), tokens, heads, dim)
         return True
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ class ListedBlocks(PagedBlocks):
     def found(self, hashes: Sequence[int]) -> int:
         """Returns how many of the leading hashes have blocks."""
         known = self._ledger.hash_to_block
-        return next((n for n, each in enumerate(hashes) if each not in known), len(hashes))
+        return next((n for n, key in enumerate(hashes) if key not in known), len(hashes))
 
     # -- for the index: see prefix/index.py, PagedBlocks
 
@@ -334,8 +334,8 @@ class ListedBlocks(PagedBlocks):
             if not there or self.identity is None or self.identity.weights != self._contents.weights:
                 self.blocks.drop(blocks)
                 return
-            for each, block in zip(hashes[first:end], blocks, strict=True):
-                if self._ledger.register_new_hash(block, each) is None:
+            for key, block in zip(hashes[first:end], blocks, strict=True):
+                if self._ledger.register_new_hash(block, key) is None:
                     self._ledger.cached_blocks[block] = None
                 else:
                     self.blocks.drop([block])

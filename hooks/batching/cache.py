@@ -69,7 +69,7 @@ class ElasticPagedCache(PagedAttentionCache):
             self.dtype,
             bytes_per_sector=self.bytes_per_sector,
             tokens_per_sector=self.tokens_per_sector,
-            bytes_per_block=sum(each.bytes_per_block for each in self.cache_allocators.values()),
+            bytes_per_block=sum(allocator.bytes_per_block for allocator in self.cache_allocators.values()),
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=kwargs.get("model_supports_logits_to_keep", False),
         )
@@ -103,11 +103,13 @@ class ElasticPagedCache(PagedAttentionCache):
         if self.use_prefix_sharing and len(kinds := [*self.cache_allocators.values()]) == 1:
             self.kept = ListedBlocks(kinds[0], PromptBlocks(kinds[0], self.pool, self.pages, self.group))
         self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
-        self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
+        self.max_tokens_read = max(
+            allocator.tokens_per_page * allocator.num_blocks for allocator in self.cache_allocators.values()
+        )
 
     def bytes_of(self, tokens: int) -> int:
         """Bytes of KV that a request of so many tokens has at its end."""
-        sectors = sum(each.needs_new_sectors("", 0, tokens) for each in self.cache_allocators.values())
+        sectors = sum(allocator.needs_new_sectors("", 0, tokens) for allocator in self.cache_allocators.values())
         return sectors * self.bytes_per_sector
 
     def bytes_needed(self, state: Any, tokens: int) -> int:
@@ -220,7 +222,7 @@ class ElasticPagedCache(PagedAttentionCache):
         """Prepares the pages of these requests for a step that is about to begin."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            self.pages.client.begins({piece for each in requests for piece in self.request_pages.pieces(each)})
+            self.pages.client.begins({piece for request in requests for piece in self.request_pages.pieces(request)})
 
     def extend_read_and_write_indices(
         self,
@@ -231,12 +233,12 @@ class ElasticPagedCache(PagedAttentionCache):
         write_index: list[list[int]],
     ) -> None:
         """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (client.py)."""
-        rows = [len(each) for each in write_index]
+        rows = [len(index) for index in write_index]
         if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
             self._indices, self.new_blocks = write_index, {}
             if self.by_request is not None:
                 self.by_request.begin(reads=read_index is not None)
-        reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
+        reads = [None] * len(rows) if read_index is None else [len(index) for index in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
         if self.by_request is not None:
             self.by_request.add(request_id, past_length, query_length)
@@ -328,7 +330,7 @@ class ElasticPagedCache(PagedAttentionCache):
 
     def _sectors_needed(self, state: Any, tokens: int) -> int:
         held, name = state.current_len(), state.request_id
-        return sum(each.needs_new_sectors(name, held, tokens) for each in self.cache_allocators.values())
+        return sum(allocator.needs_new_sectors(name, held, tokens) for allocator in self.cache_allocators.values())
 
 
 @dataclass(frozen=True, slots=True)

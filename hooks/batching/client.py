@@ -271,7 +271,7 @@ class HostWrites:
         """Copies blocks of so many `tokens` of a layer, after the work of `stream`, the current one, and fills them in
         where attention reads. Keys and values of each: `caches` [tokens of the cache, heads, dim], `new` [rows, heads,
         dim], `read` [tokens that are read, heads, dim]. Where the driver refuses, that stream writes them."""
-        new = [each.contiguous() for each in new]
+        new = [states.contiguous() for states in new]
         parts = []
         for cache, states, found in zip(caches, new, read, strict=True):
             size, to, of = states[0].nbytes, cache.data_ptr(), states.data_ptr()

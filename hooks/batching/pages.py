@@ -65,7 +65,7 @@ class SectorPages:
         self.pages = 0  # under sectors in use, without the guard's
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
-        fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
+        fixed = {piece for sector in range(RESERVED) for piece in self.pieces(sector)}
         self.fixed = len(fixed) * self._page  # bytes that are always backed, included in `nbytes`
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
         self._use(fixed)
@@ -85,7 +85,7 @@ class SectorPages:
             range((first := self._front + offset + sector * stride) // self._page, -(-(first + nbytes) // self._page))
             for offset, stride, nbytes in self._parts
         ]
-        return found[0] if len(found) == 1 else sorted({piece for each in found for piece in each})
+        return found[0] if len(found) == 1 else sorted({piece for run in found for piece in run})
 
     def of_piece(self, piece: int) -> slice:
         """The bytes of `window` that lie on this piece."""
@@ -204,15 +204,15 @@ class RequestPages:
 
     def requests(self) -> set[str]:
         """Names of the requests that have blocks."""
-        return {name for each in self._kinds.values() for name in each.block_table}
+        return {name for kind in self._kinds.values() for name in kind.block_table}
 
     def pieces(self, request: str) -> set[int]:
         """The pieces that the blocks of the request lie on."""
         return {
             piece
-            for each in self._kinds.values()
-            for block in each.block_table.get(request, ())
-            for piece in self._pages.pieces(block // each.blocks_per_sector)
+            for kind in self._kinds.values()
+            for block in kind.block_table.get(request, ())
+            for piece in self._pages.pieces(block // kind.blocks_per_sector)
         }
 
     def count(self, request: str) -> int:

@@ -137,7 +137,7 @@ class ElasticScheduler(Scheduler):
         selected = self.selection.select(candidates, token_budget, self.active_requests, self.waiting_requests)
         step = self._map_blocks(selected, token_budget, *args)
         scheduled = step[0]
-        self.cache.begins(each.state.request_id for each in scheduled)
+        self.cache.begins(request.state.request_id for request in scheduled)
         self._note_scheduled(scheduled, selected)
         return step
 
@@ -157,19 +157,23 @@ class ElasticScheduler(Scheduler):
 
     def _note_scheduled(self, scheduled: list[Any], selected: Selected) -> None:
         """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
-        sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
+        sequences = [(request.query_length, request.state.current_len()) for request in scheduled]
         away = self.cache.pages.client.read_displaced
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
-            self._recorder.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
+            self._recorder.batch(
+                (request.state for request in scheduled), sum(request.query_length for request in scheduled)
+            )
         if self.waiting_requests or self.others_run():
             self._waited = self.clock()
         others = self.clock() - self._waited <= self.tuning.behind
-        self.slos.require([each.state for each in scheduled], others)
+        self.slos.require([request.state for request in scheduled], others)
         self._limits = self.slos.limits(
-            [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
+            [request.state for request in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
         )
-        self.starved_requests += [each for each in selected.left_out if each[0].request_id in self.active_requests]
+        self.starved_requests += [
+            candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
+        ]
 
     def begins(self, found: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""

@@ -197,7 +197,7 @@ def _replace() -> Iterator[Undo]:
 
 def others_run(model: Batched) -> bool:
     """Do requests of other models on the device of this one run?"""
-    return any(each.runs for each in _attached.users if each is not model and each.device is model.device)
+    return any(other.runs for other in _attached.users if other is not model and other.device is model.device)
 
 
 def _put(owner: Any, name: str, mine: object) -> Undo:

@@ -73,14 +73,14 @@ class Selection:
         taken = found.kv + found.activations - (now.usable - now.in_use)
         if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
             found = self._admitted(looked, active)
-        lacking = self.needed(each for each in looked if each[0].request_id not in found.where)
+        lacking = self.needed(candidate for candidate in looked if candidate[0].request_id not in found.where)
         if lacking and self._cache.evict_kept(lacking):
             found = self._admitted(looked, active)
         self._memory.make_room(found)
-        left_out = [each for each in looked if each[0].request_id not in found.where]
+        left_out = [candidate for candidate in looked if candidate[0].request_id not in found.where]
         lacks(self._cache.on, self.needed(left_out))
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
-        steps = self._steps([each for each in looked if each[0].request_id in found.where])
+        steps = self._steps([candidate for candidate in looked if candidate[0].request_id in found.where])
         return Selected(found, steps, left_out)
 
     def _looked(
@@ -133,21 +133,23 @@ class Selection:
     def _admitted(self, looked: list[Candidate], active: Mapping[str, Any]) -> Admission:
         """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
         where that makes more tokens per second than fewer requests do without."""
-        demands, now = [self.demand(*each) for each in looked], self._memory.now()
+        demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
         found = admit(demands, now, self._tuning)
         self._memory.without_reserve = self._memory.without_reserve and not found.where
         if not found.where:
-            alone = (admit([each], self._memory.free(), self._tuning) for each in self._may_have_all(demands, active))
-            return next((each for each in alone if each.where), found)
+            alone = (
+                admit([demand], self._memory.free(), self._tuning) for demand in self._may_have_all(demands, active)
+            )
+            return next((admission for admission in alone if admission.where), found)
         if not self._cache.model.fast:
             return found
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
         without = [now] if self._lacking(found, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
-        for memory in (*without[1:], *(replace(each, host=0) for each in without)):
+        for memory in (*without[1:], *(replace(free, host=0) for free in without)):
             fewer = admit(demands, memory, self._tuning)
             begun = fewer.where.keys() >= found.where.keys() & active.keys()
             if fewer.where and (memory.host or begun):
-                steps = [self._decoding(looked, each, self._lacking(each, now, own)) for each in (fewer, found)]
+                steps = [self._decoding(looked, choice, self._lacking(choice, now, own)) for choice in (fewer, found)]
                 found = fewer if self._cache.model.costs.faster(*steps) else found
         return found
 
@@ -155,7 +157,7 @@ class Selection:
         """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
         no other could free memory, or those that have waited for long (`ElasticScheduler.hopeless`)."""
         if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
-            return [each for each in demands if each.request in active]
+            return [demand for demand in demands if demand.request in active]
         return demands if self._memory.without_reserve and not active else []
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
@@ -177,8 +179,8 @@ class Selection:
         """Returns one step of all admitted requests; or two, the second of which counts if the first is empty, where
         prompts are faster in a step of their own: prompts first, which make the batch larger, but only so many times in
         a row."""
-        decoding = [each for each in admitted if each[0].status == RequestStatus.DECODING]
-        prompts = [each for each in admitted if each[0].status != RequestStatus.DECODING]
+        decoding = [candidate for candidate in admitted if candidate[0].status == RequestStatus.DECODING]
+        prompts = [candidate for candidate in admitted if candidate[0].status != RequestStatus.DECODING]
         parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
         if not decoding or not prompts or not self._cache.model.fast or not self._cache.model.costs.apart(*parts):
             return [admitted]
@@ -188,8 +190,8 @@ class Selection:
 
     def needed(self, candidates: Iterable[Candidate]) -> int:
         """Bytes of the device that candidates need."""
-        demands = [self.demand(*each) for each in candidates]
-        return sum(each.kv + each.activations for each in demands)
+        demands = [self.demand(*candidate) for candidate in candidates]
+        return sum(demand.kv + demand.activations for demand in demands)
 
     def demand(self, state: Any, tokens: int) -> Demand:
         """Returns the memory that a request needs for so many more tokens."""
@@ -267,7 +269,7 @@ class RequestSLOs:
         if self._slos or self._required != (None, None, False):
             slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()
             prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
-            left = min((max(1e-3, each.arrived + each.ttft - now) for each in prompts if each.ttft), default=None)
+            left = min((max(1e-3, slo.arrived + slo.ttft - now) for slo in prompts if slo.ttft), default=None)
             ttft = None if left is None else 10 ** (math.floor(math.log10(left) * 8) / 8)
             self._required = tightest(slos).tpot, ttft, others
             self._cache.model.require(*self._required)

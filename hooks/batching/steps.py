@@ -101,8 +101,8 @@ def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:
         ends = stock(processor)
     finally:
         processor.input_queue = queue
-    for each in noted.taken if ends else ():
-        queue.put(each)
+    for state in noted.taken if ends else ():
+        queue.put(state)
     return ends
 
 
@@ -123,9 +123,9 @@ def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None
         alone = len(active) == 1
         batch, pairs = processor.inputs_and_outputs, processor.use_async_batching
         requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
-        failed = [each.state for each in requests]
+        failed = [request.state for request in requests]
         forks = processor.scheduler._requests_to_fork
-        forks[:] = [state for state in forks if all(state is not each for each in failed)]  # computed again first
+        forks[:] = [state for state in forks if all(state is not other for other in failed)]  # computed again first
         _take_in(processor)
         still = [state for state in failed if active.get(state.request_id) is state]
         if isinstance(error, DriverError):
@@ -244,11 +244,11 @@ class PagePreemption(OffloadingManager):
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
         """Restores the KV of preempted requests in the batch, as far as there are device pages, unless they were
         admitted with it on the host."""
-        for each in requests_in_batch:
-            if each.state.is_cpu_offloaded:
-                if each.state.request_id not in self.cache.on_host:
-                    self.cache.request_pages.to_device(each.state.request_id)
-                each.state.is_cpu_offloaded = False
+        for request in requests_in_batch:
+            if request.state.is_cpu_offloaded:
+                if request.state.request_id not in self.cache.on_host:
+                    self.cache.request_pages.to_device(request.state.request_id)
+                request.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: Any) -> None:
         """Does nothing: the blocks are freed like any others."""

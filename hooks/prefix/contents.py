@@ -106,16 +106,16 @@ class Contents:
     def begin_reading(self, lookup: Lookup, runs: Iterable[TokenRun]) -> list[CachedSequence]:
         """Marks the sequences of the runs as read by a request, and returns them. The caller holds the lock."""
         sources = list({run.source for run in runs if isinstance(run.source, CachedSequence)})
-        for each in sources:
-            each.readers.add(lookup)
+        for sequence in sources:
+            sequence.readers.add(lookup)
         return sources
 
     def end_reading(self, lookup: Lookup, sources: Iterable[CachedSequence]) -> None:
         """Undoes `begin_reading`, and gives back pages that had to stay meanwhile. DriverError."""
         with self.lock:
-            for each in sources:
-                each.readers.discard(lookup)
-            if any(each.trim_pending for each in sources):
+            for sequence in sources:
+                sequence.readers.discard(lookup)
+            if any(sequence.trim_pending for sequence in sources):
                 self.index.begin()
                 self.index.done()
 
@@ -234,6 +234,6 @@ class ModelContents(Contents):
         """Pages that the core could not take: small states, pages that are not full, dirty ones without a host page."""
         numbers = self.device.snapshot()
         host_pages = numbers["host_budget"] // self.device.page_size - numbers["host_pages"] + numbers["host_free"]
-        dirty = self.index.states.dirty + sum(each.dirty for each in self.index.idle)
-        fixed = self.fixed_pages + sum(each.fixed for each in self.index.idle)
+        dirty = self.index.states.dirty + sum(sequence.dirty for sequence in self.index.idle)
+        fixed = self.fixed_pages + sum(sequence.fixed for sequence in self.index.idle)
         return fixed + max(0, dirty - (host_pages if self.device.host_pages else 0))

@@ -72,7 +72,7 @@ class Looks:
     def stepped(self, parameters: Collection[int]) -> None:
         """Notes that an optimizer has written to some of these parameters, by id."""
         model = self._model()
-        if model is not None and any(id(each) in parameters for each in _tensors([*map(vars, model.modules())])):
+        if model is not None and any(id(tensor) in parameters for tensor in _tensors([*map(vars, model.modules())])):
             with self._lock:
                 self._changes += 1
 
@@ -92,24 +92,24 @@ class Looks:
         return Identity(weights, repr([*_settings(model, states), *_adapters(adapted)]).encode())
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        storages = [found for each in tensors if (found := _storage(each)) is not None]
-        if [each._cdata for each in storages] != [each.cdata for each in self._storages]:
+        storages = [found for tensor in tensors if (found := _storage(tensor)) is not None]
+        if [storage._cdata for storage in storages] != [storage.cdata for storage in self._storages]:
             self._changes += 1
             self._storages = [*map(StorageWeakRef, storages)]
         return self._changes, *_weights(tensors)
 
 
 def _children(states: Iterable[dict[str, Any]]) -> list[int]:
-    return [id(each) for state in states if (held := state["_modules"]) for each in held.values()]
+    return [id(module) for state in states if (held := state["_modules"]) for module in held.values()]
 
 
 def _tensors(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     """Returns the parameters, and the buffers that are saved."""
-    tensors = [each for state in states for each in dict.values(state["_parameters"]) if each is not None]
+    tensors = [tensor for state in states for tensor in dict.values(state["_parameters"]) if tensor is not None]
     for state in states:
         if held := state["_buffers"]:
             left_out = state["_non_persistent_buffers_set"]
-            tensors += [each for name, each in dict.items(held) if each is not None and name not in left_out]
+            tensors += [tensor for name, tensor in dict.items(held) if tensor is not None and name not in left_out]
     return tensors
 
 
@@ -123,7 +123,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def _weights(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """Returns addresses and versions."""
     try:
-        return tuple([each.data_ptr() for each in tensors]), tuple([each._version for each in tensors])
+        return tuple([tensor.data_ptr() for tensor in tensors]), tuple([tensor._version for tensor in tensors])
     except (RuntimeError, NotImplementedError):  # not all of them have both
         return tuple(map(_version, tensors))
 

@@ -306,7 +306,7 @@ class PrefixIndex:
     @property
     def device_pages(self) -> int:
         """Pages of the idle sequences on the device."""
-        return sum(each.device_pages for each in tuple(self.idle))
+        return sum(sequence.device_pages for sequence in tuple(self.idle))
 
     def begin(self) -> None:
         """Begins a change: clears the index after a broken-off one, and does deferred work. DriverError."""
@@ -315,9 +315,9 @@ class PrefixIndex:
             self.pins.restore()
             self.states.clear()
         self.sound = False
-        for each in tuple(self.idle):
-            if each.trim_pending or not len(self.blocks.index):
-                self._fit(each)
+        for sequence in tuple(self.idle):
+            if sequence.trim_pending or not len(self.blocks.index):
+                self._fit(sequence)
         while self.lost:
             self.forget(self.lost[0])
             self.lost.popleft()
@@ -399,7 +399,7 @@ class PrefixIndex:
         """Evicts up to `count` of the least valuable blocks or states, and their dependents. Returns how many. Removes
         all keys first, then the pages, a sequence at a time. Blocks of the paged cache only while their pages count
         (`Contents.pages`); `on_device`: only sequences and states that have pages there. DriverError."""
-        some = {each for each in self.idle if each.device_pages} if on_device else self.idle.keys()
+        some = {sequence for sequence in self.idle if sequence.device_pages} if on_device else self.idle.keys()
         paged = None if on_device else self.blocks.paged
         blocks_too = paged is not None and paged.unused_pages > 0
 
@@ -427,8 +427,8 @@ class PrefixIndex:
         """Drops everything that is not in use. DriverError."""
         self.blocks.clear()
         self.states.clear()
-        for each in tuple(self.idle):
-            self._fit(each)
+        for sequence in tuple(self.idle):
+            self._fit(sequence)
 
     def _fit(self, sequence: CachedSequence) -> None:
         """Cuts an idle sequence to the blocks that it owns; frees the pages once no request reads them. DriverError."""
@@ -471,9 +471,9 @@ class PrefixIndex:
         for owner, _ in gone:
             if isinstance(owner, StateSnapshot):
                 self.states.drop(owner)
-        for each in {*further, *(owner for owner, _ in gone if isinstance(owner, CachedSequence))}:
-            if not each.in_use:
-                self._fit(each)
+        for sequence in {*further, *(owner for owner, _ in gone if isinstance(owner, CachedSequence))}:
+            if not sequence.in_use:
+                self._fit(sequence)
         unusable = [state.key for state in self.states if not self._is_usable(state)]
         if unusable:
             self._dropped(self.blocks.index.forget(unusable))
@@ -487,8 +487,8 @@ class PrefixIndex:
         return (
             start == end
             or not state.growing
-            or any(_has_tokens(each, state, start) for each in self.blocks.after(place))
-            or any(_has_tokens(each, state) for each in self._in_use)
+            or any(_has_tokens(sequence, state, start) for sequence in self.blocks.after(place))
+            or any(_has_tokens(sequence, state) for sequence in self._in_use)
         )
 
     def _useless(self, sequence: CachedSequence) -> list[bytes]:

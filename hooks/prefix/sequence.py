@@ -159,7 +159,7 @@ class CachedSequence(TokenSource):
     @property
     def pages(self) -> int:
         """Pages of the sequence, on the device or the host."""
-        return sum(each.held for each in self.kv_ranges)
+        return sum(kv_range.held for kv_range in self.kv_ranges)
 
     @property
     def device_pages(self) -> int:
@@ -175,17 +175,17 @@ class CachedSequence(TokenSource):
     @property
     def missing(self) -> int:
         """Tokens, from the first one on, that have to be copied from other sequences."""
-        return max((each.missing for each in self.kv_ranges), default=0)
+        return max((kv_range.missing for kv_range in self.kv_ranges), default=0)
 
     @property
     def dirty(self) -> int:
         """Full pages whose bytes only the device has: taking one needs a page of the host."""
-        return sum(each.pages.dirty for each in self.kv_ranges)
+        return sum(kv_range.pages.dirty for kv_range in self.kv_ranges)
 
     @property
     def fixed(self) -> int:
         """Pages that the core cannot take, as they are not full."""
-        return self.pages - sum(each.pages.full for each in self.kv_ranges)
+        return self.pages - sum(kv_range.pages.full for kv_range in self.kv_ranges)
 
     @property
     def away(self) -> float:
@@ -212,8 +212,8 @@ class CachedSequence(TokenSource):
 
     def mark_idle(self, kept: bool) -> None:
         """Tells the governor whether the sequence is only kept for later prompts, or in use. DriverError."""
-        for each in self.kv_ranges:
-            each.keep(kept)
+        for kv_range in self.kv_ranges:
+            kv_range.keep(kept)
         for tier in self._tiers():
             tier.client.only_cached = kept
 
@@ -226,8 +226,8 @@ class CachedSequence(TokenSource):
         for layer in self.used:
             if layer.get_seq_length() > len(self.ids):
                 layer.cut(len(self.ids), then)  # only the elastic half of a hybrid layer
-        for each in self.kv_ranges:
-            each.fit(then)
+        for kv_range in self.kv_ranges:
+            kv_range.fit(then)
 
     def free(self) -> None:
         """Gives all pages back."""
@@ -237,8 +237,8 @@ class CachedSequence(TokenSource):
 
     def share_prefix_pages(self, tokens: int) -> None:
         """Gives back the pages of the first tokens, which another sequence has, as far as they are whole."""
-        for each in self.kv_ranges:
-            each.release_prefix(tokens)
+        for kv_range in self.kv_ranges:
+            kv_range.release_prefix(tokens)
 
     # -- see Note [Order]
 
@@ -268,7 +268,7 @@ class CachedSequence(TokenSource):
 
     def _stream(self) -> Any:
         """The current stream of this thread, None on a CPU."""
-        device = next((each.shape.device for each in self.kv_ranges), None)
+        device = next((kv_range.shape.device for kv_range in self.kv_ranges), None)
         return None if device is None or device.type != "cuda" else torch.cuda.current_stream(device)
 
     def part(self, layer: int, start: int, end: int) -> Pair:
@@ -285,15 +285,15 @@ class CachedSequence(TokenSource):
     @contextmanager
     def leased(self, end: int) -> Iterator[None]:
         """Keeps the tokens [0, end) in place. Gone where they cannot be read: see Note [In use by another request]."""
-        if self.in_use and any(each.pages.needs_wait_or_remap for each in self.kv_ranges):
+        if self.in_use and any(kv_range.pages.needs_wait_or_remap for kv_range in self.kv_ranges):
             raise Gone(self)
         with ExitStack() as stack:
-            for group in {id(each.group): each.group for each in self.kv_ranges}.values():
+            for group in {id(kv_range.group): kv_range.group for kv_range in self.kv_ranges}.values():
                 stack.enter_context(GroupLease(group))
             if self.in_use:
-                for each in self.kv_ranges:
-                    first, last = each.geometry.pieces(each.missing), each.geometry.pieces(end)
-                    if any(each.range.leads_to(piece) != "device" for piece in range(first, last)):
+                for kv_range in self.kv_ranges:
+                    first, last = kv_range.geometry.pieces(kv_range.missing), kv_range.geometry.pieces(end)
+                    if any(kv_range.range.leads_to(piece) != "device" for piece in range(first, last)):
                         raise Gone(self)
             yield
 
@@ -354,7 +354,7 @@ def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequenc
     found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
     some = next(parts for parts in found if parts)[0]
-    filled = tuple(each.new_zeros(len(rows), each.shape[1], columns, each.shape[3]) for each in some)
+    filled = tuple(states.new_zeros(len(rows), states.shape[1], columns, states.shape[3]) for states in some)
     for row, (pad, runs, parts) in enumerate(zip(pads, rows, found, strict=True)):
         for run, part in zip(runs, parts, strict=True):
             for into, tokens in zip(filled, part, strict=True):

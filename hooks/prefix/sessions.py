@@ -105,7 +105,7 @@ _stores: Final = Seam[PrefixStore](_replace)  # by the id of a live model
 
 def _stepped(optimizer: Any, *_: Any) -> None:
     """Notes an optimizer's step, see identity.py, Note [Weights and settings]."""
-    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for store in _stores.users:
         store.looks.stepped(parameters)
 
@@ -123,7 +123,7 @@ class _Request:
         store.filler.called()
         self._user = kwargs
         self._ids: Any = next(
-            (each for each in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if each is not None), None
+            (ids for ids in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if ids is not None), None
         )
         self._lookup = Lookup()
         Finalizer(self, partial(store.contents.lose, self._lookup))

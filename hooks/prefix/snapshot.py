@@ -88,7 +88,7 @@ class StateSnapshot:
         self.key = state_key(ids, salt)
         self.blocks: list[bytes] = []  # keys of the full blocks before it
         self._parts = list(parts)
-        storages = {each.data_ptr(): each.nbytes() for each in (t.untyped_storage() for t in self._tensors())}
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in self._tensors())}
         self.nbytes = sum(storages.values())
         self._pages: StatePages | None = None  # where its tensors lie, if not in torch's memory
         stream = _stream(self._tensors())
@@ -189,7 +189,7 @@ def give_state(layers: Sequence[Any], parts: Sequence[Part | None]) -> None:
 
 def _stream(tensors: Iterable[torch.Tensor]) -> Any:
     """Returns this thread's current stream on the device of these tensors, None on a CPU."""
-    device = next((each.device for each in tensors if each.device.type == "cuda"), None)
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
     return None if device is None else torch.cuda.current_stream(device)
 
 
@@ -206,17 +206,20 @@ def _forget(layer: ElasticHybridLayer) -> None:
 
 
 def _in_parts(parts: Sequence[Part | None], act: Callable[[Any], Any], kind: type = torch.Tensor) -> list[Part | None]:
-    """Applies `act` to the members of each part, as `_each` does."""
-    return [None if part is None else _each(part, act, kind) for part in parts]
+    """Applies `act` to the members of each part, as `_replaced` does."""
+    return [None if part is None else _replaced(part, act, kind) for part in parts]
 
 
-def _each(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = torch.Tensor) -> Part:
+def _replaced(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = torch.Tensor) -> Part:
     """Returns `value` with each member of that kind, however deep, replaced by `act(member)`, in the order of
     `_tensors_in`."""
-    return {
-        key: _each(each, act, kind) if isinstance(each, Mapping) else act(each) if isinstance(each, kind) else each
-        for key, each in value.items()
-    }
+
+    def replacement(member: Any) -> Any:
+        if isinstance(member, Mapping):
+            return _replaced(member, act, kind)
+        return act(member) if isinstance(member, kind) else member
+
+    return {key: replacement(member) for key, member in value.items()}
 
 
 def _taken(value: Any, move: bool, loose: float) -> Any:
@@ -226,17 +229,17 @@ def _taken(value: Any, move: bool, loose: float) -> Any:
         own = value.untyped_storage().nbytes() <= loose * value.nbytes
         return value if move and own else value.clone()
     if isinstance(value, Mapping):
-        return {key: _taken(each, move, loose) for key, each in value.items()}
+        return {key: _taken(member, move, loose) for key, member in value.items()}
     return value
 
 
 def _tensors_in(value: Mapping[Any, Any], everything: bool = True) -> Iterator[torch.Tensor]:
     """Yields the tensors of a part; without `everything` only those with more than one element."""
-    for each in value.values():
-        if isinstance(each, Mapping):
-            yield from _tensors_in(each, everything)
-        elif isinstance(each, torch.Tensor) and (everything or each.numel() > 1):
-            yield each
+    for member in value.values():
+        if isinstance(member, Mapping):
+            yield from _tensors_in(member, everything)
+        elif isinstance(member, torch.Tensor) and (everything or member.numel() > 1):
+            yield member
 
 
 class StatePages:
@@ -408,7 +411,7 @@ def _logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 
 def _doubled(held: Sequence[Mapping[int, torch.Tensor | None]]) -> bool:
     """Doubles all numbers in place. Returns whether there were any."""
-    tensors = [each for states in held for each in states.values() if each is not None]
-    for each in tensors:
-        each.add_(each).add_(1)
+    tensors = [tensor for states in held for tensor in states.values() if tensor is not None]
+    for tensor in tensors:
+        tensor.add_(tensor).add_(1)
     return bool(tensors)

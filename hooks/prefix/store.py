@@ -98,7 +98,7 @@ class PrefixStore:
         """Stored tokens that are not in use, counted once in sequences and once in blocks."""
         paged = self.contents.index.blocks.paged
         blocks = paged.unused_tokens if paged is not None else 0
-        return blocks + sum(len(each.ids) - each.first for each in tuple(self.contents.index.idle))
+        return blocks + sum(len(sequence.ids) - sequence.first for sequence in tuple(self.contents.index.idle))
 
     @property
     def reused(self) -> int:
