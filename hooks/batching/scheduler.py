@@ -98,7 +98,7 @@ class ElasticScheduler(Scheduler):
         """Do requests wait while none runs, of this model or of others, whose end could free memory?"""
         return bool(self.waiting_requests) and not self.runs and not self.others_run()
 
-    def hopeless(self) -> list[tuple[Any, Exception]]:
+    def pop_unservable(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
         memory is less than `RequestMemory.refusal` could know. From then on one request at a time may use all of it,
         without a reserve; where that was too little for each, the oldest one is taken out."""
@@ -112,7 +112,7 @@ class ElasticScheduler(Scheduler):
         self.memory.without_reserve, self._none_fits = bool(self.waiting_requests), False
         return gone
 
-    def why_not(self, state: Any) -> Exception:
+    def why_no_memory(self, state: Any) -> Exception:
         """Returns why a request finds no memory although no other one runs."""
         return self._too_large(state) or no_room(state.request_id)
 
@@ -213,7 +213,7 @@ class ElasticScheduler(Scheduler):
             return math.inf
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 
-    def late(self) -> list[tuple[Any, Exception]]:
+    def pop_late(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue whose SLO cannot be kept any more."""
         gone = list[tuple[Any, Exception]]()
         for name in [name for name in self.waiting_requests if name in self.slos]:

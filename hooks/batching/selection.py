@@ -17,9 +17,9 @@ from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refuse
 from ...offload.policy.step_costs import Step
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import lacks, may_grow
-from .beginnings import Beginnings
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
+from .prefix_loader import PrefixLoader
 
 Candidate = tuple[Any, int]  # (transformers' state of a request, the new tokens that it would have in the batch)
 
@@ -55,7 +55,7 @@ class Selection:
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         loop_caches, blocks = cache.model.loop_caches, cache.kept
         shared = None if loop_caches is None else loop_caches.store
-        self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
+        self._loader = None if shared is None or blocks is None else PrefixLoader(blocks, shared, cache.renew)
 
     def reset(self) -> None:
         """Forgets which requests were passed over."""
@@ -67,7 +67,7 @@ class Selection:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
         tokens. Frees unused blocks and pages where some lack memory."""
         looked = self._looked(candidates, budget, active, waiting)
-        if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
+        if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
         found, now = self._admitted(looked, active), self._memory.now()
         taken = found.kv + found.activations - (now.usable - now.in_use)
@@ -89,8 +89,8 @@ class Selection:
         """Returns the candidates for the batch with the new tokens of each, without those whose beginning is still
         being read from files."""
         looked: list[Candidate] = []
-        if self._beginnings is not None:
-            self._beginnings.only(waiting)
+        if self._loader is not None:
+            self._loader.keep_only(waiting)
         for state in self._worth(candidates, active):
             if budget <= 0:
                 break
@@ -102,13 +102,13 @@ class Selection:
     def _begun(self, state: Any, before: list[Candidate]) -> bool:
         """Is the stored beginning of the request's prompt in blocks, or has it begun already? `before`: the candidates
         that go before it, with their new tokens."""
-        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+        if self._loader is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return True
 
         def room() -> int:
             return self._memory.now().usable - self.needed([*before, (state, 1)])
 
-        return self._beginnings.look(state.request_id, state.remaining_prefill_tokens, room)
+        return self._loader.look_up(state.request_id, state.remaining_prefill_tokens, room)
 
     def _worth(self, candidates: Sequence[Any], active: Mapping[str, Any]) -> list[Any]:
         """Returns the candidates without waiting ones that would slow down steps more than is worthwhile, or than SLOs
@@ -155,7 +155,7 @@ class Selection:
 
     def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
         """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
-        no other could free memory, or those that have waited for long (`ElasticScheduler.hopeless`)."""
+        no other could free memory, or those that have waited for long (`ElasticScheduler.pop_unservable`)."""
         if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
             return [demand for demand in demands if demand.request in active]
         return demands if self._memory.without_reserve and not active else []
@@ -215,9 +215,9 @@ class Selection:
 
     def _found(self, state: Any) -> int:
         """Tokens of a new request that other requests' blocks hold."""
-        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+        if self._loader is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return 0
-        return self._beginnings.found(state.request_id)
+        return self._loader.loaded_tokens(state.request_id)
 
 
 def _at_end(state: Any) -> int:

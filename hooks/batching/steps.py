@@ -66,7 +66,7 @@ def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
         if isinstance(preemption, PagePreemption):
             if not active:
                 processor.scheduler.block_new_requests = False  # stock waits for a request to end, and none may be left
-            for state, why in [*preemption.scheduler.late(), *preemption.hopeless()]:
+            for state, why in [*preemption.scheduler.pop_late(), *preemption.pop_unservable()]:
                 _fail(processor, state, why)
         try:
             found = stock(processor)
@@ -77,7 +77,7 @@ def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
                 continue
             state = next(reversed(active.values()), None)
             if state is not None and len(active) == 1 and not preemption.may_wait():
-                _fail(processor, state, preemption.scheduler.why_not(state))
+                _fail(processor, state, preemption.scheduler.why_no_memory(state))
                 continue
             if state is not None:
                 preemption.compute_again(state)
@@ -297,10 +297,10 @@ class PagePreemption(OffloadingManager):
         scheduler.memory.without_reserve, self._waits = False, 0
         return self._tries[request] <= scheduler.tuning.tries
 
-    def hopeless(self) -> list[tuple[Any, Exception]]:
+    def pop_unservable(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that have found too little memory for a while although no request runs.
         Returns them with the reason."""
-        return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.hopeless()
+        return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.pop_unservable()
 
     def scheduled(self) -> None:
         """Notes that a batch was made: without using the reserve, and not only of a request that comes as far again as

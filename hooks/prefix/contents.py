@@ -143,7 +143,7 @@ class ModelContents(Contents):
         if sequence is not None:
             sequence.was_written()
         for state in states:
-            state.into_pages(self.device, self.governor)
+            state.move_to_pages(self.device, self.governor)
         with self.change() as index:
             if not self.closed and now.weights == self.weights:
                 if sequence is not None:
@@ -162,7 +162,7 @@ class ModelContents(Contents):
         clients = [state.pages.number for state in states if state.pages is not None]
         self.governor.repayment.keep(self._model, [*clients, *(sequence.caches if sequence else ())])
 
-    def is_new(self, ids: Sequence[int], now: Identity) -> bool:
+    def has_new_blocks(self, ids: Sequence[int], now: Identity) -> bool:
         """Would keeping these tokens store anything new?"""
         with self.lock:
             keys = self.index.blocks.keys(ids, now.settings)
@@ -220,7 +220,7 @@ class ModelContents(Contents):
         before = self.device_pages
 
         def make_room() -> None:
-            if not self.index.sound:  # the paged cache would have to forget its blocks
+            if not self.index.is_sound:  # the paged cache would have to forget its blocks
                 return
             with self.change() as index:
                 while (left := pages - before + self.device_pages) > 0 and self.evict(

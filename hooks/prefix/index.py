@@ -30,8 +30,8 @@ Note [States]
     block behind the last full one; and tokens of such a model that no state needs are useless and dropped as well.
 
 Note [Broken off]
-    Ctrl-C, or an error of the driver, may come between any two lines. The next caller then finds `sound` unset, and as
-    the index may be in any state, clears it. That is the price of a microsecond in which the index is written.
+    Ctrl-C, or an error of the driver, may come between any two lines. The next caller then finds `is_sound` unset, and
+    as the index may be in any state, clears it. That is the price of a microsecond in which the index is written.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class PrefixIndex:
         self.idle: dict[CachedSequence, int] = {}  # sequences that no request goes on with, and their pages
         self.lost: deque[CachedSequence] = deque()  # sequences of requests that were collected before they ended
         self._in_use: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
-        self.sound = True  # was the last change not broken off?
+        self.is_sound = True  # was the last change not broken off?
 
     @property
     def pages(self) -> int:
@@ -310,11 +310,11 @@ class PrefixIndex:
 
     def begin(self) -> None:
         """Begins a change: clears the index after a broken-off one, and does deferred work. DriverError."""
-        if not self.sound:
+        if not self.is_sound:
             self.blocks.reset()
             self.pins.restore()
             self.states.clear()
-        self.sound = False
+        self.is_sound = False
         for sequence in tuple(self.idle):
             if sequence.trim_pending or not len(self.blocks.index):
                 self._fit(sequence)
@@ -326,7 +326,7 @@ class PrefixIndex:
     def done(self) -> None:
         """Ends a change: drops states and tokens that have become useless. DriverError."""
         self._drop_useless()
-        self.sound = True
+        self.is_sound = True
 
     def find_state(
         self, prompt: Sequence[int], salt: bytes, growing: bool, *, peek: bool = False

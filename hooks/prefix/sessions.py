@@ -120,7 +120,7 @@ class _Request:
     def __init__(self, store: PrefixStore, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.model = model
         self._store = store
-        store.filler.called()
+        store.filler.begin_request()
         self._user = kwargs
         self._ids: Any = next(
             (ids for ids in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if ids is not None), None
@@ -226,7 +226,7 @@ class _Request:
             for number, row in enumerate(ids):
                 pad = self._pads[number * step]
                 row = _up_to_end(row[pad:known], len(self._ids[0]) - pad, self._ends)
-                if self._store.contents.is_new(row, now):
+                if self._store.contents.has_new_blocks(row, now):
                     ranges = CacheRanges.of(self.model.config, len(self._layers), len(row), alone=True)
                     layers = taken_out(self._layers, number * step, pad, pad + len(row), ranges)
                     self._drop()  # the layers that it had moved belong to the user's cache now

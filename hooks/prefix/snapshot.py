@@ -99,7 +99,7 @@ class StateSnapshot:
         """The pages of the state; None where it lies in torch's memory."""
         return self._pages
 
-    def into_pages(self, device: Device, governor: Governor) -> None:
+    def move_to_pages(self, device: Device, governor: Governor) -> None:
         """Moves the state to pages that may leave the device, if it fills at least one and enough are free. Called
         before any other use."""
         tensors = list(self._tensors())
@@ -148,7 +148,7 @@ class StateSnapshot:
                 _forget(layer)
         return made
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Frees its memory, even if it is still referred to."""
         self._parts, self._pages = [], None
 
@@ -356,7 +356,7 @@ class States:
         """Removes a state, if it is kept."""
         if state in self:
             del self._kept[state.key]
-            state.let_go()  # the index may remember it for a while
+            state.free()  # the index may remember it for a while
             place = _place(state)
             self._behind[place].remove(state)
             if not self._behind[place]:

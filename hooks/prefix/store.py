@@ -202,7 +202,7 @@ class PromptFiller:
         """Tokens of each sequence that the last request of this thread did not compute."""
         return self._thread.reused
 
-    def called(self) -> None:
+    def begin_request(self) -> None:
         """Begins a request of this thread, which may be filled with nothing."""
         self._thread.reused = 0
 
@@ -233,7 +233,7 @@ class PromptFiller:
         finally:
             contents.end_reading(lookup, sources)
 
-    def look(self, row: Sequence[int], now: Identity, found: int) -> int:
+    def count_batched(self, row: Sequence[int], now: Identity, found: int) -> int:
         """Counts a batched request with this prompt, `found` tokens of which are in its blocks, and returns how many
         are stored, without the last one. DriverError."""
         with self._contents.change() as index:

@@ -248,7 +248,7 @@ class Iterations:
         scheduler, preemption = self._requests.scheduler, self._requests.preemption
         if not scheduler.active_requests:
             scheduler.block_new_requests = False  # no end of a request would allow them
-        for state, why in [*scheduler.late(), *preemption.hopeless()]:
+        for state, why in [*scheduler.pop_late(), *preemption.pop_unservable()]:
             self._requests.fail(state, why)
         found = self._scheduled(awaited) if scheduler.has_pending_requests() else []
         scheduler.begins(bool(found) or awaited)
