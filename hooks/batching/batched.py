@@ -5,8 +5,7 @@ Note [What is found again]
     transformers shares full blocks of one loop by hashes of their tokens. With ballonet the next loop with blocks of
     the same size gets the same cache, with its unused blocks. They are dropped once the model has changed: weights that
     were written to, adapters, settings (prefix/identity.py). Between loops their pages may be taken for any use, and
-    their bytes are on the host then. `generate()` finds the blocks in the same index (blocks.py), and
-    they share files.
+    their bytes are on the host then. `generate()` finds the blocks in the same index (blocks.py), and they share files.
 """
 
 from __future__ import annotations
