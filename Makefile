@@ -41,8 +41,14 @@ test-release: build  ## the sdist and the wheel, each installed and used in a fr
 	@$(call extra,auditwheel,release)
 	@BALLONET_RELEASE=1 $(PY) -m pytest -q -n 0 tests/test_release.py
 
-mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU
+mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU; POLICY=admission those that mutmut makes in offload/policy/admission.py, all in minutes to hours
+ifdef POLICY
+	@$(call extra,mutmut,mutants)
+	@PYTHONPATH=src $(VENV)/bin/mutmut run "ballonet.offload.policy.$(POLICY)*"
+	@PYTHONPATH=src $(VENV)/bin/mutmut results
+else
 	@$(PY) tests/mutants/run.py $(if $(HOST),--host) $(NAMES)
+endif
 
 build: $(VENV)/.ready  ## the environment and the native core, in place
 	@$(PY) setup.py -q build_ext --inplace

@@ -48,8 +48,8 @@ class CaptureListener:
 def aside(owner: object) -> AbstractContextManager[object]:
     """A `with` block in which this thread captures for ballonet itself: who decides where it allocates steps aside."""
     around = ExitStack()
-    for each in _listeners.users:
-        around.enter_context(each.aside(owner))
+    for user in _listeners.users:
+        around.enter_context(user.aside(owner))
     return around
 
 
@@ -80,9 +80,9 @@ def _begin(stock: Callable[..., None]) -> Callable[..., None]:
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         told: list[CaptureListener] = []
         try:
-            for each in _listeners.users:
-                told.append(each)
-                each.begins(graph, args[0] if args else kwargs.get("pool"))
+            for user in _listeners.users:
+                told.append(user)
+                user.begins(graph, args[0] if args else kwargs.get("pool"))
             stock(graph, *args, **kwargs)
         except BaseException:
             for each in reversed(told):
@@ -100,8 +100,8 @@ def _end(stock: Callable[..., None]) -> Callable[..., None]:
             stock(graph)
             captured = True
         finally:
-            for each in reversed(_listeners.users):
-                each.ended(graph, captured=captured)
+            for user in reversed(_listeners.users):
+                user.ended(graph, captured=captured)
 
     return capture_end
 
@@ -110,8 +110,8 @@ def _replay(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def replay(graph: Any) -> None:
         with ExitStack() as around:
-            for each in _listeners.users:
-                around.enter_context(each.replaying(graph))
+            for user in _listeners.users:
+                around.enter_context(user.replaying(graph))
             stock(graph)
 
     return replay
@@ -121,7 +121,7 @@ def _reset(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def reset(graph: Any) -> None:
         stock(graph)
-        for each in _listeners.users:
-            each.reset(graph)
+        for user in _listeners.users:
+            user.reset(graph)
 
     return reset

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import _native, cuda_headers, device_choice, findings, ram, versions
-from .config import Config, cache_dir
+from .config import Config, cache_dir, environment
 from .errors import BallonetError, CoreMissing, DriverUnavailable
 from .units import format_size
 
@@ -132,9 +132,12 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
         yield "host pages at device addresses", *_host_pages(config, target)
         if target.kind == "cuda":
             why = findings.why_no_graphs(config, target.facts)
-            yield "decoding by CUDA graphs", not why, why
+            asked = environment().get("BALLONET_PIECES", "auto") != "none"
+            yield "decoding by CUDA graphs", not why and asked, why or ("" if asked else "turned off (BALLONET_PIECES)")
+            if not why and asked:
+                yield "cuDNN's attention", False, CUDNN
         yield "preflight", *_preflight(config, target)
-        others = ", ".join(f"device {each}" for each in target.facts["peers"])
+        others = ", ".join(f"device {fact}" for fact in target.facts["peers"])
         yield (
             "a peer for KV could be used",
             True,
@@ -145,8 +148,6 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
     yield "companion for torch", *_companion(config)
     if cuda := _cuda_of_torch():
         yield "torch's whole CUDA allocator", *_torch_allocator(config, cuda)
-    if target is not None and target.kind == "cuda":
-        yield "cuDNN's attention", False, CUDNN
     for package in versions.SUPPORTED:
         yield package, *_supported(package)
 

@@ -125,9 +125,9 @@ def _cut(
 def _in_order(contents: Iterable[SnapshotContents]) -> list[SnapshotContents]:
     """Returns contents by address, each byte once: one that begins within another is left out."""
     result: list[SnapshotContents] = []
-    for each in sorted(contents, key=lambda each: (each.address, -each.nbytes)):
-        if each.nbytes and (not result or each.address >= result[-1].address + result[-1].nbytes):
-            result.append(each)
+    for content in sorted(contents, key=lambda content: (content.address, -content.nbytes)):
+        if content.nbytes and (not result or content.address >= result[-1].address + result[-1].nbytes):
+            result.append(content)
     return result
 
 

@@ -60,7 +60,7 @@ class SharedParts:
     @property
     def taken(self) -> int:
         """Bytes of all parts."""
-        return sum(each.nbytes for each in self.parts.values())
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def free(self) -> int:
@@ -116,7 +116,7 @@ class SharedLedger:
                     "with `python -m ballonet budget --shared SIZE`"
                 )
             target = now.target if now.parts and now.target is not None else said
-            floors = floor + sum(each.floor for each in now.parts.values())
+            floors = floor + sum(part.floor for part in now.parts.values())
             if pid in now.parts:
                 raise SharedBudgetError("this process shares a budget already, for another runtime of the same device")
             if floors > min(said, target):
@@ -162,7 +162,7 @@ class SharedLedger:
         they are. SharedBudgetError where floors do not fit in it, or there is no total yet."""
 
         def aimed(now: SharedParts) -> SharedParts:
-            floors = sum(each.floor for each in now.parts.values())
+            floors = sum(part.floor for part in now.parts.values())
             if now.total is None:
                 raise self._nobody()
             if floors > total:

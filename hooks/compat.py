@@ -239,7 +239,7 @@ def layer_classes(config: Any) -> list[tuple[str, type | None]]:
     """
     types, _ = cache_utils.get_layer_types_and_kwargs(_text(config))
     table = layer_types()
-    return [(each, inspect.unwrap(table[each]) if each in table else None) for each in types]
+    return [(kind, inspect.unwrap(table[kind]) if kind in table else None) for kind in types]
 
 
 def prepared_caches(model: GenerationMixin, tokens: int = 1) -> list[DynamicCache]:
@@ -365,8 +365,8 @@ def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
         transforms = get_model_conversion_mapping(model) if isinstance(model, transformers.PreTrainedModel) else ()
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     members = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = {name: True for name, _ in members}
     prefix = getattr(model, "base_model_prefix", None)

@@ -25,6 +25,7 @@ from ..offload.record.record import Point, Record
 from . import attaching
 from .device import governors
 from .device.marks import marks_of
+from .device.pressure import give_up_graphs
 from .forward.forwards import Forwards
 from .forward.gate import Gate
 from .forward.lease import ForwardLease
@@ -135,6 +136,7 @@ class Managed:
             self._patience = tuning.waiting.files
             self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
             self._weights = Weights(device, self._pace.waiting, tuning.weights)
+            self._pages = governor.pages
             self._turns = Turns(self._weights.group, tuning.waiting, governor.waits)
             self._follower = WeightsFollower(self._weights)
             undo.callback(self._follower.close)
@@ -346,6 +348,8 @@ class Managed:
                     self._behind = True
                     self._residency.change(partial(self._catch_up, model))
                     self._behind = False
+        if self._pages.short:
+            give_up_graphs(self._weights.device)
         self._point.of = point = point_of(args, kwargs)
         self._residency.before(point)
 

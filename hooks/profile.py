@@ -57,7 +57,7 @@ class Grid:
     def sizes(self, longest: int = 0) -> list[Size]:
         """Returns (batch, length), the least work first. `longest`: the model's longest sequence, 0: not known."""
         length = min(self.length, longest - self.tokens) if longest else self.length
-        lengths = [each for each in _powers(length) if each >= min(self.shortest, _powers(length)[-1])]
+        lengths = [power for power in _powers(length) if power >= min(self.shortest, _powers(length)[-1])]
         return sorted(
             ((b, n) for b in _powers(self.batch) for n in lengths), key=lambda size: (size[0] * size[1], size)
         )

@@ -302,7 +302,7 @@ class Core:
 
     def state(self) -> tuple[dict[str, int], list[list[str]]]:
         """Pages by owner, and what lies behind the addresses of each range."""
-        return self.pages(), [backings(each) for each in self._ranges]
+        return self.pages(), [backings(range_) for range_ in self._ranges]
 
     def created(self) -> int:
         created: int = self.device.snapshot()["created"]
@@ -453,7 +453,7 @@ def refused(work: Callable[[], object]) -> None:
 def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) -> None:
     """Runs `work` in a thread for each argument, and checks the device meanwhile. It raises what one of them raised."""
     with ThreadPoolExecutor() as pool:
-        running = [pool.submit(work, each) for each in arguments]
+        running = [pool.submit(work, argument) for argument in arguments]
         while not all(each.done() for each in running):
             core.device.check()
             wait(running, timeout=0.01)

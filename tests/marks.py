@@ -53,6 +53,6 @@ class LateMarks:
     def read(self, marks: Sequence[Mark]) -> list[float] | None:
         if not self.passed(marks):
             return None
-        times = [self.seconds(marks[0], each) for each in marks]
+        times = [self.seconds(marks[0], mark) for mark in marks]
         self.release(marks)
         return times

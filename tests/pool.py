@@ -145,13 +145,13 @@ def _holders(of: list[object], but: tuple[object, ...]) -> dict[int, list[object
     while of and len(found) < 64:
         wanted, following = {id(each) for each in of}, []
         looked |= {id(each) for each in (of, following, wanted, *found.values())}
-        for each in gc.get_referrers(*of):
-            if id(each) not in looked and not _looks(each):
-                for held in {*map(id, gc.get_referents(each))} & wanted:
+        for referrer in gc.get_referrers(*of):
+            if id(referrer) not in looked and not _looks(referrer):
+                for held in {*map(id, gc.get_referents(referrer))} & wanted:
                     found.setdefault(held, [])
                     if len(found[held]) < 3:
-                        found[held].append(each)
-                        following.append(each)
+                        found[held].append(referrer)
+                        following.append(referrer)
         of = list({id(each): each for each in following if id(each) not in found}.values())[:24]
     return found
 

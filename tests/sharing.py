@@ -39,8 +39,8 @@ class Process:
         """`folder`: of its control socket and the ledger, and of what is told and said."""
         number = next(_NUMBERS)
         pipes = [folder / f"{what}-{number}" for what in ("told", "said")]
-        for each in pipes:
-            os.mkfifo(each)
+        for pipe in pipes:
+            os.mkfifo(pipe)
         log = folder / f"log-{number}"
         log.touch()
         program = BEGIN.format(*map(repr, map(str, pipes)), (json.dumps(share), kind))
@@ -97,7 +97,7 @@ def held(pid: int) -> int:
 def held_by(memfds: Sequence[Path]) -> int:
     """The same for a process with these memfds."""
     with suppress(OSError):
-        return sum(os.stat(each).st_blocks * 512 for each in memfds)
+        return sum(os.stat(memfd).st_blocks * 512 for memfd in memfds)
     return 0
 
 

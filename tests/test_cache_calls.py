@@ -89,7 +89,7 @@ def states_of(layer: Any) -> list[Any]:
 def contents(cache: Any) -> list[Any]:
     """Copies of all that its layers hold."""
     found = [(layer.keys, layer.values, *states_of(layer)) for layer in cache.layers]
-    return [None if each is None else each.clone() for parts in found for each in parts]
+    return [None if part is None else part.clone() for parts in found for part in parts]
 
 
 def fill(cache: Any, layers: int, tokens: int, batch: int = 3) -> None:
@@ -177,7 +177,7 @@ def test_every_call_answers_as_stock_does(call: str, name: str, empty: bool) -> 
     for cache in (ours, stock):
         torch.manual_seed(1)
         fill(cache, 0 if empty else layers, 20)
-        elastic = [each.elastic for each in cache.layers if isinstance(each, ElasticLayer)]
+        elastic = [layer.elastic for layer in cache.layers if isinstance(layer, ElasticLayer)]
         assert empty or cache is stock or (elastic and all(elastic))
         answers = [outcome(CALLS[call], cache), cache.get_seq_length(), outcome(contents, cache)]
         batch = 3 if empty or not cache.get_seq_length() else cache.layers[0].keys.shape[0]

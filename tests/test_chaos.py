@@ -82,7 +82,7 @@ BACKINGS = st.lists(st.sampled_from(["none", "device", "host", "peer", "retiring
 def test_weights_stay_on_the_device_and_only_what_moved_is_counted(
     seed: int, weights: list[list[str]], caches: list[list[str]], host: bool, moves: bool
 ) -> None:
-    heavy, light = [Pieces(each, moves) for each in weights], [Pieces(each, moves) for each in caches]
+    heavy, light = [Pieces(weight, moves) for weight in weights], [Pieces(cache, moves) for cache in caches]
     chaos = Chaos(seed, host, peer=host)
     for _ in range(5):
         chaos.act(heavy, light)
@@ -206,7 +206,7 @@ def test_logits_are_the_same_to_the_bit(device: Device, mode: str, seed: int) ->
 
 def _pages(managed: ballonet.Managed) -> list[int]:
     ranges = managed._weights.all_ranges()
-    return [each.page(piece) for each in ranges for piece in range(each.pieces)]
+    return [range_.page(piece) for range_ in ranges for piece in range(range_.pieces)]
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not there")

@@ -257,7 +257,7 @@ def offered(device: Device, case: Case) -> list[int]:
     """The keys of what it offers now, published."""
     known = governors.of(device)
     known.reclaim.publish_now()
-    mine = [each.index for each in known.reclaim.candidates() if each.client == case.number]
+    mine = [candidate.index for candidate in known.reclaim.candidates() if candidate.client == case.number]
     return [case.number * KEYS_PER_CLIENT + index for index in mine]
 
 
@@ -367,8 +367,10 @@ def test_who_is_gone_leaves_nothing_behind(device: Device, case: list[Case]) -> 
     known = governors.of(device)
     case.clear()
     gc.collect()
-    assert number not in [each.client for each in known.reclaim.candidates()]
-    assert number not in [each.number for each in (*known._known.clients.models, *known._known.clients._paged.values())]
+    assert number not in [candidate.client for candidate in known.reclaim.candidates()]
+    assert number not in [
+        model.number for model in (*known._known.clients.models, *known._known.clients._paged.values())
+    ]
     device.reap(wait=True)
     numbers = device.snapshot()
     assert numbers["pages"][owner] == 0

@@ -146,7 +146,7 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = quick.name
     for changed in companion.COMPANION.sources:
-        sources = [Path(shutil.copy(each, tmp_path)) for each in companion.COMPANION.sources]
+        sources = [Path(shutil.copy(source, tmp_path)) for source in companion.COMPANION.sources]
         with open(tmp_path / changed.name, "a") as file:
             file.write("// one more line\n")
         other = dataclasses.replace(companion.COMPANION, sources=tuple(sources))

@@ -66,7 +66,7 @@ def best(cached: list[Cached], pieces: int, expected: int) -> Cached | None:
     if fitting:
         return min(reversed(fitting), key=lambda each: (each.mapped, each.pieces))
     others = [each for each in cached if each.pieces >= pieces]
-    return min(reversed(others), key=lambda each: (-each.mapped, each.pieces), default=None)
+    return min(reversed(others), key=lambda other: (-other.mapped, other.pieces), default=None)
 
 
 def test_the_cached_range_taken_is_the_smallest_that_fits() -> None:

@@ -55,8 +55,8 @@ class Layers:
         self.ranges[index].map(0, self.mapped)
 
     def close(self) -> None:
-        for each in self.ranges:
-            each.close()
+        for range_ in self.ranges:
+            range_.close()
 
 
 def without_driver(core: Core, work: Callable[[], object]) -> None:

@@ -304,12 +304,12 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
 
 def where(*layers: Layer) -> list[str]:
     """Where each piece of each is: device or alias, by the first letter."""
-    return ["".join(each.range.leads_to(piece)[0] for piece in range(each.range.pieces)) for each in layers]
+    return ["".join(layer.range.leads_to(piece)[0] for piece in range(layer.range.pieces)) for layer in layers]
 
 
 def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
     """One entry of all, with the key 7."""
-    parts = [(each.range, 0, each.range.pieces, each.twin, 0, []) for each in layers]
+    parts = [(layer.range, 0, layer.range.pieces, layer.twin, 0, []) for layer in layers]
     core.device.publish([(7, layers[0].group, parts)], {7: limit})
 
 
@@ -328,10 +328,10 @@ def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_t
     assert core.device.published == [7]
     assert core.device.take([7], 3) == 3
     assert where(*layers) == ["aaad", "aadd", "aadd"]
-    assert all(each.intact() for each in layers)
+    assert all(layer.intact() for layer in layers)
     assert core.device.take([7]) == 5
     assert core.device.published == []
-    assert all(each.intact() for each in layers)
+    assert all(layer.intact() for layer in layers)
     core.device.check()
 
 
@@ -345,7 +345,7 @@ def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core
     divisible(core, *layers)
     assert core.device.take([7]) == 6
     assert where(*layers) == ["addd", "addd", "aaaa"]
-    assert all(each.intact() for each in layers)
+    assert all(layer.intact() for layer in layers)
 
 
 def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
@@ -361,4 +361,4 @@ def test_a_fault_while_some_of_it_is_taken_leaves_every_byte() -> None:
         return layers
 
     for layers, _ in faults_at_every_call(prepare, lambda layers: layers[0].core.device.take([7], 4)):
-        assert all(each.intact() for each in layers)
+        assert all(layer.intact() for layer in layers)

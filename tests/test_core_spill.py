@@ -169,7 +169,7 @@ def test_torch_goes_on_beyond_the_budget_and_one_is_told_once(pool: _native.Devi
         warnings.simplefilter("always")
         tensors = [torch.full((2**18,), float(n)) for n in range(7)]  # 7 MiB
     assert [str(each.message).count("BALLONET_SPILL=0") for each in caught] == [1]
-    assert [in_pool(each) for each in tensors] == sorted((in_pool(each) for each in tensors), reverse=True)
+    assert [in_pool(tensor) for tensor in tensors] == sorted((in_pool(tensor) for tensor in tensors), reverse=True)
     assert not in_pool(tensors[-1])
     assert all((each == n).all() for n, each in enumerate(tensors))
     assert torch.stack(tensors).sum() == 2**18 * 21

@@ -140,7 +140,8 @@ class Entry:
         for home, i, twin, j in self.pieces():
             self.then[id(home), i], self.then[id(twin), j] = home.changes[i], twin.changes[j]  # type: ignore[index]
         self.dead = self.limit is None and any(
-            not each.home.owns(each.i) or each.twin.alias[each.j] or each.twin.doomed[each.j] for each in self.pieces()
+            not piece.home.owns(piece.i) or piece.twin.alias[piece.j] or piece.twin.doomed[piece.j]
+            for piece in self.pieces()
         )
 
     @property
@@ -561,7 +562,7 @@ class Machine(RuleBasedStateMachine):
 
     def kept(self) -> dict[Space, int]:
         """Pages that are kept behind the addresses of ranges, but for cached ones."""
-        return {each: backings(each.range).count("kept") for each in self.spaces}
+        return {space: backings(space.range).count("kept") for space in self.spaces}
 
     def pages_behind_aliases(self, place: str) -> dict[int, Page]:
         """By offset in the memfd of that place: what retires there, and an alias still shows, may be taken back."""
@@ -885,8 +886,8 @@ class Machine(RuleBasedStateMachine):
                 parts.append([part])
                 limits.append(limit)
         self.entries = [Entry(next(self.keys), *each) for each in zip(parts, limits, strict=True)]
-        limited = {each.key: each.limit for each in self.entries if each.limit is not None}
-        self.device.publish([each.native(self.groups) for each in self.entries], limited)
+        limited = {entry.key: entry.limit for entry in self.entries if entry.limit is not None}
+        self.device.publish([entry.native(self.groups) for entry in self.entries], limited)
 
     @rule(
         drawn=PARTS,
@@ -930,7 +931,7 @@ class Machine(RuleBasedStateMachine):
         """All pieces of the nth range lead to one page, which no entry gives."""
         named = {(home, i) for entry in self.entries for home, i, *_ in entry.pieces()}
         others = [(each, j) for each in self.spaces for j in range(len(each.pages)) if each.owns(j)]
-        if (space := self.a_space(n)) and (found := pick([each for each in others if each not in named], n)):
+        if (space := self.a_space(n)) and (found := pick([other for other in others if other not in named], n)):
             for i in range(len(space.pages)):
                 self.lead(space, i, *found)
 

@@ -316,8 +316,8 @@ def test_ranges_that_are_closed_together_share_a_fence(gate: Gate) -> None:
         gate.close(EVENTS)
         weights(core, 1).retire(0, 1)
         held = core.device.snapshot()
-        for each in ranges:
-            each.close()
+        for range_ in ranges:
+            range_.close()
         gate.open()
         eventually(lambda: core.pages()["retiring"] == 0)
         after = core.device.snapshot()["driver_calls"]

@@ -87,7 +87,7 @@ def typed(trees: list[ast.Module]) -> set[str]:
 def test_every_typed_error_that_is_written_about_can_be_imported_from_the_package() -> None:
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     documents = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-    text = "\n".join([*documents, *(each for tree in trees for each in docstrings(tree))])
+    text = "\n".join([*documents, *(docstring for tree in trees for docstring in docstrings(tree))])
     told = {name for name in typed(trees) if re.search(rf"\b{name}\b", text)}
     assert told >= {"BudgetInUse", "SLOError", "WeightsFileChanged", "CompanionUnavailable"}
     assert {name for name in told if not issubclass(getattr(ballonet, name, int), BaseException)} == set()

@@ -148,7 +148,9 @@ def test_copies_bring_every_byte_to_its_place_and_none_elsewhere(data: st.DataOb
     order = data.draw(st.permutations(range(len(sizes))))
     layout = place((Block(n, sizes[n]) for n in order), 4096).ranges[0]
     spans = {n: FileSpan(file, starts[n], sizes[n]) for n in order}
-    chosen = [each for each in layout.placements if data.draw(st.integers(0, 5))]  # a few have no twin in the file
+    chosen = [
+        placement for placement in layout.placements if data.draw(st.integers(0, 5))
+    ]  # a few have no twin in the file
     places = [(each.offset, spans[each.block.key]) for each in chosen]
     found = runs(places, piece)
 
@@ -160,9 +162,9 @@ def test_copies_bring_every_byte_to_its_place_and_none_elsewhere(data: st.DataOb
             target[copy.offset + i] = content[copy.start + i]
     for offset, span in places:
         assert target[offset : offset + span.nbytes] == list(content[span.start : span.start + span.nbytes])
-    for each in layout.placements:
-        if each not in chosen:
-            assert set(target[each.offset : each.end]) == {-1}, "it would be overwritten"
+    for placement in layout.placements:
+        if placement not in chosen:
+            assert set(target[placement.offset : placement.end]) == {-1}, "it would be overwritten"
     for left, right in itertools.pairwise(found):
         beside = right.offset == left.offset + left.nbytes and right.start == left.start + left.nbytes
         assert not beside or right.start % piece == 0

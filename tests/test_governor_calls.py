@@ -304,7 +304,7 @@ def test_traffic_changes_what_streams() -> None:
 
 def idle_weights(governor: Governor) -> set[int]:
     """The numbers of the models whose layers are those of an idle one."""
-    return {each.client for each in governor.reclaim.candidates() if each.rung is Rung.IDLE_WEIGHTS}
+    return {candidate.client for candidate in governor.reclaim.candidates() if candidate.rung is Rung.IDLE_WEIGHTS}
 
 
 def test_whoever_schedules_requests_says_who_is_idle() -> None:

@@ -70,9 +70,9 @@ class World:
             self.clock.now += seconds
             for n in range(len(self.models)):
                 found.append(self.step(n, "decode", 1, 17, -1))
-            for each in self.caches:
-                if not each.only_cached:
-                    each.step()
+            for cache in self.caches:
+                if not cache.only_cached:
+                    cache.step()
         return found
 
     def wait(self, seconds: float) -> None:

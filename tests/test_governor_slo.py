@@ -173,7 +173,7 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     ]
     best = share(clients, LINK)
     possible = isinstance(best, Shares) and room >= sum(
-        each.plan(best.options[each.name].interval).device_pages for each in clients
+        client.plan(best.options[client.name].interval).device_pages for client in clients
     )
     for _ in range(3):
         for each in them:
@@ -181,7 +181,7 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     kept = all(each.decisions[-1].refusal is None for each in them)
     assert kept or not possible
     if possible and isinstance(best, Shares):
-        host = [each.plan(best.options[each.name].interval).host_pages for each in clients]
+        host = [client.plan(best.options[client.name].interval).host_pages for client in clients]
         assert [each.plan.host_pages for each in them] == host
     assert device.free >= 0
 

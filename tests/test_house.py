@@ -147,8 +147,8 @@ def numbers(tree: ast.Module) -> Iterator[str]:
         else:
             continue
         parts = list(ast.walk(value))
-        constants = [each.value for each in parts if isinstance(each, ast.Constant)]
-        if not all(isinstance(each, _ARITHMETIC) for each in parts) or not {*map(type, constants)} <= {int, float}:
+        constants = [part.value for part in parts if isinstance(part, ast.Constant)]
+        if not all(isinstance(part, _ARITHMETIC) for part in parts) or not {*map(type, constants)} <= {int, float}:
             continue
         if isinstance(target, ast.Name) and target.id.isupper():
             yield target.id
@@ -240,7 +240,7 @@ def methods(each: ast.ClassDef) -> int:
 
 def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
     classes = [each for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
-    large = {each.name: methods(each) for each in classes if methods(each) > LARGEST}
+    large = {class_.name: methods(class_) for class_ in classes if methods(class_) > LARGEST}
     assert large.keys() == LARGE.keys()
     assert {name: count for name, count in large.items() if count > LARGE[name]} == {}
 
@@ -248,7 +248,7 @@ def test_classes_have_one_concept(trees: dict[Path, ast.Module]) -> None:
 def test_a_class_name_has_one_meaning(trees: dict[Path, ast.Module]) -> None:
     """In the library; names with an underscore are their file's own."""
     names = [each.name for _, path in SOURCES for each in ast.walk(trees[path]) if isinstance(each, ast.ClassDef)]
-    assert {each for each in names if names.count(each) > 1 and not each.startswith("_")} == set()
+    assert {name for name in names if names.count(name) > 1 and not name.startswith("_")} == set()
 
 
 REFERENCE = re.compile(r"([\w/]+\.(?:py|h|cpp)),? Note \[([^\]]+)\]|Note \[([^\]]+)\](?: in ([\w/]+\.(?:py|h|cpp)))?")

@@ -37,7 +37,7 @@ def spots(layout: Layout) -> dict[int, tuple[int, int, int]]:
 def test_every_block_lies_once_aligned_in_its_range_and_over_nothing_else(blocks: list[Block], page: int) -> None:
     layout = place(blocks, page)
     found = spots(layout)
-    assert sum(len(each.placements) for each in layout.ranges) == len(blocks)
+    assert sum(len(range_.placements) for range_ in layout.ranges) == len(blocks)
     assert found.keys() == {block.key for block in blocks}
     for block in blocks:
         index, first, end = found[block.key]
@@ -53,15 +53,15 @@ def test_every_block_lies_once_aligned_in_its_range_and_over_nothing_else(blocks
 @given(BLOCKS, PAGES)
 def test_no_page_more_than_packing_at_the_alignment_takes(blocks: list[Block], page: int) -> None:
     layout = place(blocks, page)
-    for each in layout.ranges:
+    for range_ in layout.ranges:
         packed = 0  # byte by byte as a reader would do it: the next free multiple of the alignment
-        for spot in each.placements:
+        for spot in range_.placements:
             while packed % ALIGNMENT:
                 packed += 1
             packed += spot.block.nbytes
-        assert each.nbytes == packed
-        assert (each.pages - 1) * page < packed <= each.pages * page
-    assert layout.pages == sum(each.pages for each in layout.ranges)
+        assert range_.nbytes == packed
+        assert (range_.pages - 1) * page < packed <= range_.pages * page
+    assert layout.pages == sum(range_.pages for range_ in layout.ranges)
     assert layout.payload == sum(block.nbytes for block in blocks)
     assert layout.waste == layout.pages * page - layout.payload >= 0
 

@@ -132,9 +132,9 @@ ACCOUNTS = st.lists(
 def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
     """By all amounts that those who borrow could give, one after the other: the first that makes reserves whole."""
     found = due(accounts, free, most)
-    missing = max(0, sum(max(0, each.reserve - each.held) for each in accounts) - free)
-    order = sorted(accounts, key=lambda each: (each.priority, -each.borrowed, each.number))
-    lent = {each.number: max(0, each.held - each.reserve) for each in accounts}
+    missing = max(0, sum(max(0, account.reserve - account.held) for account in accounts) - free)
+    order = sorted(accounts, key=lambda account: (account.priority, -account.borrowed, account.number))
+    lent = {account.number: max(0, account.held - account.reserve) for account in accounts}
     assert sum(found.values()) >= min(missing, sum(lent.values())), "all that is lacking, or all that is borrowed"
     assert all(0 < pages <= lent[number] for number, pages in found.items()), "nothing of anyone's reserve"
     left = missing

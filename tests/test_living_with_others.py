@@ -224,7 +224,9 @@ def test_copies_are_those_of_stock(name: str) -> None:
     assert managed.report().streamed
     fly(model, managed)
     assert none_in_pool(other)
-    assert not {each.data_ptr() for each in other.parameters()} & {each.data_ptr() for each in model.parameters()}
+    assert not {parameter.data_ptr() for parameter in other.parameters()} & {
+        parameter.data_ptr() for parameter in model.parameters()
+    }
     alike(other, twin, None)
     managed.release()
 
@@ -459,9 +461,9 @@ def adapted(peft: Any, *models: Any) -> list[Any]:
     """Each with an adapter, all alike."""
     found = []
     with install.stock():
-        for each in models:
+        for model in models:
             torch.manual_seed(1)
-            found.append(peft.get_peft_model(each, lora(peft)))
+            found.append(peft.get_peft_model(model, lora(peft)))
     return found
 
 

@@ -75,7 +75,7 @@ def portrait(model: nn.Module) -> dict[str, Any]:
         "attributes": sorted(vars(model).keys() - {"generate"}),
         "config": whole.config.to_dict(),
         "generation_config": whole.generation_config.to_dict() if whole.can_generate() else None,
-        "renamings": [str(each) for each in whole._weight_conversions],
+        "renamings": [str(conversion) for conversion in whole._weight_conversions],
     }
 
 

@@ -28,7 +28,7 @@ def test_a_life(kind: str) -> None:
 
 def lies_in(model: nn.Module, ranges: Sequence[Range]) -> bool:
     return all(
-        any(0 <= tensor.data_ptr() - each.address < each.nbytes for each in ranges)
+        any(0 <= tensor.data_ptr() - range_.address < range_.nbytes for range_ in ranges)
         for tensor in tensors(model).values()
     )
 
@@ -65,7 +65,7 @@ def lives(place: Place) -> None:
         assert managed._weights.ranges.keys() == {None, 0, 1, 2}
         ranges = managed._weights.all_ranges()
         assert lies_in(model, ranges)
-        weights = [each.page(piece) for each in ranges for piece in range(each.pieces)]
+        weights = [range_.page(piece) for range_ in ranges for piece in range(range_.pieces)]
         assert ballonet.stats().pages.weights == managed.report().pages == len(set(weights))
         for mode, result in expected.items():
             found = models.generate(model, mode, inputs)
@@ -98,9 +98,9 @@ def lives(place: Place) -> None:
         managed = ballonet.manage(model)
         captured = Captured(place, work)
     assert torch.equal(captured.replay()[0], right)
-    for each in managed._weights.all_ranges():
-        for piece in range(each.pieces):
-            assert each.move(piece, "device")
+    for range_ in managed._weights.all_ranges():
+        for piece in range(range_.pieces):
+            assert range_.move(piece, "device")
     assert torch.equal(captured.replay()[0], right)
     del captured
     managed.release()

@@ -98,14 +98,14 @@ def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device
 
 def test_a_tensor_before_or_behind_a_range_does_not_lie_in_it(device: Device) -> None:
     ranges = [device.reserve(PAGE, "weights", device.group()) for _ in range(2)]
-    for each in ranges:
-        each.map(0, 1)
+    for range_ in ranges:
+        range_.map(0, 1)
     found = [TensorMember(f"{n}", flat_over(each, 0, PAGE), set()) for n, each in enumerate(ranges)]
     for member, opened in zip(found, ranges, strict=True):
         assert tenants_of([opened], found) == [(member, opened)]
     del found, member
-    for each in ranges:
-        each.close()
+    for range_ in ranges:
+        range_.close()
 
 
 # What cannot be taken in
@@ -437,7 +437,7 @@ def test_every_layer_has_its_boundary_and_its_ranges(device: Device, name: str, 
     assert len(seen) == (count if configured else min(count, 3))
     assert f"{count} decoder layers" in repr(managed)
     for index, layer in enumerate(model.model.layers):
-        places = sorted((each.address, each.address + each.nbytes) for each in managed._weights.ranges[index])
+        places = sorted((range_.address, range_.address + range_.nbytes) for range_ in managed._weights.ranges[index])
         assert all(end <= first for (_, end), (first, _) in pairwise(places))
         for tensor in tensors(layer).values():
             assert in_pool(tensor)

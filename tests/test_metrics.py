@@ -46,11 +46,11 @@ def samples(text: str) -> dict[str, float]:
     """Values by name and labels, such as 'ballonet_device_bytes{owner=kv}'. Each is there once."""
     found = dict[str, float]()
     for family in text_string_to_metric_families(text):
-        for each in family.samples:
-            labels = ",".join(f"{key}={value}" for key, value in sorted(each.labels.items()))
-            name = f"{each.name}{{{labels}}}" if labels else each.name
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
             assert name not in found
-            found[name] = each.value
+            found[name] = sample.value
     return found
 
 
@@ -92,9 +92,9 @@ def test_buckets_count_all_that_is_shorter() -> None:
     model = build("llama")
     with ballonet.manage(model):
         model.generate(**prompts(batch=1, longest=9), max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        (family,) = [each for each in text_string_to_metric_families(registry.text().decode())
-                     if each.name == "ballonet_forward_seconds"]  # fmt: skip
-    decode = [each for each in family.samples if each.labels["phase"] == "decode"]
+        families = {family.name: family for family in text_string_to_metric_families(registry.text().decode())}
+    family = families["ballonet_forward_seconds"]
+    decode = [sample for sample in family.samples if sample.labels["phase"] == "decode"]
     buckets = [each.value for each in decode if each.name.endswith("_bucket")]
     assert [each.labels["le"] for each in decode if each.name.endswith("_bucket")][-1] == "+Inf"
     assert buckets == sorted(buckets)

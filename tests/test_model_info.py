@@ -92,7 +92,7 @@ def test_a_device_must_have_no_more_of_a_model_with_more_layers(tmp_path: Path, 
         model_info.gather(saved(tmp_path / f"{count}", name, **{layers: count}), SETTINGS, 1, 10) for count in (6, 12)
     )
     model = models.build(name, **{layers: 12})
-    tensors = {each.data_ptr(): each.nbytes for each in (*model.parameters(), *model.buffers())}
+    tensors = {parameter.data_ptr(): parameter.nbytes for parameter in (*model.parameters(), *model.buffers())}
     assert many["weights"] == sum(tensors.values())
     assert many["smallest"] == few["smallest"] < few["weights"]
 

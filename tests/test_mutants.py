@@ -30,6 +30,11 @@ def test_a_planted_bug_has_its_place(patch: Patch) -> None:
     assert patch.simulated == all(test.startswith("tests/gpu/") for test in patch.tests)
 
 
+def test_bugs_stand_for_kinds_and_are_few() -> None:
+    """A patch has to follow every change of the lines around it: what others show need not be planted."""
+    assert len(PATCHES) <= 120
+
+
 def test_names_are_given_once() -> None:
     assert [name for name, count in Counter(patch.name for patch in PATCHES).items() if count > 1] == []
 

@@ -188,7 +188,7 @@ def test_the_table_is_what_people_see() -> None:
         assert [name for name in shown if name in names] == names
         assert "chaos" not in shown
         assert given({name: shown[name].default for name in names}) == {}, "its default is the table's"
-    assert [each.name for each in fields(ManageOptions)] == names == list(EXAMPLES)
+    assert [field.name for field in fields(ManageOptions)] == names == list(EXAMPLES)
     documented = set(re.findall(r"^\| `(BALLONET_\w+)` \|", SETTINGS, re.MULTILINE))
     assert documented == {*VARIABLES, *(each.variable for each in OPTIONS)}
     with pytest.raises(FrozenInstanceError):

@@ -303,8 +303,8 @@ def test_points_without_a_cache_and_with_one_of_fixed_size() -> None:
     assert points(model, prompts(2, 9), use_cache=False) == [Point("prefill", 2, n) for n in (9, 10, 11, 12)]
     first, *others = points(model, prompts(2, 9), cache_implementation="static")
     assert first == Point("prefill", 2, 9)
-    assert {each and each.phase for each in others} == {"decode"}
-    assert all(each is not None and 9 <= each.length <= 64 for each in others)
+    assert {other and other.phase for other in others} == {"decode"}
+    assert all(other is not None and 9 <= other.length <= 64 for other in others)
 
 
 def test_what_is_no_such_forward() -> None:

@@ -17,7 +17,7 @@ def test_it_is_the_largest_that_loses_little(ranges: list[int], caches: int, lef
     budget = sum(ranges) + left
     found = fitting(ranges, caches, budget, 8 * MIB, 64 * KIB)
     sizes = [8 * MIB >> n for n in range(8)]
-    lost = {page: sum(-(-each // page) * page - each for each in ranges) + caches * ENDS * page for page in sizes}
+    lost = {page: sum(-(-range_ // page) * page - range_ for range_ in ranges) + caches * ENDS * page for page in sizes}
     assert found.lost == lost[found.page]
     good = [page for page in sizes if lost[page] <= LIMIT * left]
     assert found.page == max(good, default=64 * KIB)

@@ -154,10 +154,12 @@ def test_changes_of_other_calls_do_not_count() -> None:
 
 
 def test_variants_that_were_not_computed_for_longest_are_forgotten() -> None:
-    plan = KeyPlan()
+    plan, forgotten = KeyPlan(), list[object]()
     for number in range(2 * VARIANTS):
         for _ in range(2):
             noted(plan, object(), f"recipe {number}")
+            forgotten += [variant.recipe for variant in plan.pop_surplus()]
+    assert forgotten == [f"recipe {number}" for number in range(VARIANTS)]
     assert [variant.recipe for variant in plan.variants] == [
         f"recipe {number}" for number in range(2 * VARIANTS - 1, VARIANTS - 1, -1)
     ]

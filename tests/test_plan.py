@@ -105,7 +105,7 @@ def test_intervals() -> None:
 def test_a_plan_fits_and_no_plan_of_its_kind_streams_less(pages: list[int], available: int, ratio: Fraction) -> None:
     plan = fewest(pages, available, ratio)
     candidates = [streaming(pages, spread(pages, count), slots) for count in range(len(pages) + 1) for slots in (1, 2)]
-    fitting = [each for each in candidates if each.device_pages <= available]
+    fitting = [candidate for candidate in candidates if candidate.device_pages <= available]
     if plan is None:
         assert not fitting
         assert available < smallest(pages)
@@ -113,7 +113,7 @@ def test_a_plan_fits_and_no_plan_of_its_kind_streams_less(pages: list[int], avai
     assert available >= smallest(pages)
     assert plan in fitting
     same_slots = [each for each in fitting if len(each.slot_pages) == len(plan.slot_pages)]
-    assert len(plan.streamed) == min(len(each.streamed) for each in same_slots)
+    assert len(plan.streamed) == min(len(slot.streamed) for slot in same_slots)
     if sum(pages) <= available:
         assert plan.streamed == ()
 

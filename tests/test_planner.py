@@ -84,8 +84,8 @@ def test_json_is_one_object_with_all_that_is_asked(folder: str, capsys: pytest.C
     assert facts["page_size"] == 8 * 2**20  # of a GPU, wherever it is asked
     assert facts["hardware"] == {"name": "NVIDIA H100 SXM", "source": H100, "link": 55e9}
     assert facts["changes"]
-    for each in facts["changes"]:
-        assert each.keys() >= {"what", "to", "unit", "text", "fits", "ttft_seconds", "tpot_seconds", "limit"}
+    for fact in facts["changes"]:
+        assert fact.keys() >= {"what", "to", "unit", "text", "fits", "ttft_seconds", "tpot_seconds", "limit"}
     assert facts == ballonet.plan(folder, context=2048, batch=8, budget="64MiB", gpu="H100", slo="1ms")
 
 
@@ -94,7 +94,7 @@ def test_the_same_budget_that_a_change_names_lifts_the_limit(folder: str) -> Non
     facts = ballonet.plan(folder, budget="16MiB", **asked)
     assert not facts["fits"]
     assert facts["limit"] == "memory"
-    (budget,) = (each for each in facts["changes"] if each["what"] == "budget")
+    (budget,) = (fact for fact in facts["changes"] if fact["what"] == "budget")
     assert budget["to"] == facts["least_budget"]
     assert ballonet.plan(folder, budget=budget["to"], **asked)["fits"]
     assert ballonet.plan(folder, budget=budget["text"].split()[-1], **asked)["fits"]
@@ -144,11 +144,14 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     model = models.build(name)
     model.config.save_pretrained(tmp_path)
     shape = shape_of(str(tmp_path))
-    storages = {each.untyped_storage().data_ptr(): each.nbytes for each in (*model.parameters(), *model.buffers())}
-    assert sum(each.nbytes for each in shape.weights) == sum(storages.values())
+    storages = {
+        parameter.untyped_storage().data_ptr(): parameter.nbytes
+        for parameter in (*model.parameters(), *model.buffers())
+    }
+    assert sum(weight.nbytes for weight in shape.weights) == sum(storages.values())
     layers = decoder_layers(model)
     found = survey(members(model, layers), torch.device("cpu")).spans
-    assert [(each.nbytes, each.layer) for each in shape.weights] == [(each.nbytes, each.layer) for each in found]
+    assert [(weight.nbytes, weight.layer) for weight in shape.weights] == [(each.nbytes, each.layer) for each in found]
     halves = [block.nbytes for block in shape.blocks(16)]
     assert sum(halves) < sum(storages.values())
     facts = model_info.gather(str(tmp_path), Config(device="cpu", page_size=4096), 2, 40)

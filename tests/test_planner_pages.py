@@ -177,7 +177,7 @@ def test_each_change_that_is_named_really_fits(seed: int, tmp_path: Path) -> Non
         budget = least - setting.page * (1 + seed % 8)
         facts = ballonet.plan(folder, budget=budget, **plan)
         assert not facts["fits"]
-        changes = [each for each in facts["changes"] if each["what"] in ("budget", "context", "batch")]
+        changes = [fact for fact in facts["changes"] if fact["what"] in ("budget", "context", "batch")]
         assert changes
         for change in changes:
             changed, given = setting.changed(change["what"], change["to"], budget)

@@ -111,7 +111,7 @@ def test_models_that_come_later_find_room_in_those_that_are_idle(models: list[Ne
     """One after the other they need no more than the smallest of all but what the last keeps free: its KV leaves only
     where pages are short (policy/shortage.py)."""
     together = least(models, PlanBudget(0, PAGE, SECONDS))
-    apart = sum(least([each], PlanBudget(0, PAGE, SECONDS)) for each in models)
+    apart = sum(least([model], PlanBudget(0, PAGE, SECONDS)) for model in models)
     assert together - apart <= max(8, together // DEFAULT.pages.short)
 
 
@@ -145,8 +145,8 @@ def test_as_many_layers_stream_as_an_slo_allows() -> None:
 @given(drawn(), st.integers(1, 400), st.sampled_from((1e-4, 0.02, 1.0)))
 def test_a_run_decides_by_the_times_it_was_measured_to_take(models: list[Needs], pages: int, decode: float) -> None:
     budget = PlanBudget(pages, PAGE, SECONDS)
-    known = [replace(each, decode=decode, prefill=10 * decode) for each in models]
-    other = [replace(each, decode=7.0, prefill=8.0, judged=Judged(decode, 10 * decode, decode)) for each in models]
+    known = [replace(model, decode=decode, prefill=10 * decode) for model in models]
+    other = [replace(model, decode=7.0, prefill=8.0, judged=Judged(decode, 10 * decode, decode)) for model in models]
     assert placed(known, budget) == placed(other, budget)
 
 
@@ -332,7 +332,7 @@ def test_models_that_stream_share_the_link() -> None:
     both = answered([one, other], PlanBudget(115, PAGE, 10 * SECONDS))
     assert alone.models[0].plan is not None
     assert both.models[0].plan is not None
-    assert all(each.plan is not None and each.plan.copied for each in both.models)
+    assert all(model.plan is not None and model.plan.copied for model in both.models)
     assert (both.slowest.tpot or 0) > 1.5 * (alone.slowest.tpot or 0)
 
 
@@ -414,7 +414,7 @@ def test_the_nearest_changes_are_those_of_all_that_are_tried(
         for to in values:
             prompt = min(asked.prompt, to) if what == "context" else asked.prompt
             after = ask(replace(asked, prompt=prompt, **{names.get(what, what): to}))
-            resident = not any(each.plan and each.plan.streamed for each in after.models)
+            resident = not any(model.plan and model.plan.streamed for model in after.models)
             if lifted(before, after) and (what != "weights" or resident):
                 expected.append(PlanChange(what, to, max(to / was, was / to), after))
                 break

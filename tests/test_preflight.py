@@ -154,7 +154,7 @@ def judged(name: str, facts: dict[str, Any], status: str = "answered", said: str
 def test_where_nothing_differs_nothing_is_chosen() -> None:
     verdict = judge(GOOD, PAGE)
     assert (verdict.settings, verdict.differences) == ({}, [])
-    assert all(each.answer and each.answer != "not asked" for each in verdict.answers)
+    assert all(answer.answer and answer.answer != "not asked" for answer in verdict.answers)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_where_nothing_differs_nothing_is_chosen() -> None:
 def test_whatever_is_wrong_with_host_pages_turns_them_off(name: str, facts: dict[str, Any]) -> None:
     verdict = judged(name, facts)
     assert verdict.settings == {"host_pages": False}
-    assert verdict.reasons["host_pages"] in [each.found for each in verdict.differences]
+    assert verdict.reasons["host_pages"] in [difference.found for difference in verdict.differences]
 
 
 def test_slow_host_pages_are_told_and_change_nothing() -> None:
@@ -202,13 +202,13 @@ def test_slow_host_pages_are_told_and_change_nothing() -> None:
 def test_whatever_is_wrong_with_graphs_turns_them_off(name: str, facts: dict[str, Any], status: str, why: str) -> None:
     verdict = judged(name, facts, status, "died of SIGSEGV")
     assert (verdict.settings, verdict.reasons) == ({"graphs": False}, {"graphs": why})
-    assert why in [each.found for each in verdict.differences]
+    assert why in [difference.found for difference in verdict.differences]
 
 
 def test_a_probe_that_broke_off_decides_nothing_unless_it_crashed_over_host_pages() -> None:
     verdict = judged("kernels", {}, "failed", "exit status 1\nModuleNotFoundError: No module named 'torch'")
     assert verdict.settings == {}
-    assert [each.effect for each in verdict.differences] == ["ModuleNotFoundError: No module named 'torch'"]
+    assert [difference.effect for difference in verdict.differences] == ["ModuleNotFoundError: No module named 'torch'"]
     assert judged("copies", {}, "crashed", "died of SIGSEGV").settings == {}
     assert judged("kernels", {}, "crashed", "died of SIGSEGV").settings == {"host_pages": False}
     assert judged("kernels", {}, "no end", "no end within 120 s").settings == {}, "a slow machine, as likely"

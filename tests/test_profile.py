@@ -321,14 +321,14 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
     facts = json.loads(capsys.readouterr().out)
     assert (facts["model"], facts["reused"], facts["left"]) == ("LlamaForCausalLM", False, [])
     assert len(facts["layers"]) == 4
-    assert {(each["phase"], each["batch"], each["length"]) for each in facts["points"]} == {
+    assert {(fact["phase"], fact["batch"], fact["length"]) for fact in facts["points"]} == {
         (phase, batch, 8) for phase in ("prefill", "decode") for batch in (1, 2)
     }
-    for each in facts["points"]:
-        costs = Costs(tuple(facts["layers"]), each["seconds"], facts["page_size"] / facts["bandwidth"])
-        assert each["ratio"] == pytest.approx(float(costs.ratio))
-        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * each["seconds"]]
-        assert each["hidden"] == fast[0]
+    for fact in facts["points"]:
+        costs = Costs(tuple(facts["layers"]), fact["seconds"], facts["page_size"] / facts["bandwidth"])
+        assert fact["ratio"] == pytest.approx(float(costs.ratio))
+        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * fact["seconds"]]
+        assert fact["hidden"] == fast[0]
     (slo,) = facts["slos"]
     assert (slo["phase"], slo["slo"], slo["listed"]) == ("decode", 0.08, pytest.approx(0.08))
     assert [row[:2] for row in slo["intervals"]] == [[1, 8], [2, 8]]

@@ -157,7 +157,8 @@ def test_kv_that_rests_goes_before_layers_of_models_that_run() -> None:
 
 def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCache) -> list[int]:
     found = {
-        each.name: each if isinstance(each, FakeCache) else governor._known.clients.of_model(each) for each in clients
+        client.name: client if isinstance(client, FakeCache) else governor._known.clients.of_model(client)
+        for client in clients
     }
     return [found[name].number * KEYS_PER_CLIENT + index for name, index in device.trace]
 
@@ -190,7 +191,7 @@ def test_clean_pages_are_offered_first_by_the_cache_and_stay_so() -> None:
     cache.step(4)
     order = [2, 0, 3, 1]
     cache.offers = lambda: [  # type: ignore[method-assign]
-        each for index in order for each in FakeCache.offers(cache) if each.index == index
+        offer for index in order for offer in FakeCache.offers(cache) if offer.index == index
     ]
     governor.reclaim.publish_now()
     device.kv = 16

@@ -40,7 +40,7 @@ def test_the_life_of_a_request() -> None:
     all_.came("a", "r", 60, 2)  # another one of that name
     all_.came("b", "r", 61, 2)
     all_.ended("a", "r", 70, 0, "refused")
-    assert [(each.loop, each.end, each.first) for each in all_.requests] == [
+    assert [(request.loop, request.end, request.first) for request in all_.requests] == [
         ("a", "failed", 20),
         ("a", "refused", 0),
         ("b", "", 0),
@@ -52,10 +52,10 @@ def test_it_is_bounded() -> None:
     for n in range(1000):
         all_.came("a", str(n), n, 1)
         all_.batch("a", n, [(str(n), 0)] * (99 if n == 700 else 1), 1)
-    assert [each.name for each in all_.requests] == [str(n) for n in range(10)]
+    assert [request.name for request in all_.requests] == [str(n) for n in range(10)]
     assert all_.missing == 990
     assert len(all_.batches["a"]) <= 100
-    assert max(all_.batches["a"], key=lambda each: each[1])[0] == 700
+    assert max(all_.batches["a"], key=lambda batch: batch[1])[0] == 700
 
 
 @pytest.fixture
@@ -89,17 +89,17 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
     caplog.clear()  # which holds a traceback
     assert (managed.report().released, thread) == (True, "batches of Tiny-1B")
     done = recorder.recording()
-    told = {each.name: each for each in done.requests}
+    told = {request.name: request for request in done.requests}
     assert [(told[name].end, told[name].tokens, told[name].prompt) for name in "012"] == [
         ("finished", 8, len(prompt)) for prompt in asked
     ]
     assert all(each.came <= each.began < each.first < each.ended for each in (told[name] for name in "012"))
     assert (told["huge"].end, told["huge"].began) == ("refused", 0)
     assert told["cancelled"].end == "cancelled"
-    assert {each.loop for each in done.requests} == set(done.batches) == {"Tiny-1B"}
+    assert {request.loop for request in done.requests} == set(done.batches) == {"Tiny-1B"}
     batches = done.batches["Tiny-1B"]
-    assert sum(each[2] for each in batches) >= sum(map(len, asked)) + 3 * 7, "whether they came together or not"
-    assert max(each[1] for each in batches) <= 3
+    assert sum(batch[2] for batch in batches) >= sum(map(len, asked)) + 3 * 7, "whether they came together or not"
+    assert max(batch[1] for batch in batches) <= 3
 
 
 def recorded() -> SeriesRecording:

@@ -217,7 +217,7 @@ def test_three_models_share_and_answer_as_stock(start: Start) -> None:
     torch.set_num_threads(1)
     model = build("llama", **SIZES)
     stock = model.generate(**prompts(2, 16), max_new_tokens=64, do_sample=False).tolist()
-    weights = sum(each.nbytes for each in model.parameters())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     total = (weights * 3 // 2 + 2 * MIB) // PAGE * PAGE
     processes = [start(total, "model")]
     with Watcher([processes[0].pid], total) as alone:

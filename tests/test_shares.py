@@ -46,11 +46,11 @@ def after(members: Sequence[Sharer], parts: Sequence[int]) -> list[Sharer]:
 
 @given(processes(), st.integers(0, 2 * TOTAL))
 def test_together_they_never_have_more_than_the_total_or_than_before(members: list[Sharer], total: int) -> None:
-    before, parts = sum(each.part for each in members), shares(total, members, TUNING)
+    before, parts = sum(member.part for member in members), shares(total, members, TUNING)
     assert sum(parts) <= max(total, before)
     if before > total:
         assert all(part <= each.part for part, each in zip(parts, members, strict=True)), "it is lowered first"
-        floors = sum(each.floor for each in members)
+        floors = sum(member.floor for member in members)
         assert sum(parts) <= max(total, floors)
 
 
@@ -65,7 +65,7 @@ def test_floors_are_kept_and_only_who_wants_is_raised(members: list[Sharer]) -> 
 def test_nobody_starves(members: list[Sharer]) -> None:
     """Who wants more has half of an equal share at the least, however little it lacks."""
     parts = shares(TOTAL, members, TUNING)
-    half, floors = TOTAL // (2 * len(members)), sum(each.floor for each in members)
+    half, floors = TOTAL // (2 * len(members)), sum(member.floor for member in members)
     for part, each in zip(parts, members, strict=True):
         if each.wanted > each.part and floors <= TOTAL // 2:
             assert part >= min(each.wanted, half) - len(members)

@@ -81,8 +81,8 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
         results.append(started(lambda n=n: wait(n)))  # type: ignore[misc]
         until(lambda n=n: len(it._queue) == n + 2)  # type: ignore[misc]
     it.end(first)
-    for each in results:
-        each.result(LONG)
+    for result in results:
+        result.result(LONG)
     assert order == list(range(5))
     assert it._first() is None
 

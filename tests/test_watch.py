@@ -346,7 +346,7 @@ def test_all_processes_are_looked_at_and_those_that_end_are_left_out(answers: di
     all_.look()
     first, second = all_.seen
     assert (first.now["when"], first.before and first.before["when"]) == (11 * 10**9, 10 * 10**9)
-    assert [each["when"] for each in first.decisions] == [10**9, 2 * 10**9]
+    assert [decision["when"] for decision in first.decisions] == [10**9, 2 * 10**9]
     assert first.now["since"] == 4, "what came after the look before"
     assert (second.trouble, second.now["when"]) == ("did not answer", 10 * 10**9)
     answers.update({8: said(12.0)})

@@ -111,7 +111,7 @@ def test_whatever_happens_to_a_header_it_is_read_or_refused(data: st.DataObject)
         entries = read(bytes(whole))
     except WeightsFileError:
         return
-    assert all(0 < each.start <= each.end <= len(whole) for each in entries.values())
+    assert all(0 < entry.start <= entry.end <= len(whole) for entry in entries.values())
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class Cuda:
                 function = getattr(self._library, name + version)
             except AttributeError:
                 raise DriverMissing(f"this driver has no {name}") from None
-            function.argtypes, function.restype = [_KINDS[each] for each in parameters], ctypes.c_int
+            function.argtypes, function.restype = [_KINDS[parameter] for parameter in parameters], ctypes.c_int
             self._found[name] = function
         return self._found[name](*arguments)
 

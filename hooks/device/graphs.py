@@ -105,8 +105,8 @@ class CaptureRecord:
     def begin(self, models: Iterable[CapturedModel]) -> None:
         """Captures the calls of these models' modules from now on."""
         self.capturing = True
-        for each in models:
-            self._handles += each.listen()
+        for model in models:
+            self._handles += model.listen()
 
     def end(self) -> None:
         """Ends the capture. On any thread, idempotent."""
@@ -269,7 +269,7 @@ def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None
     """Records, on a thread whose stream is captured, that layers are about to be read: with None all resident ones,
     with () weights of no layer. ManageError where one of them is not resident."""
     records = _captures_of_this_thread() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
-    if new := [each for each in records if (id(model), layers) not in each.noticed]:
+    if new := [record for record in records if (id(model), layers) not in record.noticed]:
         model.keep(layers, new)
     for each in new:
         if each.capturing:  # the layers cannot change within a capture
@@ -288,7 +288,7 @@ def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None
 def layers_of(model: CapturedModel) -> frozenset[int]:
     """The ids of the modules of the layers that graphs have captured."""
     records = [*GRAPHS.records.values(), *filter(None, [GRAPHS.others.get(id(model))])]
-    return frozenset().union(*(each.layers(model) for each in records))
+    return frozenset().union(*(record.layers(model) for record in records))
 
 
 def why_short() -> str:
@@ -303,7 +303,8 @@ def why_short() -> str:
 def leases(group: Group) -> int:
     """Counts the captures that lease the group now."""
     return sum(
-        each.capturing and any(group is mine for _, mine in each._groups) for each in list(GRAPHS.records.values())
+        record.capturing and any(group is mine for _, mine in record._groups)
+        for record in list(GRAPHS.records.values())
     )
 
 
@@ -320,7 +321,11 @@ def tell_of_dropped() -> None:
 
 def _captures_of_this_thread() -> list[CaptureRecord]:
     """Returns the captures that run on this thread."""
-    return [each for each in list(GRAPHS.records.values()) if each.capturing and each.thread == threading.get_ident()]
+    return [
+        record
+        for record in list(GRAPHS.records.values())
+        if record.capturing and record.thread == threading.get_ident()
+    ]
 
 
 def _managed() -> list[CapturedModel]:

@@ -68,8 +68,8 @@ class HostMarks:
 
     def read(self, marks: Sequence[int]) -> list[float] | None:
         times = []
-        for each in marks:  # in one call, as it runs for each token
-            times.append((each - marks[0]) / 1e9)
+        for mark in marks:  # in one call, as it runs for each token
+            times.append((mark - marks[0]) / 1e9)
         return times
 
 
@@ -97,7 +97,7 @@ class CudaMarks:
 
     def passed(self, marks: Iterable[torch.cuda.Event]) -> bool:
         with _relaxed(self._exchange):
-            return all(each.query() for each in marks)
+            return all(mark.query() for mark in marks)
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
         with _relaxed(self._exchange):
@@ -109,7 +109,7 @@ class CudaMarks:
     def read(self, marks: Sequence[torch.cuda.Event]) -> list[float] | None:
         if not self.passed(reversed(marks)):
             return None
-        times = [self.seconds(marks[0], each) for each in marks]
+        times = [self.seconds(marks[0], mark) for mark in marks]
         self.release(marks)
         return times
 

@@ -1,4 +1,4 @@
-"""The stores of prefixes of each device, which free pages before an allocation for tokens or weights fails.
+"""What gives pages back before an allocation for tokens or weights fails: graphs that nobody uses, stores of prefixes.
 
 What allocates in the middle of an operator asks no store: it gets the pages of prefixes that the core may take.
 """
@@ -14,7 +14,7 @@ from ...allocator._native import Device
 
 
 class Giver(Protocol):
-    """A store of prefixes."""
+    """A store of prefixes, or the graphs of a model."""
 
     @property
     def priority(self) -> int:
@@ -25,27 +25,35 @@ class Giver(Protocol):
 
 
 class _Givers:
-    """The stores of one device, in the order in which they came."""
+    """The givers of one device, in the order in which they came."""
 
     def __init__(self) -> None:
         self.numbers = count()
+        self.graphs = weakref.WeakValueDictionary[int, Giver]()
         self.stores = weakref.WeakValueDictionary[int, Giver]()
 
 
-def add(device: Device, giver: Giver) -> None:
-    """Adds a store until it is collected."""
+def add(device: Device, giver: Giver, graphs: bool = False) -> None:
+    """Adds a store of prefixes, or the `graphs` of a model, until it is collected."""
     givers = _of(device)
-    givers.stores[next(givers.numbers)] = giver
+    (givers.graphs if graphs else givers.stores)[next(givers.numbers)] = giver
 
 
 def give_up(device: Device, pages: int) -> int:
-    """Gives back so many device pages of cached prefixes, or as many as there are; returns how many. The store of the
-    model with the lowest priority gives first, of equals the one that came first."""
-    gone = 0
-    for each in sorted(_of(device).stores.values(), key=lambda store: store.priority):
-        if gone < pages:
-            gone += each.give_up(pages - gone)
+    """Gives back so many device pages of graphs and cached prefixes, or as many as there are; returns how many. Graphs
+    go first, then those of the model with the lowest priority, of equals those that came first."""
+    givers, gone = _of(device), 0
+    for kind in (givers.graphs, givers.stores):
+        for giver in sorted(kind.values(), key=lambda giver: giver.priority):
+            if gone < pages:
+                gone += giver.give_up(pages - gone)
     return gone
+
+
+def give_up_graphs(device: Device) -> None:
+    """Gives back the pages of all graphs that nobody uses."""
+    for giver in list(_of(device).graphs.values()):
+        giver.give_up(device.budget // device.page_size)
 
 
 def _of(device: Device) -> _Givers:

@@ -321,7 +321,7 @@ class Share:
         pids = sorted(now.parts)
         members = [self._member(pid, now, wanted if pid == me else 0) for pid in pids]
         if urgent:
-            members = [replace(each, rested=math.inf) for each in members]
+            members = [replace(member, rested=math.inf) for member in members]
         if me not in now.parts:
             return self.part, False
         gave, total = False, min(now.total or 0, now.target or 0)

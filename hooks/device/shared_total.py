@@ -18,7 +18,7 @@ def change_total(device: str | None, total: int | None, timeout: float) -> list[
     of each shared budget of this user. A lower total is reached by steps: no part grows, and each process gives what
     exceeds its new part. SharedBudgetError, with the total unchanged, where it is not reached after `timeout` seconds,
     or all processes have answered and none gives any more."""
-    found = [each for each in ledgers() if device in (None, each.device)]
+    found = [ledger for ledger in ledgers() if device in (None, ledger.device)]
     if total is not None:
         if len(found) != 1:
             names = ", ".join(each.device for each in found)

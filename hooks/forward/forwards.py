@@ -82,7 +82,7 @@ class Forwards:
         Scripted modules can have no hooks; their forwards hold no lease.
         """
         enter, enter_part, leave = _Enter(self, whole=True), _Enter(self, whole=False), _Leave(self)
-        for entry, hook in (*((each, enter) for each in entries), *((each, enter_part) for each in parts)):
+        for entry, hook in (*((each, enter) for each in entries), *((part, enter_part) for part in parts)):
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
             gate.take(entry, hook, self._handles)

@@ -128,8 +128,8 @@ def attach(model: nn.Module, device: Device | None = None, *, alone: bool = Fals
     finalizers = [Finalizer(part, partial(_attached.remove, id(part))) for part in dict.fromkeys((model, *parts))]
 
     def detach() -> None:
-        for each in finalizers:
-            each()
+        for finalizer in finalizers:
+            finalizer()
 
     return detach
 

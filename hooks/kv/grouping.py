@@ -110,8 +110,8 @@ class CacheRanges:
 
         None where attention kernels could not index so many tokens (geometry.py, Note [int32]). DriverError.
         """
-        self._ranges = [each for each in self._ranges if each() is not None]
-        for kv_range in (each() for each in self._ranges):
+        self._ranges = [range_ for range_ in self._ranges if range_() is not None]
+        for kv_range in (range_() for range_ in self._ranges):
             if (
                 kv_range is not None
                 and kv_range.shape == shape

@@ -82,7 +82,7 @@ def plan(model_class: type, config: Any) -> CachePlan:
     if len(kinds) != len(own.layers):  # it was made for a configuration that the class made itself
         kinds = [""] * len(own.layers)
     layers = [_plan(kind, type(layer), by_table=True) for kind, layer in zip(kinds, own.layers, strict=True)]
-    return CachePlan("", tuple(layers), tuple(each for cache in cross for each in _cross_plans(cache, len(layers))))
+    return CachePlan("", tuple(layers), tuple(plan for cache in cross for plan in _cross_plans(cache, len(layers))))
 
 
 def reason_to_leave(model_class: type, config: Any) -> str:

@@ -160,7 +160,7 @@ class Pace:
             yield heard
         finally:
             with self._lock:
-                self._listeners[:] = [each for each in self._listeners if each is not heard]
+                self._listeners[:] = [listener for listener in self._listeners if listener is not heard]
 
 
 Began = tuple[Point, int]  # (point, time by the host's clock)

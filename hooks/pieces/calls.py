@@ -22,6 +22,7 @@ from ...allocator.patches import Seam, Undo
 from ..compat import tokens_of_prompt
 from ..kv import generation
 from .runner import PieceRunner
+from .settings import sets_between
 
 
 class PiecesCall:
@@ -31,10 +32,12 @@ class PiecesCall:
         self.model = model
         self.runner = runner
         self.eager = False  # is all of the call, as something watches the model's modules?
+        self.runs = True  # until it ends
+        self.settable = sets_between(args, kwargs)  # may code of the user change the model between two tokens?
         self.forwards = 0  # so far
         # Tokens that are likely to be made of each sequence: a model that makes its own cache tells `prepared` nothing.
         self._new = kwargs.get("max_new_tokens") or LoopCall.left
-        runner.calls[id(self)] = weakref.ref(self)
+        runner.calls[id(self)] = self
 
     def prepared(self, given: dict[str, Any]) -> None:
         config = given["generation_config"]
@@ -46,7 +49,7 @@ class PiecesCall:
         self.broken_off()
 
     def broken_off(self) -> None:
-        self.runner.calls.pop(id(self), None)
+        self.runs = False
         self.model = None  # what was recorded last is known by this object, which must not keep the model
 
     @property
@@ -59,10 +62,20 @@ class LoopCall:
     """A generation loop of a model that runs by pieces."""
 
     left = 1 << 30  # forwards that are likely to come
+    settable = True  # a program goes on beside it
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, runner: PieceRunner, cache: Any) -> None:
         self.cache = weakref.proxy(cache)
         self.eager = False  # are all steps, as something watches the model's modules, or they cannot be cut?
+        runner.calls[id(self)] = self
+
+    @property
+    def runs(self) -> bool:
+        """Has any request of it begun, and not ended?"""
+        try:
+            return bool(getattr(self.cache.user(), "runs", False))
+        except ReferenceError:  # its cache is gone
+            return False
 
 
 def attach(model: nn.Module, runner: PieceRunner) -> Callable[[], object]:
@@ -87,7 +100,9 @@ def _patch_forward(owner: Any) -> Undo:
             return stock(model, *args, **kwargs)
         if (cache := kwargs.get("cache")) is not None and getattr(cache, "decodes_by_request", False):
             runner = _runners.get(id(model))
-            return stock(model, **kwargs) if runner is None else runner.step(stock, model, kwargs, _loop_of(cache))
+            if runner is None:
+                return stock(model, **kwargs)
+            return runner.step(stock, model, kwargs, _loop_of(runner, cache))
         if (call := _call_of(model)) is None:
             return stock(model, **kwargs)
         call.forwards += 1
@@ -104,10 +119,10 @@ def _patch_forward(owner: Any) -> Undo:
 _loops: Final = weakref.WeakKeyDictionary[Any, LoopCall]()  # by their caches
 
 
-def _loop_of(cache: Any) -> LoopCall:
+def _loop_of(runner: PieceRunner, cache: Any) -> LoopCall:
     found = _loops.get(cache)
     if found is None:
-        found = _loops[cache] = LoopCall(cache)
+        found = _loops[cache] = LoopCall(runner, cache)
     return found
 
 

@@ -105,7 +105,7 @@ class GraphPool:
 
     def holds_only(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Are these, of those that lie in the graphs' memory, all that is allocated there, as far as torch tells?"""
-        addresses = {each.untyped_storage().data_ptr() for each in tensors}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         live = {
             block["address"]
             for segment in self._segments()

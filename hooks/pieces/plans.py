@@ -69,19 +69,23 @@ class KeyPlan:
         seen = first is not None and self.call is call
         return Act.RECORD if wanted and left > PROOFS + (not seen) else Act.EAGER
 
+    def pop_surplus(self) -> list[Variant]:
+        """Removes the variants beyond those that are kept, and returns them."""
+        surplus, self.variants = self.variants[VARIANTS:], self.variants[:VARIANTS]
+        return surplus
+
     def recorded(self, call: object, recipe: Any, difference: Callable[[Any, Any], str]) -> tuple[Variant, str]:
         """Notes a recorded forward of `call`. Returns its variant, and why this call computes something else again and
         again; empty where it does not."""
         before = self.variants[0] if self.variants and self.call is call else None
         if self.call is not call:
             self.call, self.changes = call, 0
-        found = next((each for each in self.variants if not difference(each.recipe, recipe)), None)
+        found = next((variant for variant in self.variants if not difference(variant.recipe, recipe)), None)
         if found is None:
             found = Variant(recipe)
         else:
             self.variants.remove(found)
         self.variants.insert(0, found)
-        del self.variants[VARIANTS:]
         why = ""
         if before is not None and before is not found:
             self.changes += 1

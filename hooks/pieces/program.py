@@ -14,13 +14,16 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any, Final
 
 import torch
+from torch._ops import OpOverload
 
 from ..kv.layer import ElasticLayer
 from .attention import as_one_function, makes_no_mask
+from .batch import attend
 from .graph_pool import GraphPool
 from .recipe import (
     OUTSIDE,
     THE_CACHE,
+    UNREAD,
     EagerCall,
     Facts,
     Fresh,
@@ -45,15 +48,25 @@ _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INITIAL: Final = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))  # fill nothing
 
 
-class Stale(Exception):
-    """A program does not fit a forward, of which nothing was computed yet."""
+class Stale(RuntimeError):
+    """A program does not fit a forward."""
+
+
+class BrokenOff(Exception):
+    """A forward by a program ended before its end, for `__cause__`, and can be computed on from there. `done`: its
+    eager calls so far, with copies of what they returned."""
+
+    def __init__(self, done: Sequence[tuple[EagerCall, Any]]) -> None:
+        super().__init__()
+        self.done = done
 
 
 class Forward:
-    """One forward by a program: its cache, its keyword arguments, the layers that run on their own, and what its eager
-    calls have returned so far."""
+    """One forward by a program: its cache, its keyword arguments, the layers that run on their own, what its eager
+    calls have returned so far, and where it was broken off in a layer (the step, and whether its eager call had begun).
+    """
 
-    __slots__ = ("away", "cache", "fresh", "given", "layers")
+    __slots__ = ("away", "broken_at", "cache", "fresh", "given", "layers")
 
     def __init__(self, cache: Any, given: Mapping[str, Any], away: Container[int]) -> None:
         self.cache = cache
@@ -61,6 +74,7 @@ class Forward:
         self.given = given
         self.away = away
         self.fresh: dict[tuple[int, int], Any] = {}
+        self.broken_at: tuple[int, bool] | None = None
 
 
 Act = Callable[[Forward], object]
@@ -76,7 +90,6 @@ class _EagerCall:
         self.cuts = [(made, program.tensors[made]) for made in read_by(call)]
         self._targets: dict[Any, torch.Tensor] = {made: program.tensors[made] for made in call.facts}
         self._places = list(operands(call.results))
-        self._absent = call.results is None
         function, args, kwargs = call.function, program.bound(call.args), program.bound(call.kwargs)
         positional, named = _maker(args), _maker(kwargs)
         self._whole: Act = lambda forward: self.put(forward, function(*positional(forward), **named(forward)))
@@ -87,13 +100,18 @@ class _EagerCall:
             self.act = None
 
     def put(self, forward: Forward, result: Any) -> None:
-        """Takes what the call has returned: copies what graphs read. Stale where a mask has come or gone."""
+        """Takes what the call has returned: copies what graphs read. Stale where a mask has come, gone, or another
+        shape."""
         if self.call.kind == "update":
             forward.fresh[self.call.number] = result
         elif self.call.kind == "mask":
-            if (result is None) is not self._absent:
-                raise Stale
-            forward.fresh[self.call.number] = [leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor)]
+            masks = [leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor)]
+            if len(masks) != len(self.call.masks) or any(
+                mask.dtype != dtype or mask.shape[:-1] != shape
+                for mask, (dtype, shape) in zip(masks, self.call.masks, strict=True)
+            ):
+                raise Stale(f"{self.call} returned another kind of mask")
+            forward.fresh[self.call.number] = masks
         else:
             for leaf, place in zip(operands(result), self._places, strict=True):
                 if (target := self._targets.get(place)) is not None:
@@ -101,8 +119,31 @@ class _EagerCall:
 
     def _copy(self, target: torch.Tensor, found: torch.Tensor) -> None:
         if found.shape != target.shape:
-            raise RuntimeError(f"{self.call} returned {list(found.shape)} in the place of {list(target.shape)}")
+            raise Stale(f"{self.call} returned {list(found.shape)} in the place of {list(target.shape)}")
         target.copy_(found)
+
+    def result(self, forward: Forward) -> Any:
+        """Returns a copy of what the call has returned in this forward."""
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, Made):
+                return self._targets[value].clone() if value in self._targets else None
+            if isinstance(value, Fresh):
+                return forward.fresh[value.call][value.leaf]
+            if isinstance(value, Given):
+                name, _, kind = value.name.partition(".")
+                return forward.given[name][kind] if kind else forward.given[name]
+            return forward.cache if value is THE_CACHE else None if value is UNREAD else value
+
+        return rebuild(self.call.results, leaf)
+
+    def may_be_made_again(self, forward: Forward, error: BaseException) -> bool:
+        """Says whether the call, which raised this, has changed nothing."""
+        if self.call.function is attend:  # of a loop's step, which updates the cache as well
+            return False
+        if isinstance(error, torch.OutOfMemoryError):  # an elastic layer appends a token or does not
+            return self.call.kind == "update" and all(type(layer) is ElasticLayer for layer in forward.layers)
+        return isinstance(error, Stale) and self.call.kind in ("mask", "attention")
 
     def settle(self, calls: Any) -> None:
         """Calls the function itself from now on, unless it still makes these calls of torch."""
@@ -170,11 +211,18 @@ class _LayerCall:
             assert self.whole.act is not None  # only calls of mask functions are left out
             self.whole.act(forward)
             return
-        for replay, act in sequence:
-            if replay is not None:
-                replay()
-            if act is not None:
-                act(forward)
+        place, acting = 0, False
+        try:
+            for place, (replay, act) in enumerate(sequence):  # noqa: B007 (read where it raises)
+                acting = False
+                if replay is not None:
+                    replay()
+                if act is not None:
+                    acting = True
+                    act(forward)
+        except Exception:
+            forward.broken_at = place, acting
+            raise
 
 
 class Program:
@@ -197,20 +245,52 @@ class Program:
             self._calls_of: dict[int, list[_EagerCall | _LayerCall | None]] = {}  # of the layers that have graphs
             self._sequence = self._build(recipe.steps, self._calls)
         self._trim()
-        self._lacking = [each.layer.index for each in self.layers if each.sequence is None]  # and were not tried since
-        self._never_alone = [each.layer.index for each in self.layers if each.layer.why_not_alone]
+        self._lacking = [
+            layer.layer.index for layer in self.layers if layer.sequence is None
+        ]  # and were not tried since
+        self._never_alone = [layer.layer.index for layer in self.layers if layer.layer.why_not_alone]
 
     def run(self, forward: Forward) -> None:
-        """Computes a forward. Stale, and nothing was changed, where the program does not fit it."""
-        if any(layer in forward.away for layer in self._never_alone):
-            raise Stale
-        for name, copied in self._inputs:
-            copied.copy_(forward.given[name])
-        for replay, act in self._sequence:
-            if replay is not None:
-                replay()
-            if act is not None:
-                act(forward)
+        """Computes a forward. BrokenOff where it has to be computed on eagerly; also what eager calls raise."""
+        place, acting = 0, False
+        try:
+            if any(layer in forward.away for layer in self._never_alone):
+                raise Stale("a layer is away that cannot run on its own")
+            for name, copied in self._inputs:
+                copied.copy_(forward.given[name])
+            for place, (replay, act) in enumerate(self._sequence):  # noqa: B007 (read where it raises)
+                acting = False
+                if replay is not None:
+                    replay()
+                if act is not None:
+                    acting = True
+                    act(forward)
+        except Exception as error:
+            if (done := self._done(forward, place, acting, error)) is None:
+                raise
+            raise BrokenOff(done) from error
+
+    def _done(
+        self, forward: Forward, place: int, acting: bool, error: BaseException
+    ) -> list[tuple[EagerCall, Any]] | None:
+        """Returns the eager calls of a forward that was broken off at this step, with what they returned; None where it
+        cannot be computed on. `acting`: had the step's own call begun?"""
+        made = [*self._calls[:place]]
+        at = self._calls[place] if self._calls else None
+        if acting and isinstance(at, _LayerCall) and forward.broken_at is not None:
+            inner = self._calls_of[at.layer.index]
+            place, acting = forward.broken_at
+            made += inner[:place]
+            at = inner[place]
+        if acting and (at is None or isinstance(at, _LayerCall) or not at.may_be_made_again(forward, error)):
+            return None
+        calls: list[_EagerCall] = []
+        for call in made:
+            if isinstance(call, _LayerCall) and call.sequence is not None and call.layer.index not in forward.away:
+                calls += [part for part in self._calls_of[call.layer.index] if isinstance(part, _EagerCall)]
+            elif call is not None:
+                calls.append(call.whole if isinstance(call, _LayerCall) else call)
+        return [(call.call, call.result(forward)) for call in calls if not isinstance(call.call.function, OpOverload)]
 
     def output(self, forward: Forward) -> Any:
         """Returns what the forward that was computed last returns, as new tensors."""

@@ -149,6 +149,8 @@ class EagerCall:
     results: Any = None
     facts: dict[Made, Facts] = field(default_factory=dict)  # of the `Made` leaves
     calls: Any = None  # of torch, that the function consists of, where these are known (attention.py)
+    # (type, shape but for the last size, which is the length) of each tensor of a mask
+    masks: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number[1]}"
@@ -318,7 +320,7 @@ def _differs(one: Step, other: Step) -> str:
             return f"{one} makes tensors of other shapes"
         return ""
     if isinstance(one, EagerCall) and isinstance(other, EagerCall):
-        if one.kind != other.kind or not _same_function(one.function, other.function):
+        if one.kind != other.kind or not same_function(one.function, other.function):
             return f"{one} is another function"
         if not same((one.args, one.kwargs), (other.args, other.kwargs)):
             return f"{one} is called with {_first_other(one, other)}"
@@ -328,7 +330,7 @@ def _differs(one: Step, other: Step) -> str:
     return f"{one} comes in the place of {other}"
 
 
-def _same_function(one: Any, other: Any) -> bool:
+def same_function(one: Any, other: Any) -> bool:
     return one is other or (
         getattr(one, "__func__", one) is getattr(other, "__func__", other)
         and getattr(one, "__self__", None) is getattr(other, "__self__", None)

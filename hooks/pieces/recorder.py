@@ -351,6 +351,9 @@ class ForwardRecorder(TorchDispatchMode):
             noted.results = rebuild(result, leaf)
         except Refused as why:
             self.refuse(str(why))
+        if noted.kind == "mask":
+            masks = (leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor))
+            noted.masks = tuple((mask.dtype, tuple(mask.shape[:-1])) for mask in masks)
         self.results[noted.number] = result
         self._blocks[-1].steps.append(layer or noted)
 
@@ -438,7 +441,7 @@ def _needs_host(function: Any) -> str:
 
 def _by_numbers(indices: Any) -> bool:
     """Are the elements chosen by numbers, so that it is known how many there are?"""
-    return not any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
+    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -10,8 +10,9 @@ Note [One at a time]
     One thread at a time runs a model by pieces; a forward of another thread is eager meanwhile.
 
 Note [Shortage]
-    While device pages are scarce nothing is captured. Graphs that no call uses are given up when pages are asked for
-    (hooks/device/pressure.py), those in use at the next forward after one has found no memory at all.
+    While device pages are scarce nothing is captured. Graphs that no call uses are given up at the next forward of any
+    model that finds pages short (`Managed`), and first when pages are asked for; those in use where a token finds no
+    memory at all: its forward is computed on without them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -43,10 +44,12 @@ from ..weights.layers import decoder_layers
 from .batch import KEPT, ROWS, BatchStep
 from .graph_pool import GraphPool
 from .plans import Act, KeyPlan, Variant
-from .program import Forward, Program, Stale
-from .recipe import difference
+from .program import BrokenOff, Forward, Program, Stale
+from .recipe import difference, operands
 from .recorder import BATCH, ForwardRecorder, RecordedLayers
+from .resumed import ResumedForward
 from .seams import recording
+from .settings import ModelSettings
 
 GROWS: Final = frozenset(("attention_mask",))  # arguments of a forward that are longer each time
 WAYS: Final = ("fine", "coarse", "eager")
@@ -86,7 +89,7 @@ class PieceRunner:
         may run by pieces. `scarce`: are device pages short now? `between`: called before a forward by graphs, in place
         of what hooks do between two layers. `pace`: times the forwards. `priority`: of the model."""
         self.priority = priority
-        self.calls: dict[int, weakref.ref[Any]] = {}  # of generate() that run, by id
+        self.calls = weakref.WeakValueDictionary[int, Any]()  # of generate(), and loops, by id
         self.exhausted = False  # has a forward found no memory since?
         self.replayed = self.captures = 0
         self.way = WAYS[0]
@@ -107,8 +110,9 @@ class PieceRunner:
         self._why: dict[str, str] = {}  # by way
         self._unfit = ""  # why the last forward of few tokens had no key
         self._running: dict[int, object] = {}  # the forward that runs by pieces, under 0
+        self._settings: ModelSettings | None = None  # of the last forward that was recorded, where they may change
         self._hooks = -1  # the number of the last hook that was registered anywhere, at the last look
-        pressure.add(device, self)
+        pressure.add(device, self, graphs=True)
 
     # -- forwards
 
@@ -127,7 +131,7 @@ class PieceRunner:
         step = BatchStep(loop.cache, given)
         if not loop.eager and self.way == WAYS[0] and step.rows <= self._tuning.rows and _may_run():
             padded = step.padded()
-            key = "step", padded["input_ids"].shape[1], *sorted(given), torch.is_inference_mode_enabled()
+            key = "step", padded["input_ids"].shape[1], *sorted(given), *_flags()
             if (found := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
                 return step.cut(found.output)
         self.acted = Act.EAGER
@@ -146,7 +150,7 @@ class PieceRunner:
             plan = self._plans.setdefault(task.key, KeyPlan())
             self._plans.move_to_end(task.key)
             self._evict()
-            if plan.replays(task.call) and (found := self._replay(plan, task, away)) is not None:
+            if plan.replays(task.call) and (found := self._replay(stock, plan, task, away)) is not None:
                 return found
             if plan.next(task.call, task.call.left, not self._scarce()) is Act.EAGER or self._watches(task):
                 return None
@@ -161,12 +165,16 @@ class PieceRunner:
 
         return guarded(partial(self._running.setdefault, 0, me), end)
 
-    def _replay(self, plan: KeyPlan, task: _Task, away: Container[int]) -> _Output | None:
+    def _replay(self, stock: Callable[..., Any], plan: KeyPlan, task: _Task, away: Container[int]) -> _Output | None:
         """Computes a forward by graphs; None where they do not fit it, and nothing was done."""
         program = plan.variants[0].program
         if program.worth_recording(away) and not self._scarce():
             return None
         if RemovableHandle.next_id != self._hooks and self._watches(task):  # a hook was registered somewhere
+            return None
+        if task.call.settable and self._settings is not None and self._settings.differ():
+            for other in self._plans.values():
+                other.call = None  # all are recorded anew
             return None
         self._between()
         forward = Forward(given_cache(task.given), task.given, away)
@@ -175,8 +183,8 @@ class PieceRunner:
             with pool.entered():
                 self._device.note_stream(pool.handle)
                 program.run(forward)
-        except Stale:
-            return None
+        except BrokenOff as broken:
+            return self._finish(stock, plan, task, broken)
         self.acted = Act.REPLAY
         self.replayed += 1
         if self.replayed % self._tuning.timed and not self._pace.heard:
@@ -184,6 +192,29 @@ class PieceRunner:
         else:
             self._pace.replayed()
         return _Output(program.output(forward))
+
+    def _finish(self, stock: Callable[..., Any], plan: KeyPlan, task: _Task, broken: BrokenOff) -> _Output | None:
+        """Computes a forward on eagerly, see resumed.py; None where nothing of it was, and it can be recorded."""
+        why = broken.__cause__
+        if isinstance(why, Stale):
+            plan.call = None  # the next one is recorded
+            if not broken.done:
+                return None
+        elif isinstance(why, torch.OutOfMemoryError):
+            self._drop()
+            self._device.reap(wait=True)
+        else:
+            self._degrade(f"a graph cannot be replayed: {_first_line(why)}", task)
+        stream = torch.cuda.current_stream(self._torch_device)
+        for tensor in (leaf for _, result in broken.done for leaf in operands(result)):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(stream)
+        self.acted = Act.EAGER
+        self._pace.forget()
+        given = {name: value for name, value in task.given.items() if name != BATCH}
+        resumed = ResumedForward(given_cache(given), task.batch, broken.done)
+        with recording(resumed, task.model, resumed, resumed.fine):
+            return _Output(stock(task.model, **given))
 
     def _watches(self, task: _Task) -> bool:
         """Does other code watch the model's modules? Then the whole call is eager."""
@@ -221,6 +252,7 @@ class PieceRunner:
                 self._degrade(recorder.refusal, task)
             else:
                 variant, why = plan.recorded(task.call, recipe, difference)
+                _close(plan.pop_surplus())
                 if why:
                     self._degrade(why, task)
                 else:
@@ -228,6 +260,7 @@ class PieceRunner:
         for leaf in _tensors(output):
             leaf.record_stream(torch.cuda.current_stream(self._torch_device))
         self._hooks = RemovableHandle.next_id
+        self._settings = ModelSettings(model) if task.call.settable else None
         return _Output(output)
 
     def _prove(
@@ -299,10 +332,12 @@ class PieceRunner:
             self._unfit = "no cache of transformers is given"
         if not rows or cache is None or not _may_run():
             return None
-        return (*parts, torch.is_inference_mode_enabled())
+        return (*parts, *_flags())
 
     def _tensors(self) -> list[torch.Tensor]:
-        programs = (each.program for plan in self._plans.values() for each in plan.variants if each.program is not None)
+        programs = (
+            variant.program for plan in self._plans.values() for variant in plan.variants if variant.program is not None
+        )
         return [tensor for program in programs for tensor in program.tensors.values()]
 
     def _evict(self) -> None:
@@ -310,15 +345,16 @@ class PieceRunner:
         graphs."""
         while len(self._plans) > self._tuning.keys:
             older = list(self._plans)[:-1]
-            bare = (key for key in older if all(each.program is None for each in self._plans[key].variants))
-            del self._plans[next(bare, older[0])]
+            bare = (key for key in older if all(variant.program is None for variant in self._plans[key].variants))
+            _close(self._plans.pop(next(bare, older[0])).variants)
 
     def _degrade(self, why: str, task: _Task | None = None, *, unexplained: bool = False) -> None:
         """Goes to the next coarser cut; steps of batches, for which there is none, are eager from now on."""
         if task is not None and task.batch is not None:
             self._why["batches"] = why
             task.call.eager = True
-            self._plans.pop(task.key, None)
+            if (plan := self._plans.pop(task.key, None)) is not None:
+                _close(plan.variants)
         else:
             self._why[self.way] = why
             self.way = WAYS[WAYS.index(self.way) + 1]
@@ -330,8 +366,8 @@ class PieceRunner:
         """Drops all graphs, which no kernel reads any more."""
         plans = [*self._plans.values()]
         self._plans.clear()
-        for program in (each.program for plan in plans for each in plan.variants if each.program is not None):
-            program.close()
+        for plan in plans:
+            _close(plan.variants)
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -349,8 +385,8 @@ class PieceRunner:
         self.way, self._why = WAYS[0], {}
 
     def give_up(self, pages: int) -> int:
-        """Gives back the pages of graphs that no call of `generate()` uses; returns how many. See `pressure.Giver`."""
-        if self._pool is None or any(call() is not None for call in list(self.calls.values())):
+        """Gives back the pages of graphs that no call and no loop uses; returns how many. See `pressure.Giver`."""
+        if self._pool is None or any((call := one()) is not None and call.runs for one in self.calls.valuerefs()):
             return 0
         with self._turn(me := object()) as whose:
             if whose is not me:
@@ -376,12 +412,30 @@ class PieceRunner:
 
 
 _capturing: Final = torch.cuda.is_current_stream_capturing
+_FLAGS: Final = (
+    torch.is_inference_mode_enabled,
+    torch._C._get_cublas_allow_tf32,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_deterministic_algorithms,
+)
 _TOKENS: Final = ("input_ids", "inputs_embeds")
+
+
+def _flags() -> tuple[Any, ...]:
+    """Returns what of this process and thread decides which kernels compute a forward."""
+    return tuple(flag() for flag in _FLAGS)
 
 
 def _may_run() -> bool:
     """Is this thread in a state in which graphs do what eager code does?"""
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled() or _capturing())
+
+
+def _close(variants: Iterable[Variant]) -> None:
+    """Lets go of the graphs of variants."""
+    for program in (variant.program for variant in variants if variant.program is not None):
+        program.close()
 
 
 def _is_watched(model: nn.Module) -> bool:
@@ -415,7 +469,7 @@ def _dense(value: Any) -> Any:
 
 def _tensors(output: Any) -> Sequence[torch.Tensor]:
     values = output.values() if isinstance(output, Mapping) else (output,)
-    return [each for each in values if isinstance(each, torch.Tensor) and each.is_cuda]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_cuda]
 
 
 def weights_by_address(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
@@ -430,7 +484,9 @@ def weights_by_address(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
 def deciding_by_length(model: nn.Module) -> list[nn.Module]:
     """Modules of rotary positions that compute something else for longer sequences."""
     kinds = ("dynamic", "longrope")
-    return [each for each in model.modules() if any(kind in str(getattr(each, "rope_type", "")) for kind in kinds)]
+    return [
+        module for module in model.modules() if any(kind in str(getattr(module, "rope_type", "")) for kind in kinds)
+    ]
 
 
 def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[nn.Module]]:
@@ -440,7 +496,7 @@ def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, l
     thread, handles = threading.get_ident(), list[RemovableHandle]()
 
     def look(module: nn.Module, args: Any, kwargs: Any = None) -> None:  # None: see RecordedLayers
-        if threading.get_ident() == thread and any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+        if threading.get_ident() == thread and any(isinstance(arg, Cache) for arg in (*args, *kwargs.values())):
             given[module] = None
 
     try:
@@ -453,5 +509,5 @@ def modules_with_cache(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, l
     return result, [module for module in inner if module is not model]
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | None) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]

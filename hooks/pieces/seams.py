@@ -24,27 +24,30 @@ from ..compat import Cache
 from . import batch
 from .recipe import Fresh
 from .recorder import ForwardRecorder, RecordedLayers
+from .resumed import ResumedForward
 
 _MASKS: Final = "create_"  # how the names of mask functions begin
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"  # looks at tokens of a prompt: the host waits for the device
 
 
 class _Thread(threading.local):
-    recorder: ForwardRecorder | None = None
+    recorder: ForwardRecorder | ResumedForward | None = None
 
 
 _thread: Final = _Thread()
 
 
-def _recorder() -> ForwardRecorder | None:
-    """The recorder of this thread, if the call that is about to be made has to be noted."""
+def _recorder() -> ForwardRecorder | ResumedForward | None:
+    """The recorder of this thread, if the call that is about to be made has to be noted, or was made before."""
     recorder = _thread.recorder
     return recorder if recorder is not None and recorder.records else None
 
 
-def recording(recorder: ForwardRecorder, model: nn.Module, layers: RecordedLayers, fine: bool) -> Guarded[None]:
-    """A `with` block in which a forward of `model` on this thread is recorded. `fine`: attention is cut out; else only
-    the modules that `layers` names are."""
+def recording(
+    recorder: ForwardRecorder | ResumedForward, model: nn.Module, layers: RecordedLayers | ResumedForward, fine: bool
+) -> Guarded[None]:
+    """A `with` block in which a forward of `model` on this thread is recorded, or computed on. `fine`: attention is cut
+    out; else only the modules that `layers` names are."""
     before = _thread.recorder
 
     def begin() -> None:
@@ -58,10 +61,11 @@ def recording(recorder: ForwardRecorder, model: nn.Module, layers: RecordedLayer
         recorder.fine = fine
         layers.add()
         _thread.recorder = recorder
-        recorder.__enter__()  # type: ignore[no-untyped-call]
+        if isinstance(recorder, ForwardRecorder):
+            recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def end(failed: bool) -> None:
-        if _get_current_dispatch_mode() is recorder:
+        if isinstance(recorder, ForwardRecorder) and _get_current_dispatch_mode() is recorder:
             recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _thread.recorder = before
         layers.remove()

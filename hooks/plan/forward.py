@@ -190,10 +190,10 @@ class _Meter(TorchDispatchMode):
     def _note(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self._now -= self._live.pop(key)[1]
-        known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         fresh = False
-        for each in filter(_is_tensor, tree_leaves(out)):
-            storage = each.untyped_storage()
+        for tree_leaf in filter(_is_tensor, tree_leaves(out)):
+            storage = tree_leaf.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self._live:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self._now += storage.nbytes()
@@ -202,7 +202,7 @@ class _Meter(TorchDispatchMode):
         self.calls += fresh
         if (flops := flop_registry.get(function._overloadpacket)) is not None:
             self.flops += flops(*args, **kwargs, out_val=out)
-            self.read += sum(each.nbytes for each in tree_leaves(args) if _is_tensor(each))
+            self.read += sum(leaf.nbytes for leaf in tree_leaves(args) if _is_tensor(leaf))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -242,7 +242,7 @@ def _alike(shape: ModelShape, meter: _Meter, most: int) -> Iterator[None]:
     layers = decoder_layers(shape.model)
     for index, layer in enumerate(layers):
         if index in shape.widths or len(shape.widths) == len(layers):
-            sizes = tuple(tuple(each.shape) for each in (*layer.parameters(), *layer.buffers()))
+            sizes = tuple(tuple(parameter.shape) for parameter in (*layer.parameters(), *layer.buffers()))
             kind = getattr(layer, "attention_type", None), getattr(layer, "layer_type", None)
             ran = runs.setdefault((type(layer), sizes, kind), [])
             vars(layer)["forward"] = partial(_run, layer, type(layer).forward, ran, meter, most)

@@ -75,7 +75,7 @@ class Speed:
             return None, None
         forwards = sizing.seen(asked.batch, asked.prompt, asked.context)
         less = sizing.saved(asked.bits)
-        first, last = (by_device(each.work.reading(less), hardware) for each in forwards)
+        first, last = (by_device(forward.work.reading(less), hardware) for forward in forwards)
         return first, last
 
     def beside(self) -> tuple[float, float]:

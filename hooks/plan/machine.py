@@ -85,8 +85,8 @@ class MachineSizes:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-        layers = tuple(sum(each.nbytes for each in layer.parameters()) for layer in decoder_layers(model))
-        return cls(layers, sum(each.nbytes for each in model.parameters()) - sum(layers))
+        layers = tuple(sum(parameter.nbytes for parameter in layer.parameters()) for layer in decoder_layers(model))
+        return cls(layers, sum(parameter.nbytes for parameter in model.parameters()) - sum(layers))
 
     @property
     def total(self) -> int:
@@ -130,12 +130,12 @@ def smaller(config: Any, scale: int) -> Any:
 
 def checked(tenants: Sequence[Tenant], machine: Machine) -> None:
     """Raises ManageError where there is no request, or a model does not fit even alone."""
-    for each in tenants:
-        weights = MachineSizes.of(each.config).total
+    for tenant in tenants:
+        weights = MachineSizes.of(tenant.config).total
         if weights >= machine.budget:
             raise ManageError(
-                f"the weights of {each.name} have {format_size(weights)}, and the budget is "
+                f"the weights of {tenant.name} have {format_size(weights)}, and the budget is "
                 f"{format_size(machine.budget)}: give more"
             )
-    if not any(each.arrivals for each in tenants):
+    if not any(tenant.arrivals for tenant in tenants):
         raise ManageError("there are no requests")

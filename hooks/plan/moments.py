@@ -58,7 +58,7 @@ class Sizing:
 
     def saved(self, bits: int | None) -> int:
         """Returns the bytes of weights that quantization to so many bits saves."""
-        before, after = (sum(each.nbytes for each in self.shape.blocks(how)) for how in (None, bits))
+        before, after = (sum(block.nbytes for block in self.shape.blocks(how)) for how in (None, bits))
         return before - after
 
     def needs(
@@ -95,24 +95,24 @@ class Sizing:
     def _stages(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
         """Yields the moments of the prompt: after each layer's append, the pages, and which of them may leave."""
         for stage, peak in enumerate(forward.stages):
-            opened = [each for each in ranges if each.first < stage]
+            opened = [range_ for range_ in ranges if range_.first < stage]
             full = sum(each.full(asked.prompt) for each in opened if each.last < stage)
             yield replace(self._moment(opened, asked.prompt, asked.batch, peak), movable=full)
 
     def _growth(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
         """Yields the moments of the answer, at each token that takes a page."""
-        ends = {tokens for each in ranges for tokens in each.takes(asked.prompt, asked.context)}
+        ends = {tokens for range_ in ranges for tokens in range_.takes(asked.prompt, asked.context)}
         for tokens in sorted({*ends, asked.context}):
             moment = self._moment(ranges, tokens, asked.batch, forward.peak)
-            yield replace(moment, movable=sum(each.full(tokens - 1) for each in ranges))
+            yield replace(moment, movable=sum(range_.full(tokens - 1) for range_ in ranges))
 
     def _moment(self, ranges: Sequence[Spread], tokens: int, batch: int, peak: int) -> Moment:
         """Makes the moment with so many tokens, while operators use `peak` bytes."""
         tuning = governors.composed_with().tuning
         prompts = 2 * (2 * batch * tokens * _INDEX)  # `generate()` appends to the tokens and their mask by a copy
         most = -(-(int(peak * tuning.planning.unseen) + prompts) // self.page) + tuning.weights.small_blocks
-        kv = tuple(each.pages(tokens) for each in ranges)
-        return Moment(kv, sum(each.full(tokens) for each in ranges), most, -(-peak // self.page))
+        kv = tuple(range_.pages(tokens) for range_ in ranges)
+        return Moment(kv, sum(range_.full(tokens) for range_ in ranges), most, -(-peak // self.page))
 
     def _spread(self, asked: Question) -> Iterator[Spread]:
         """Yields the ranges of the cache in the order in which layers append, each with its layers: the first layer

@@ -87,7 +87,7 @@ class Planner:
         host_budget: SupportsIndex | str | None = None,
     ) -> None:
         """Takes the arguments of `plan`. ConfigError."""
-        names = [fspath(models)] if isinstance(models, str | PathLike) else [fspath(each) for each in models]
+        names = [fspath(models)] if isinstance(models, str | PathLike) else [fspath(model) for model in models]
         prompt = max(1, context - 1) if prompt is None else prompt
         _check(names, context, batch, prompt)
         settings = Config.from_env()
@@ -106,10 +106,10 @@ class Planner:
         host = host_pages(self.device, settings, self.page)
         self.asked = Question(pages, context, prompt, batch, None, seconds, host)
         shapes = [shape_of(name) for name in names]
-        for each in shapes:
-            _check_positions(each, context)
-        self.sizings: Sequence[Sizing] = [Sizing(each, self.page) for each in shapes]
-        self.speeds: Sequence[Speed] = [speed_of(self.device, each, settings) for each in self.sizings]
+        for shape in shapes:
+            _check_positions(shape, context)
+        self.sizings: Sequence[Sizing] = [Sizing(shape, self.page) for shape in shapes]
+        self.speeds: Sequence[Speed] = [speed_of(self.device, sizing, settings) for sizing in self.sizings]
         self.ask = cache(self._ask)
 
     def facts(self) -> Facts:
@@ -128,12 +128,12 @@ class Planner:
             "batch": asked.batch,
             "slo": asked.slo,
             "slo_met": answer.met,
-            "exact": all(each.settled for each in answer.models),
-            "pages": _sum(_pages(each) for each in answer.models),
-            "host_pages": _sum(_host(each) for each in answer.models),
+            "exact": all(model.settled for model in answer.models),
+            "pages": _sum(_pages(model) for model in answer.models),
+            "host_pages": _sum(_host(model) for model in answer.models),
             **_told(slowest, answer),
             "hardware": {"name": self.device.name, "source": self.speeds[0].source, "link": self.speeds[0].link},
-            "changes": [self._change(each) for each in changes],
+            "changes": [self._change(change) for change in changes],
             "models": [self._model(*each, answer) for each in zip(self.sizings, answer.models, strict=True)],
         }
 
@@ -175,7 +175,7 @@ class Planner:
             "model": shape.name,
             "class": type(shape.model).__name__,
             "dtype": str(shape.dtype).removeprefix("torch."),
-            "weights": sum(each.nbytes for each in shape.weights),
+            "weights": sum(weight.nbytes for weight in shape.weights),
             "layers": shape.layers,
             "streamed": [] if forecast.plan is None else list(forecast.plan.streamed),
             "pages": _pages(forecast),
@@ -205,8 +205,8 @@ def _host(forecast: Forecast) -> dict[str, int]:
 
 def _sum(pages: Iterable[dict[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for each in pages:
-        for name, count in each.items():
+    for page in pages:
+        for name, count in page.items():
             found[name] = found.get(name, 0) + count
     return found
 

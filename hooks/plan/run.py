@@ -136,7 +136,7 @@ class _Run:
                     break
             else:
                 moments = [loop.ready_at if loop.busy else loop.next_at for loop in loops]
-                ahead = [each for each in moments if each is not None and each > self._clock.now]
+                ahead = [moment for moment in moments if moment is not None and moment > self._clock.now]
                 self._clock.now = min(ahead, default=self._clock.now + DEFAULT.serving.look)
 
     def _stepped(self, loop: VirtualLoop) -> bool:

@@ -132,7 +132,7 @@ def _weights(model: nn.Module, layers: tuple[nn.Module, ...]) -> Iterator[Weight
             tensors.append(member.tensor)
             users.update(member.layers)
     for tensors, users in found.values():
-        nbytes = max(each.untyped_storage().nbytes() for each in tensors)
+        nbytes = max(tensor.untyped_storage().nbytes() for tensor in tensors)
         matrix = tensors[0].dim() > 1 and tensors[0].is_floating_point()
         layer = users.pop() if len(users) == 1 else None
         yield Weight(nbytes, layer, nbytes if matrix and layer is not None else 0)

@@ -25,7 +25,7 @@ def show(facts: Facts) -> None:
     console = Console(highlight=False)
     budget, least = (format_size(facts[name]) for name in ("budget", "least_budget"))
     asked = f"{facts['batch']} x {facts['context']:,} tokens in {budget} on {facts['hardware']['name']}"
-    console.print(f"{', '.join(each['model'] for each in facts['models'])}: {asked}", markup=False)
+    console.print(f"{', '.join(fact['model'] for fact in facts['models'])}: {asked}", markup=False)
     if facts["fits"]:
         console.print(f"[green]It fits.[/] The least budget that does is {least}.")
     else:
@@ -45,14 +45,14 @@ def show(facts: Facts) -> None:
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     page, several = facts["page_size"], len(facts["models"]) > 1
-    for each in facts["models"]:
-        name = f"{each['model']}: " if several else ""
-        pages, host = each["pages"], each["host_pages"]
-        yield f"{name}weights", f"{_size(pages['weights'], page)}{_streams(each)}{_beside(host['weights'], page)}"
+    for fact in facts["models"]:
+        name = f"{fact['model']}: " if several else ""
+        pages, host = fact["pages"], fact["host_pages"]
+        yield f"{name}weights", f"{_size(pages['weights'], page)}{_streams(fact)}{_beside(host['weights'], page)}"
         yield f"{name}KV", f"{_size(pages['kv'], page)}{_beside(host['kv'], page)}"
         yield f"{name}activations", f"{_size(pages['activations'], page)}, at most"
-        if several and each["tpot_seconds"] is not None:
-            yield f"{name}per token", format_time(each["tpot_seconds"])
+        if several and fact["tpot_seconds"] is not None:
+            yield f"{name}per token", format_time(fact["tpot_seconds"])
     if facts["fits"] and not facts["exact"]:
         yield (
             "",
@@ -102,9 +102,9 @@ def _changes(changes: list[Facts]) -> Any:
     table.add_column("what would help", no_wrap=True)
     for column in ("first token", "per token", "layers that stream", "limit"):
         table.add_column(column, justify="right")
-    for each in changes:
-        streams = f"{each['layers_streamed']}"
+    for change in changes:
+        streams = f"{change['layers_streamed']}"
         table.add_row(
-            each["text"], _time(each["ttft_seconds"]), _time(each["tpot_seconds"]), streams, each["limit"] or ""
+            change["text"], _time(change["ttft_seconds"]), _time(change["tpot_seconds"]), streams, change["limit"] or ""
         )
     return table

@@ -40,7 +40,7 @@ class VirtualModel(PreTrainedModel, GenerationMixin):
         text.vocab_size = 1
         text._attn_implementation = "eager"
         dtype = text.dtype or torch.float32
-        model = cls(text, [_elements(each, machine.scale, dtype) for each in (*sizes.layers, sizes.rest)], dtype)
+        model = cls(text, [_elements(layer, machine.scale, dtype) for layer in (*sizes.layers, sizes.rest)], dtype)
         text._attn_implementation_internal = "paged|flash_attention_2"  # whose batches have no masks; none is called
         model.generation_config = GenerationConfig()
         return model

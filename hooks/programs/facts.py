@@ -86,7 +86,7 @@ def show(facts: Facts) -> None:
     console.print(f"{facts['model']}, {key['size']} in {layers} decoder layers, on {key['device']}")
     console.print(f"link: {facts['bandwidth'] / 1e9:.3g} GB/s ({key['link']})")
     for phase in get_args(Phase):
-        rows = [each for each in facts["points"] if each["phase"] == phase]
+        rows = [fact for fact in facts["points"] if fact["phase"] == phase]
         if not rows:
             continue
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -104,8 +104,8 @@ def show(facts: Facts) -> None:
         console.print("n: every n-th layer streams; ∞: none may; no: it takes longer with every layer resident, too.")
         listed = f"{slo['listed'] * 1e3:.4g} ms"
         console.print(f"Counted for {listed}, and for the longest time measured of any size that is no larger.")
-    for each in facts["left"]:
-        console.print(f"[yellow]not measured:[/] {each['batch']} x {each['length']}: {each['why']}")
+    for fact in facts["left"]:
+        console.print(f"[yellow]not measured:[/] {fact['batch']} x {fact['length']}: {fact['why']}")
     console.print()
     console.print(f"{'read from' if facts['reused'] else 'kept in'} {facts['file']}", soft_wrap=True)
 
@@ -129,7 +129,7 @@ def _loaded(name: str) -> Any:
 def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Facts]:
     if not pages:
         raise ManageError("the model has no decoder layers that could stream")
-    for point in sorted(record.seconds, key=lambda each: (get_args(Phase).index(each.phase), each)):
+    for point in sorted(record.seconds, key=lambda second: (get_args(Phase).index(second.phase), second)):
         costs = Costs(tuple(pages), record.seconds[point], page_size / record.bandwidth)
         yield {
             **point._asdict(),

@@ -147,7 +147,11 @@ def _weights(model_class: type, config: Any, itemsize: int, page: int) -> Facts:
     seen: set[int] = set()
 
     def nbytes(module: nn.Module) -> int:
-        found = {id(each): each for each in (*module.parameters(), *module.buffers()) if id(each) not in seen}
+        found = {
+            id(parameter): parameter
+            for parameter in (*module.parameters(), *module.buffers())
+            if id(parameter) not in seen
+        }
         seen.update(found)
         return sum(
             each.numel() * (itemsize if each.is_floating_point() else each.element_size()) for each in found.values()

@@ -107,7 +107,7 @@ class Bound:
             return
         leaves: list[torch.Tensor] = []
         makers = [_maker(each, flat, spot, leaves) for each in held]
-        found = tuple(each for each in makers if each is not None)
+        found = tuple(maker for maker in makers if maker is not None)
         if len(found) < len(makers):
             return
         self._makers = found
@@ -204,7 +204,7 @@ class Bound:
 
     def _flat(self, tensors: list[Any]) -> list[Any]:
         """Returns the tensors that have memory, for a wrapper those inside of it."""
-        return [leaf for each in tensors for leaf in _leaves(each)]
+        return [leaf for tensor in tensors for leaf in _leaves(tensor)]
 
 
 class Shown(dict[str, Any]):

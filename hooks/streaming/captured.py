@@ -78,8 +78,8 @@ class Captured:
             chosen = set(range(len(self._arrangement.order))) - on_host if layers is None else set(layers)
             if not chosen.isdisjoint(on_host):
                 raise ManageError(CAPTURED)
-            for each in records:
-                each.add(self, [self._arrangement.order[layer] for layer in chosen])
+            for record in records:
+                record.add(self, [self._arrangement.order[layer] for layer in chosen])
             self._keep_resident()
 
     def update_kept(self) -> bool:

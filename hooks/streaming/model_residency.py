@@ -320,7 +320,7 @@ class ModelResidency:
 
 
 def _strictest(*slos: float | None) -> float | None:
-    return min((each for each in slos if each is not None), default=None)
+    return min((slo for slo in slos if slo is not None), default=None)
 
 
 class _Later(Exception):

@@ -263,15 +263,15 @@ class Streaming:
         if layer in self._hidden:
             self.reveal(layer)
         self._outlived += self.bound[layer].memory()
-        for each in others:
-            self.bound[each].show(None, None)
+        for other in others:
+            self.bound[other].show(None, None)
         try:
             self._ring.give_away(layer)
         except PoolExhausted:
             return  # the layers are read on the host until the arrangement changes
         flats: dict[int, torch.Tensor] = {}
-        for each in others:
-            self._show(each, flats)
+        for other in others:
+            self._show(other, flats)
 
     def _show(self, layer: int, flats: dict[int, torch.Tensor]) -> None:
         """Shows the layer's call its slot. `flats`: the tensors over slots that were made so far, by address."""

@@ -67,23 +67,23 @@ class EngineCache:
         """Backs these blocks, in this order, as far as there are pages beside those of its own blocks, and returns the
         backed ones. A new page holds zeros, as vLLM's own memory does."""
         blocks, done = list(blocks), list[int]()
-        lacking = _count(self._pages.missing(each for each in blocks if each not in self._open))
+        lacking = _count(self._pages.missing(block for block in blocks if block not in self._open))
         shared.lacks(self._device, max(0, lacking - self._device.available) * self._device.page_size)
         room = self._room()
-        for each in blocks:
-            if each not in self._open:
-                fresh = self._pages.missing([each])
+        for block in blocks:
+            if block not in self._open:
+                fresh = self._pages.missing([block])
                 room -= _count(fresh)
                 if room < 0:
                     break
                 try:
-                    self._pages.take([each])
+                    self._pages.take([block])
                 except (torch.OutOfMemoryError, DriverError):
                     break
-                self._open.add(each)
+                self._open.add(block)
                 for first, count in fresh:
                     self._clear(range(first, first + count))
-            done.append(each)
+            done.append(block)
         return tuple(done)
 
     @property
@@ -97,7 +97,7 @@ class EngineCache:
 
     def close(self, blocks: Iterable[int]) -> None:
         """Frees the pages of these blocks, which are not used any more, once the device is done with them."""
-        gone = [each for each in blocks if each in self._open]
+        gone = [block for block in blocks if block in self._open]
         self._open.difference_update(gone)
         self._pages.give(gone)
 
@@ -129,8 +129,8 @@ class EngineCache:
         return self._device.available + client.governor.reclaim.offered(client.number).pages
 
     def _clear(self, pieces: Iterable[int]) -> None:
-        for each in pieces:
-            self.tensor[self._pages.of_piece(each)].zero_()
+        for piece in pieces:
+            self.tensor[self._pages.of_piece(piece)].zero_()
 
 
 def _count(runs: Iterable[tuple[int, int]]) -> int:

@@ -74,7 +74,9 @@ class _Scheduling:
         """Free blocks that the requests of the next two steps may ask for."""
         if not self.requests:
             return 0
-        tokens: int = sum(max(1, each.num_tokens - each.num_computed_tokens) for each in self.requests.values())
+        tokens: int = sum(
+            max(1, request.num_tokens - request.num_computed_tokens) for request in self.requests.values()
+        )
         most = -(-min(tokens, self.step) // self.block) + min(len(self.requests), self.together)
         return 2 * most * self.kinds
 
@@ -104,7 +106,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings = Config.from_env().merge(**options)
             tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
             size = tensors[0].size
-            if size % blocks or any(each.host_resident for each in tensors):
+            if size % blocks or any(tensor.host_resident for tensor in tensors):
                 raise ConfigError(
                     "vLLM keeps some of this model's KV on the host itself: serve it without the connector"
                 )
@@ -227,10 +229,12 @@ def _parts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Returns where the bytes of a block lie in the cache, as (offset, stride, bytes): one part where blocks are the
     outermost dimension, else one for each layer. Groups of layers that share memory are counted once."""
     found: set[tuple[int, int, int]] = set()
-    for each in tensors:
-        layers = range(len(each.layers))
-        if each.block_stride >= each.layer_stride * len(layers):
-            found.add((0, each.block_stride, each.block_stride))
+    for tensor in tensors:
+        layers = range(len(tensor.layers))
+        if tensor.block_stride >= tensor.layer_stride * len(layers):
+            found.add((0, tensor.block_stride, tensor.block_stride))
         else:
-            found.update((each.offset + n * each.layer_stride, each.block_stride, each.block_stride) for n in layers)
+            found.update(
+                (tensor.offset + n * tensor.layer_stride, tensor.block_stride, tensor.block_stride) for n in layers
+            )
     return sorted(found)

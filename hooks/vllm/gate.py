@@ -44,7 +44,7 @@ class BlockGate:
         self._closed: dict[int, Any] = {}
         self._asked: dict[int, tuple[int, ...]] = {}  # by the number of the request, until it is answered
         self._number = 0
-        self._close([each for each in pool.free_block_queue.get_all_free_blocks() if each.block_id >= first])
+        self._close([block for block in pool.free_block_queue.get_all_free_blocks() if block.block_id >= first])
 
     @property
     def open(self) -> int:
@@ -54,7 +54,7 @@ class BlockGate:
     def ask(self, need: int, limit: int) -> tuple[int, tuple[int, ...]]:
         """Returns a numbered request for closed blocks to open, the lowest first, so that `need` are free and at most
         `limit` open."""
-        awaited = {each for blocks in self._asked.values() for each in blocks}
+        awaited = {block for blocks in self._asked.values() for block in blocks}
         count = min(need - self._pool.get_num_free_blocks(), limit - self.open) - len(awaited)
         self._number += 1
         blocks = tuple(heapq.nsmallest(count, self._closed.keys() - awaited)) if count > 0 else ()
@@ -78,7 +78,7 @@ class BlockGate:
         """Closes free blocks until at most `need` are free and at most `limit` open, and returns them: those that hold
         no prefix first, the highest number first; those that hold one only where `cached`, or the limit demands it; and
         all that are `away`, on the host, as no request is to begin there. Blocks below `first` stay open."""
-        free = [each for each in self._pool.free_block_queue.get_all_free_blocks() if each.block_id >= first]
+        free = [block for block in self._pool.free_block_queue.get_all_free_blocks() if block.block_id >= first]
         empty = sorted((each for each in free if each.block_hash is None), key=lambda each: -each.block_id)
         kept = [each for each in free if each.block_hash is not None]  # the least recently used first
         over = max(0, self.open - limit)
@@ -92,8 +92,8 @@ class BlockGate:
         return tuple(each.block_id for each in chosen)
 
     def _close(self, blocks: list[Any]) -> None:
-        self._pool.evict_blocks({each.block_id for each in blocks if each.block_hash is not None})
-        for each in blocks:
-            self._pool.free_block_queue.remove(each)
-            self._closed[each.block_id] = each
+        self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
+        for block in blocks:
+            self._pool.free_block_queue.remove(block)
+            self._closed[block.block_id] = block
         self._pool.num_gpu_blocks -= len(blocks)

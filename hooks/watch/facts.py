@@ -41,7 +41,7 @@ def model_facts(
         "copied": weights.ring.copied,
         "seconds": {phase: measured.total for phase, measured in last.items()},
         "slo": {"decode": residency.tpot_slo, "prefill": residency.ttft_slo},
-        "kv": [cache_facts(each) for each in residency.caches()],
+        "kv": [cache_facts(cache) for cache in residency.caches()],
         "prefixes": None if prefixes is None else prefix_facts(prefixes),
         "latencies": histograms,
     }
@@ -71,11 +71,11 @@ def prefix_facts(store: PrefixStore) -> dict[str, Any]:
 def with_names(models: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Makes names and paths of models unique: "llama", "llama (2)"."""
     found = list[dict[str, Any]]()
-    for each in models:
+    for model in models:
         for key in ("name", "path"):
-            first, number = each[key], 1
-            while any(each[key] == other[key] for other in found):
+            first, number = model[key], 1
+            while any(model[key] == other[key] for other in found):
                 number += 1
-                each[key] = f"{first} ({number})"
-        found.append(each)
+                model[key] = f"{first} ({number})"
+        found.append(model)
     return found

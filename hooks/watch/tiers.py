@@ -13,7 +13,7 @@ def kv_tiers(look: Mapping[str, Any]) -> dict[str, int]:
     peer = (look["peer_pages"] - look["peer_free"]) * page
     away = look.get("kv", {}).get("displaced", 0) * page
     stores = [each["prefixes"] for each in look.get("models", ())]
-    folders = dict(each["files"] for each in stores if each is not None and each["files"] is not None)
+    folders = dict(store["files"] for store in stores if store is not None and store["files"] is not None)
     return {
         "device": look["pages"]["kv"] * page,
         "peer": peer,

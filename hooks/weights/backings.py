@@ -89,8 +89,8 @@ class WeightBackings:
         self, layout: Layout, found: Sequence[TensorSpan], streamed: Collection[int], known: Files
     ) -> dict[int, FileBacking]:
         """Returns the file backings of layers that stream, by layer, where files hold all of it. WeightsFileChanged."""
-        ranges = [each for each in layout.ranges if each.layer in streamed]
-        lying = {each.layer: [(at.offset, found[at.block.key]) for at in each.placements] for each in ranges}
+        ranges = [range_ for range_ in layout.ranges if range_.layer in streamed]
+        lying = {range_.layer: [(at.offset, found[at.block.key]) for at in range_.placements] for range_ in ranges}
         twins = {layer: self._file(at, known) for layer, at in lying.items() if layer is not None}
         return {layer: twin for layer, twin in twins.items() if twin is not None}
 

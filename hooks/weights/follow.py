@@ -159,7 +159,7 @@ class WeightsFollower:
     def _of_others(self, found: Sequence[TensorMember]) -> dict[int, str]:
         """Returns, id -> name, the tensors that lie in another managed model's ranges, and may be in use."""
         others = [
-            each for follower in _followers.users if follower is not self for each in follower._weights.all_ranges()
+            range_ for follower in _followers.users if follower is not self for range_ in follower._weights.all_ranges()
         ]
         return {id(member.tensor): member.name for member, _ in tenants_of(others, found)}
 

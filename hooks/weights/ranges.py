@@ -64,7 +64,7 @@ class Weights:
     @property
     def pages(self) -> int:
         """Device pages of the ranges and of the slots, now."""
-        return sum(each.backed for each in self.all_ranges() if not is_away(each)) + self.ring.pages
+        return sum(range_.backed for range_ in self.all_ranges() if not is_away(range_)) + self.ring.pages
 
     def adopt(
         self,
@@ -100,12 +100,14 @@ class Weights:
             if slots:
                 undo.callback(self.ring.close)
             slot_of = dict(zip(plan.streamed, plan.slots, strict=True))
-            for each in layout.ranges:
-                opened = made[each.layer] = self.device.reserve(each.nbytes, "weights", self.group, auto_retire=True)
+            for range_ in layout.ranges:
+                opened = made[range_.layer] = self.device.reserve(
+                    range_.nbytes, "weights", self.group, auto_retire=True
+                )
                 undo.callback(opened.close)
-                if each.layer is not None and each.layer in slot_of:
+                if range_.layer is not None and range_.layer in slot_of:
                     self._hosted.add(opened.address)
-                    self.backings.make(opened, twins.get(each.layer))
+                    self.backings.make(opened, twins.get(range_.layer))
                     undo.callback(self.backings.drop, opened.address)
             ranges = list(made.values())
             leaving = slot_of.keys() - twins.keys()  # to host pages: their present memory serves the others

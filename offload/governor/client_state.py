@@ -179,4 +179,4 @@ class PageState(ClientState):
         client = self.paged()
         if client is None:
             return []
-        return [each for each in client.offers() if each.divisible or each.index not in self.taken]
+        return [offer for offer in client.offers() if offer.divisible or offer.index not in self.taken]

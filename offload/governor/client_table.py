@@ -163,7 +163,7 @@ class Clients:
         state, on = self._paged.get(number), self.running.here
         if on is not None:
             self.claim(number, on)
-        return next((each for each in self.models if state is not None and each.number == state.model), None)
+        return next((model for model in self.models if state is not None and model.number == state.model), None)
 
     def use(self, model: ModelState, now: float) -> Use:
         """What the caches of the model have."""

@@ -71,11 +71,11 @@ class KVOffers:
         """Pages of slots, by index of the offer: an offer that was there before keeps its index."""
         known = {each[:3]: index for index, each in self._slices.items()}
         found: dict[int, Slice] = {}
-        for each in self._way.slices():
-            index = known.get(each[:3])
+        for slice_ in self._way.slices():
+            index = known.get(slice_[:3])
             while index is None or index in found:
                 index = _FIRST_SLICE + next(self._next) % (INDICES_PER_SPLIT - _FIRST_SLICE)
                 index = None if index in self._slices else index
-            found[index] = each
+            found[index] = slice_
         self._slices = found
         return found

@@ -100,7 +100,7 @@ class Lending:
 
     def borrowed(self, uses: Sequence[Use]) -> int:
         """Pages that models hold beyond their reserves, in all."""
-        return sum(each.borrowed for each in self.accounts(uses))
+        return sum(account.borrowed for account in self.accounts(uses))
 
     def of(self, use: Use) -> Lent:
         """Returns the books of a model."""

@@ -173,8 +173,8 @@ class Overview:
         self._refused = pages
 
     def grant(self, back: Back) -> None:
-        for each in self.clients.models:
-            each.grant = back.plans.get(each.number)
+        for model in self.clients.models:
+            model.grant = back.plans.get(model.number)
         for state, _ in self.clients.paged:
             state.restorable = back.pages.get(state.number, 0)
         if back.plans:

@@ -39,8 +39,8 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     """Returns why a model cannot join those that are there, should they all decode; None where it can. See
     Governor.admit."""
     assert now.bandwidth is not None
-    now.active = frozenset(each.number for each in now.states)
-    taken = any(each.name == model.name for each in now.states)
+    now.active = frozenset(state.number for state in now.states)
+    taken = any(state.name == model.name for state in now.states)
     new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model, 0)
     only = model.interval if isinstance(model.interval, int) else None
     for phase, point in FIRST.items():
@@ -49,10 +49,10 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
             continue
         slo, parts = new.slo(phase), new.tuning.link_parts
         client = LinkClient(new.name, costs, now.page_size, slo, available, only=only, parts=parts)
-        wide = [now.client(each, each.last["decode"], _all(each)) for each in now.states]
+        wide = [now.client(state, state.last["decode"], _all(state)) for state in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue
-        others = [now.client(each, each.last["decode"], 0) for each in now.states]
+        others = [now.client(state, state.last["decode"], 0) for state in now.states]
         found = share([*others, client], now.bandwidth, now.traffic)
         if isinstance(found, Refusal):
             return found
@@ -65,8 +65,8 @@ def _together(now: Situation, clients: Sequence[LinkClient], room: int) -> Share
     found = share(clients, now.bandwidth, now.traffic)
     if isinstance(found, Refusal):
         return None
-    has: Mapping[str, int] = {each.name: now.standing(each).device_pages for each in now.states}
-    plans = {each.name: each.plan(found.options[each.name].interval) for each in clients if not each.idle}
+    has: Mapping[str, int] = {state.name: now.standing(state).device_pages for state in now.states}
+    plans = {client.name: client.plan(found.options[client.name].interval) for client in clients if not client.idle}
     takes = sum(plan.device_pages - has.get(name, 0) for name, plan in plans.items())
     return found if takes <= room else None
 

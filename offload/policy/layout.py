@@ -73,12 +73,12 @@ class Layout:
 
     @property
     def pages(self) -> int:
-        return sum(each.pages for each in self.ranges)
+        return sum(range_.pages for range_ in self.ranges)
 
     @property
     def payload(self) -> int:
         """Bytes of the blocks themselves."""
-        return sum(placement.block.nbytes for each in self.ranges for placement in each.placements)
+        return sum(placement.block.nbytes for range_ in self.ranges for placement in range_.placements)
 
     @property
     def waste(self) -> int:
@@ -87,7 +87,7 @@ class Layout:
 
     def layer_pages(self, layers: int) -> tuple[int, ...]:
         """Pages of the range of each of so many decoder layers, 0 where a layer has none."""
-        found = {each.layer: each.pages for each in self.ranges}
+        found = {range_.layer: range_.pages for range_ in self.ranges}
         return tuple(found.get(layer, 0) for layer in range(layers))
 
     def spare(self, *, sources: bool, working: int) -> int:

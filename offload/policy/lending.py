@@ -116,20 +116,20 @@ class Account:
 
 def master_of(worker: Account, accounts: Sequence[Account]) -> Account | None:
     """Returns the other model that borrows most, or would, as it has most; None where there is no other."""
-    others = [each for each in accounts if each.number != worker.number]
-    return max(others, key=lambda each: (each.borrowed, each.held, -each.number), default=None)
+    others = [account for account in accounts if account.number != worker.number]
+    return max(others, key=lambda other: (other.borrowed, other.held, -other.number), default=None)
 
 
 def due(accounts: Sequence[Account], free: int, most: int) -> dict[int, int]:
     """Returns the pages that each model has to give back, so that with the `free` ones every reserve is whole, as far
     as they are borrowed. Models with the lowest priority give first, of equals the one that borrows most; in units
     shared with the one that lacks most, of `most` pages at most. See Note [Due]."""
-    missing = sum(each.lacking for each in accounts) - free
+    missing = sum(account.lacking for account in accounts) - free
     found: dict[int, int] = {}
     if missing <= 0:
         return found
-    worker = max(accounts, key=lambda each: (each.lacking, -each.number))
-    for master in sorted(accounts, key=lambda each: (each.priority, -each.borrowed, each.number)):
+    worker = max(accounts, key=lambda account: (account.lacking, -account.number))
+    for master in sorted(accounts, key=lambda account: (account.priority, -account.borrowed, account.number)):
         if missing > 0 and master.borrowed:
             size = unit_within(worker.block, master.block, most)
             back = scale_up(0, -(-missing // worker.block), size)

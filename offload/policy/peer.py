@@ -34,9 +34,9 @@ def lacking(free: int, total: int, tuning: PeerPages) -> int:
 def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:
     """Returns how many pages leave, by client, the coldest first."""
     found: dict[int, int] = {}
-    for each in sorted(caches, key=lambda each: (each.active, each.used)):
-        if (going := min(pages, each.pages)) > 0:
-            found[each.client] = going
+    for cache in sorted(caches, key=lambda cache: (cache.active, cache.used)):
+        if (going := min(pages, cache.pages)) > 0:
+            found[cache.client] = going
             pages -= going
     return found
 

@@ -137,7 +137,14 @@ def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
     """In the order of taking. What a client offers of one rung stays in the order in which it offers it, and equals
     stay as they come; of candidates of one priority those that are borrowed come first."""
     return sorted(
-        candidates, key=lambda each: (each.rung, each.priority, not each.borrowed, each.seconds, -each.recency)
+        candidates,
+        key=lambda candidate: (
+            candidate.rung,
+            candidate.priority,
+            not candidate.borrowed,
+            candidate.seconds,
+            -candidate.recency,
+        ),
     )
 
 

@@ -124,7 +124,7 @@ class RemapStep:
 
 def reclaimable(models: Iterable[Model]) -> Iterator[RemapStep]:
     """Iterates over all that weights can give, in order: the steps to take while pages are wanted."""
-    giving = {each.name: each for each in models}
+    giving = {model.name: model for model in models}
     while giving:
         giver = min(giving.values(), key=lambda each: weights_order(each, each.given))
         plan = _freeing_more(giver)

@@ -85,7 +85,7 @@ def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int
     if not at:
         return Pass(total, total, link)
     scale = lcm(*(each.denominator for each in (*compute, *transfer)))
-    computing, copying = ([int(each * scale) for each in times] for times in (compute, transfer))
+    computing, copying = ([int(time_ * scale) for time_ in times] for times in (compute, transfer))
     copies = dict(zip(at, copying, strict=True))
     longest = sum(computing) + sum(copying)
     return Pass(_steady(lambda state: _one_pass(state, computing, copies, slots), count, longest) / scale, total, link)

@@ -38,16 +38,16 @@ class Sharer:
 def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.sharing) -> tuple[int, ...]:
     """Returns the parts that the members should have now, together no more than the total, or than they have where that
     cannot be. Those that want no more are never raised. See Note [Who gives]."""
-    free = total - sum(each.part for each in members)
+    free = total - sum(member.part for member in members)
     if free < 0:  # what is free in a part is free at once
-        members = [replace(each, rested=math.inf) for each in members]
-    claims = [_claim(each, tuning) for each in members]
+        members = [replace(member, rested=math.inf) for member in members]
+    claims = [_claim(member, tuning) for member in members]
     fair = _fair(total, members, claims)
     lacking = [
         max(0, due - each.part) if each.wanted > each.part and free >= 0 else 0
         for each, due in zip(members, fair, strict=True)
     ]
-    parts = [each.part for each in members]
+    parts = [member.part for member in members]
     wanted = max(0, sum(lacking) - free)
     idle = _given(parts, wanted, members, claims)
     _subtract(parts, idle)
@@ -69,7 +69,7 @@ def _fair(total: int, members: Sequence[Sharer], claims: Sequence[int]) -> list[
     found = _poured(total, [0] * len(members), [min(c, each.floor) for c, each in zip(claims, members, strict=True)])
     half = _half(total, members)
     found = _poured(total - sum(found), found, [min(claim, half) for claim in claims])
-    for priority in sorted({each.priority for each in members}, reverse=True):
+    for priority in sorted({member.priority for member in members}, reverse=True):
         caps = [claim if each.priority == priority else 0 for claim, each in zip(claims, members, strict=True)]
         found = _poured(total - sum(found), found, caps)
     return found

@@ -67,23 +67,23 @@ def leaving(files: Collection[Stored], excess: int, kept: Collection[str] = ()) 
     """Returns the files to remove, in this order, so that so many bytes go: none that is `kept` (by name). None where
     that is not possible."""
     holders = _by_key(files)
-    used = {each.name: each.used for each in files}
+    used = {file.name: file.used for file in files}
     depth = dict.fromkeys(used, 0)
-    for each in files:
-        continued = _before(holders, each.part) if each.part is not None else []
-        depth[each.name] = len(continued)
+    for file in files:
+        continued = _before(holders, file.part) if file.part is not None else []
+        depth[file.name] = len(continued)
         for other in continued:
-            used[other.name] = max(used[other.name], each.used)
+            used[other.name] = max(used[other.name], file.used)
     gone = []
-    for each in sorted(files, key=lambda each: (used[each.name], -depth[each.name], each.name)):
-        if excess > 0 and each.name not in kept:
-            gone.append(each)
-            excess -= each.nbytes
+    for file in sorted(files, key=lambda file: (used[file.name], -depth[file.name], file.name)):
+        if excess > 0 and file.name not in kept:
+            gone.append(file)
+            excess -= file.nbytes
     return gone if excess <= 0 else None
 
 
 def _by_key(files: Iterable[Stored]) -> dict[tuple[bytes, bytes], Stored]:
-    return {(each.part.salt, key): each for each in files if each.part is not None for key in each.part.keys}
+    return {(file.part.salt, key): file for file in files if file.part is not None for key in file.part.keys}
 
 
 def _before(holders: Mapping[tuple[bytes, bytes], Stored], part: StoredPart) -> list[Stored]:

@@ -114,7 +114,7 @@ class _Link:
     def copy(self, nbytes: int, copies: int, offset: int = 0) -> Done:
         """Submits so many copies of the same bytes, at this offset or, as there are no more, from the start again."""
         offset %= max(1, self.nbytes - nbytes + 1)
-        there, here = (each + offset for each in self._pages)
+        there, here = (page + offset for page in self._pages)
         return self._transfer.copy([(there, here, nbytes)] * copies, after=0, owner="activations", to="device")
 
 

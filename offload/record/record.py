@@ -94,7 +94,7 @@ class Record:
 
     def __post_init__(self) -> None:
         times = (self.bandwidth, *self.seconds.values())
-        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in times):
+        if not all(isinstance(time_, int | float) and 0 < time_ < math.inf for time_ in times):
             raise ValueError("a bandwidth or a time is not a positive number")
         beside = (*self.beside.values(), self.copying)
         if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in beside):
@@ -119,7 +119,7 @@ class Record:
     def time(self, phase: Phase, batch: int, length: int) -> float | None:
         """Returns the seconds that such an iteration takes at most; None where no point listed is as large. See Note
         [Never under]."""
-        ceilings = (each for each in self.points if each.phase == phase and each[1] >= batch and each[2] >= length)
+        ceilings = (point for point in self.points if point.phase == phase and point[1] >= batch and point[2] >= length)
         return min(map(self._at_most, _corners(ceilings)), default=None)
 
     def typical(self, phase: Phase, batch: int, length: int) -> float | None:
@@ -162,9 +162,9 @@ def _corners(points: Iterable[Point]) -> list[Point]:
     """Returns the points of one phase than which no other is smaller in batch and length: the others cannot take
     less."""
     found: list[Point] = []
-    for each in sorted(points):
-        if not found or each.length < found[-1].length:
-            found.append(each)
+    for point in sorted(points):
+        if not found or point.length < found[-1].length:
+            found.append(point)
     return found
 
 
@@ -177,7 +177,7 @@ def _remembered(lessons: Sequence[Lesson], new: Lesson, window: int) -> tuple[Le
 
 def _believed(lessons: Sequence[Lesson]) -> float:
     """Returns the seconds that count; 0 where there is no lesson."""
-    return max((0.0, *sorted(each.seconds for each in lessons)[: max(1, len(lessons) - 1)]))
+    return max((0.0, *sorted(lesson.seconds for lesson in lessons)[: max(1, len(lessons) - 1)]))
 
 
 def on_grid(slo: float, grid: float = DEFAULT.records.grid) -> float:

@@ -106,7 +106,7 @@ class KVSlots:
     @property
     def pages(self) -> int:
         """Pages of each slot; 0 where there is none."""
-        return min((each.pages for each in self._slots), default=0)
+        return min((slot.pages for slot in self._slots), default=0)
 
     @property
     def slots(self) -> int:

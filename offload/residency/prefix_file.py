@@ -133,7 +133,7 @@ def read(path: str, fd: int, room: Room | None = None) -> Saved:
     }
     tensors[IDS] = Array("I64", (len(ids),), memoryview(ids).cast("B"))
     begin = memoryview(bytearray(entries[IDS].start))
-    digest = _digest([begin, *(each.data for each in tensors.values())], _filler(fd))
+    digest = _digest([begin, *(tensor.data for tensor in tensors.values())], _filler(fd))
     if digest != reader(size - _DIGEST, _DIGEST):
         raise PrefixDamaged("its checksum is wrong")
     del tensors[IDS]
@@ -186,9 +186,9 @@ def _room(room: Room | None, name: str, entry: TensorEntry) -> memoryview:
 def _digest(segments: Iterable[memoryview], work: Callable[[int, memoryview], None]) -> bytes:
     """Does the `work` for each piece, at its offset, and hashes what is in its memory then."""
     pieces, offset = [], 0
-    for each in segments:
-        for first in range(0, each.nbytes, PIECE):
-            piece = each[first : first + PIECE]
+    for segment in segments:
+        for first in range(0, segment.nbytes, PIECE):
+            piece = segment[first : first + PIECE]
             pieces.append((offset, piece))
             offset += piece.nbytes
 

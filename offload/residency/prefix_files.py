@@ -87,7 +87,7 @@ class PrefixFiles:
         """The bytes of all prefix files in the folder."""
         with self._lock:
             self._look()
-            return sum(each.nbytes for each in self._files.values())
+            return sum(file.nbytes for file in self._files.values())
 
     def save(self, keys: Sequence[bytes], ids: Sequence[int], tensors: Mapping[str, Array], after: bytes = b"") -> bool:
         """Writes a run of blocks. Returns whether it is in the folder now. `keys`, `ids`: of its blocks and their
@@ -150,9 +150,9 @@ class PrefixFiles:
         """Removes all files of this salt."""
         with self._lock:
             self._look()
-            for each in list(self._files.values()):
-                if each.part is not None and each.part.salt == self._salt:
-                    self._remove(each.name)
+            for file in list(self._files.values()):
+                if file.part is not None and file.part.salt == self._salt:
+                    self._remove(file.name)
 
     # -- what is in the folder
 
@@ -196,7 +196,7 @@ class PrefixFiles:
         return None
 
     def _index(self) -> None:
-        ours = (each for each in self._files.values() if each.part is not None and each.part.salt == self._salt)
+        ours = (file for file in self._files.values() if file.part is not None and file.part.salt == self._salt)
         self._holders = {key: each.name for each in ours if each.part is not None for key in each.part.keys}
 
     def _clean(self, name: str) -> None:
@@ -275,7 +275,7 @@ class PrefixFiles:
         if self.limit is None:
             return True
         files = self._files.values()
-        gone = leaving(files, size + sum(each.nbytes for each in files) - self.limit, kept)
+        gone = leaving(files, size + sum(file.nbytes for file in files) - self.limit, kept)
         for each in gone or ():
             self._remove(each.name)
         self._index()

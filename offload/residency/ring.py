@@ -187,8 +187,8 @@ class Ring:
         layers = [*self._layers.values()]
         for each, _ in self.own.members:
             layers.append(each)
-        for each in layers:  # in one call: this is done for each token
-            for part in each.parts:
+        for layer in layers:  # in one call: this is done for each token
+            for part in layer.parts:
                 if (backed := part.mover.backing.file) is None:
                     continue
                 for file in backed.files:

@@ -180,6 +180,40 @@ def test_weights_replaced_between_two_tokens_are_in_the_next_one(place: Place, c
             assert not apart(answer(model, given), expected)
 
 
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("setting", ["adapter", "attention", "epsilon"])
+def test_settings_changed_between_two_tokens_hold_for_the_next_one(place: Place, setting: str) -> None:
+    """Later in the call those of before are set again."""
+    model, twin = twins(place)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = {}
+    for side in (model, twin):
+        torch.manual_seed(1)
+        adapted[side] = peft.get_peft_model(side, config)
+        adapted[side].add_adapter("second", config)
+
+    def change(side: Any, back: bool) -> None:
+        if setting == "adapter":
+            adapted[side].set_adapter("default" if back else "second")
+        elif setting == "attention":
+            side.set_attn_implementation("sdpa" if back else "eager")
+        else:
+            side.model.layers[0].input_layernorm.variance_epsilon = 1e-6 if back else 0.1
+
+    given = prompt("llama", place)
+
+    def changed(side: Any) -> models.Output:
+        change(side, back=True)
+        return answer(side, given, 16, **between(lambda step: change(side, back=step == 10) if step in (6, 10) else 0))
+
+    expected = changed(twin)
+    with decoding(model):
+        answer(model, given)
+        for _ in range(2):
+            assert not apart(changed(model), expected)
+
+
 # -- Adapters
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import ballonet
-from ballonet.allocator import devices
+from ballonet.allocator import devices, info
+from ballonet.allocator.config import Config
 from ballonet.hooks.managed import pace_of, residency_of
 from ballonet.hooks.pieces.outlook import foreseen
 from ballonet.hooks.profile import Grid, measured
@@ -51,3 +54,13 @@ def test_no_model_decodes_by_graphs_that_a_preflight_found_wrong(place: Place) -
     assert (None if report is None else str(report)) == (
         "eager (a preflight found graphs wrong: because)" if place.cuda else None
     )
+
+
+@scene(pages=16)
+@pytest.mark.parametrize("setting", ["auto", "none"])
+def test_info_says_that_cudnn_s_attention_is_off_where_models_decode_by_graphs(place: Place, setting: str) -> None:
+    with mock.patch.dict(os.environ, BALLONET_PIECES=setting):
+        works = {check["name"]: check["works"] for check in info.gather(Config(), "")["checks"]}
+    if place.cuda:
+        assert works["decoding by CUDA graphs"] == (setting == "auto")
+    assert works.get("cuDNN's attention", True) == (setting == "none" or not place.cuda)

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 
 import ballonet
 from ballonet import testing
+from ballonet.hooks.pieces.runner import PieceRunner
 
 from ..models import build
 from ..serving.batches import BLOCK, answers, kv_to_the_host, prompts
@@ -68,6 +70,26 @@ def test_tokens_are_stocks_while_pages_move(place: Place) -> None:
     asked = prompts(8, 60)
     model, expected = batched(place, asked)
     with testing.manage(model, chaos=3):
+        assert answers(model, asked, NEW) == expected
+
+
+@scene(only="cuda", pages=256)
+def test_graphs_of_a_loop_are_given_up_once_it_has_no_requests(place: Place) -> None:
+    asked = prompts(8, 60)
+    model, expected = batched(place, asked)
+    gave = list[int]()
+    with ballonet.manage(model) as managed:
+        pieces, step = managed._pieces, PieceRunner.step
+
+        def asking(self: Any, *more: Any) -> Any:
+            gave.append(self.give_up(10))
+            return step(self, *more)
+
+        with mock.patch.object(PieceRunner, "step", asking):
+            assert answers(model, asked, NEW) == expected
+        assert not any(gave)
+        assert managed.report().pieces.replayed > 0
+        assert pieces.give_up(10) > 0
         assert answers(model, asked, NEW) == expected
 
 

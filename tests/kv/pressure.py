@@ -50,7 +50,7 @@ def started(**settings: Any) -> Iterator[Device]:
 
 def kv_ranges(layers: Iterable[Any]) -> list[KVRange]:
     """The ranges of layers that are in use."""
-    found = {id(each._range): each._range for each in layers if isinstance(each, ElasticLayer) and each.elastic}
+    found = {id(layer._range): layer._range for layer in layers if isinstance(layer, ElasticLayer) and layer.elastic}
     return [kv_range for kv_range in found.values() if kv_range is not None]
 
 
@@ -160,13 +160,15 @@ class Taker:
                 self.done["down"] += before - tier.client.leaving_peer
             elif choice == "back":
                 self.done["back"] += tier.restore(pages, 0)
-        for each in ranges:
+        for range_ in ranges:
             found = [
-                piece for piece in range(each._most) if (each.range.leads_to(piece) == "alias") == (choice == "restore")
+                piece
+                for piece in range(range_._most)
+                if (range_.range.leads_to(piece) == "alias") == (choice == "restore")
             ]
             if choice in ("away", "restore") and found:
                 piece = self.random.choice(found)
-                movable = MovableKV(each.pages)
+                movable = MovableKV(range_.pages)
                 self.done[choice] += movable.displace(piece) if choice == "away" else movable.bring_back(piece)
 
     def _copied(self) -> int:

@@ -65,8 +65,8 @@ def layers(device: Device) -> Iterator[list[ElasticLayer]]:
 
 
 def one(layers: list[ElasticLayer], count: int = 1) -> None:
-    for each in layers:
-        each.update(*tokens(count, 3))
+    for layer in layers:
+        layer.update(*tokens(count, 3))
 
 
 def forward(layers: list[ElasticLayer], count: int = 1) -> None:
@@ -79,7 +79,7 @@ def forward(layers: list[ElasticLayer], count: int = 1) -> None:
 CALLED: dict[str, tuple[Callable[[list[ElasticLayer]], object], tuple[int, int]]] = {
     "a forward": (forward, (1, LAYERS - 1)),
     "each layer again in the same forward": (lambda layers: forward(layers * 2), (2, 2 * (LAYERS - 1))),
-    "each in a forward of its own": (lambda layers: [forward([each]) for each in layers], (1, 0)),
+    "each in a forward of its own": (lambda layers: [forward([layer]) for layer in layers], (1, 0)),
     "outside of forwards": (one, (1, 0)),
 }
 

@@ -184,8 +184,8 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     assert kv_copied(device, "p2h") == 1
     coldest = next(n for n, count in enumerate(before) if count)
     assert before[coldest] - after[coldest] == 1
-    demotions = [each for each in devices.of().events.since().events if each.lever == "demotion"]
-    assert [each.what for each in demotions] == [pairs[coldest].tier.client.name]
+    demotions = [event for event in devices.of().events.since().events if event.lever == "demotion"]
+    assert [demotion.what for demotion in demotions] == [pairs[coldest].tier.client.name]
     for pair in pairs:
         pair.check()
     other.close()
@@ -205,7 +205,7 @@ def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device)
     assert pair.tier._reading(6) == (4 / 1024 + 2 / 256) / 6
     assert pair.tier.restore(9, 0) == 6
     devices.of().events.hear()
-    back = [each for each in devices.of().events.since().events if each.verb == "revert"][-1]
+    back = [event for event in devices.of().events.since().events if event.verb == "revert"][-1]
     assert (back.lever, back.verb, back.predicted) == ("running KV", "revert", pytest.approx(4 / 1024 + 2 / 256))
 
 
@@ -315,6 +315,6 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
         for thread in threads:
             thread.join()
     for index, outputs in found.items():
-        assert all(each.agrees(expected[index]) for each in outputs)
+        assert all(output.agrees(expected[index]) for output in outputs)
     copied = crowded.snapshot()["copied"]
     assert min(copied["kv_d2p"], copied["kv_p2h"]) > 0, copied

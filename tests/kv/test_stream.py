@@ -393,7 +393,9 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, room: An
         assert all(each[-1] == 0 for each in left), "a layer that has not been read yet has given pages"
     assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
     devices.of().events.hear()
-    given = [each for each in devices.of().events.since().events if (each.lever, each.verb) == ("running KV", "pull")]
+    given = [
+        event for event in devices.of().events.since().events if (event.lever, event.verb) == ("running KV", "pull")
+    ]
     assert given
     assert not any(each.predicted for each in given), "it was not there yet when the page was needed"
     layers.check()
@@ -442,7 +444,11 @@ def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device, room:
         made = open_slots(stream, count, pages)
         layers.tier.governor.reclaim.publish_now()
         candidates, slots = layers.tier.governor.reclaim.candidates(), layers.tier.client.takable._slices
-        mine = [each.index for each in candidates if each.client == layers.tier.number and each.index in slots]
+        mine = [
+            candidate.index
+            for candidate in candidates
+            if candidate.client == layers.tier.number and candidate.index in slots
+        ]
         taken += device.take([layers.tier.number * KEYS + index for index in mine])
         return made
 

@@ -55,13 +55,13 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
     assert slots > 4
     blocks.append(device.allocate((others - 1) * PAGE))
     assert streamed.flying == LAYERS
-    assert sum(each.range.backed for each in streamed.tier.client.way._slots._slots) >= slots - 2
+    assert sum(slot.range.backed for slot in streamed.tier.client.way._slots._slots) >= slots - 2
     kv = device.snapshot()["pages"]["kv"]
     blocks.append(device.allocate(4 * PAGE))
     assert device.snapshot()["pages"]["kv"] <= kv - 4
     streamed.update()
     device.check()
-    rest = sum(each.range.backed for each in streamed.tier.client.way._slots._slots)
+    rest = sum(slot.range.backed for slot in streamed.tier.client.way._slots._slots)
     if rest:
         blocks.append(device.allocate((device.available + rest) * PAGE))
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
     def between() -> None:
         nonlocal taken
         slots = layers.tier.client.way._slots
-        before = sum(each.range.backed for each in slots._slots)
+        before = sum(slot.range.backed for slot in slots._slots)
         if blocks and draw.random() < 0.4:
             device.deallocate(blocks.pop(draw.randrange(len(blocks))))
             device.trim()
@@ -114,7 +114,7 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
                 blocks.append(device.allocate(draw.randint(1, 12) * PAGE))
             except PoolExhausted:
                 poison(device)
-        taken += before - sum(each.range.backed for each in slots._slots)
+        taken += before - sum(slot.range.backed for slot in slots._slots)
         device.check()
 
     def append(index: int, elastic: Any, stock: Any, new: Any) -> None:

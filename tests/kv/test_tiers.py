@@ -299,9 +299,9 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     other.close()
     me = threading.current_thread().name
     found = [
-        (each.lever, each.verb, each.pages, each.predicted, each.measured is not None)
-        for each in devices.of().events.since().events
-        if each.what == pair.tier.client.name and each.by == me
+        (event.lever, event.verb, event.pages, event.predicted, event.measured is not None)
+        for event in devices.of().events.since().events
+        if event.what == pair.tier.client.name and event.by == me
     ]
     assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
     assert found[1][:4] == ("running KV", "pull", 3, 0.0), "they were clean"
@@ -344,7 +344,9 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     thread.join()
     assert "h" not in mine.places()  # they were given
     assert pairs[0].places().count("a") >= 24
-    (waited,) = (each for each in devices.of().events.since().events if (each.lever, each.verb) == ("wait", "revert"))
+    (waited,) = (
+        event for event in devices.of().events.since().events if (event.lever, event.verb) == ("wait", "revert")
+    )
     assert waited.pages > 0
     assert waited.measured is not None
     assert waited.what == mine.tier.client.name
@@ -389,9 +391,9 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
 
     class Press(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            reads = [each for each in args if isinstance(each, torch.Tensor)]
+            reads = [arg for arg in args if isinstance(arg, torch.Tensor)]
             first = kv_range.range.address
-            if any(0 <= each.data_ptr() - first < kv_range.range.nbytes for each in reads) and "view" not in str(func):
+            if any(0 <= read.data_ptr() - first < kv_range.range.nbytes for read in reads) and "view" not in str(func):
                 taken.append(kv_range.group.leases)
             return func(*args, **(kwargs or {}))
 

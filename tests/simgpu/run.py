@@ -38,6 +38,9 @@ ORDER = (
     "tests/gpu/test_kv_slots.py",
     "tests/gpu/test_kv_stream.py",
     "tests/gpu/test_kv_tokens.py",
+    "tests/gpu/test_pieces.py",
+    "tests/gpu/test_pieces_broken_off.py",
+    "tests/gpu/test_pieces_changes.py",
     "tests/gpu/test_prefix.py",
     "tests/gpu/test_weights_order.py",
     "tests/gpu/test_balloon_core.py",
@@ -140,11 +143,11 @@ def play(stage: Stage, python: Path, jobs: int) -> Outcome:
 
 def table(outcomes: list[Outcome]) -> str:
     rows = [("stage", "delay", "seed", "passed", "failed", "skipped", "seconds")]
-    for each in outcomes:
-        stage = each.stage
-        counts = (each.count("PASSED"), each.count(*FAILING), each.count("SKIPPED"))
+    for outcome in outcomes:
+        stage = outcome.stage
+        counts = (outcome.count("PASSED"), outcome.count(*FAILING), outcome.count("SKIPPED"))
         rows.append(
-            (stage.name, f"{stage.delay / 1000:g} us", str(stage.seed), *map(str, counts), f"{each.seconds:.0f}")
+            (stage.name, f"{stage.delay / 1000:g} us", str(stage.seed), *map(str, counts), f"{outcome.seconds:.0f}")
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -172,12 +175,12 @@ def main() -> int:
         print(f"[{number}/{len(wanted)}] {stage.name}: delay {stage.delay / 1000:g} us, seed {stage.seed}", flush=True)
         outcomes.append(play(stage, python, chosen.jobs))
     print(table(outcomes))
-    said = {"torch": chosen.torch, "stages": [{**asdict(each), "failed": each.failed} for each in outcomes]}
+    said = {"torch": chosen.torch, "stages": [{**asdict(outcome), "failed": outcome.failed} for outcome in outcomes]}
     SUMMARY.write_text(json.dumps(said, indent=1) + "\n")
-    failing = {name for each in outcomes for name, result in each.results.items() if result in FAILING}
+    failing = {name for outcome in outcomes for name, result in outcome.results.items() if result in FAILING}
     for name in sorted(failing):
         print(f"failed: {name}")
-    return int(any(each.failed for each in outcomes) or not outcomes)
+    return int(any(outcome.failed for outcome in outcomes) or not outcomes)
 
 
 if __name__ == "__main__":

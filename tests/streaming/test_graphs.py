@@ -364,7 +364,7 @@ def test_whatever_is_planned(model: Any, managed: ballonet.Managed, original: An
         assert torch.equal(logits(model), expected)
         assert torch.equal(captured.replay(), right)
         resident = {layer for layer in managed._weights.ranges if layer is not None} - {*managed.report().streamed}
-        here = sum(each.backed for layer in resident for each in managed._weights.ranges[layer])
+        here = sum(range_.backed for layer in resident for range_ in managed._weights.ranges[layer])
         assert managed.report().freed_pages == sum(before) - here - managed._weights.ring.pages
     elastic._change(streaming(before, (3, 5), 1))
     assert managed.report().streamed == plan.streamed

@@ -217,7 +217,7 @@ def test_a_copy_is_given_up_once_pages_were_ample_for_long(
         assert torch.equal(logits(model), expected)
         assert managed.report().host_pages == 0
         assert copies_given_up() - given_up == to_host() - before
-        assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
+        assert all(type(module.__dict__["_parameters"]) is plain for module in model.modules())
         assert torch.equal(logits(model), expected)
         scarce.governor.pages.scarce = True
     devices.require().check()
@@ -291,7 +291,7 @@ def test_a_model_that_gives_nothing_is_not_prepared(
                 assert torch.equal(logits(model), expected)
             assert managed.report().streamed == ()
             assert (to_host() - before, managed.report().host_pages) == (0, 0)
-            assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
+            assert all(type(module.__dict__["_parameters"]) is plain for module in model.modules())
         finally:
             filler.close()
             device.reap(wait=True)
@@ -319,19 +319,19 @@ def readers(looks: dict[str, Callable[[], object]]) -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         eventually(lambda: looked(dict.fromkeys(looks, 0)), 600)
         before = dict(times)
         yield
         eventually(lambda: looked(before), 600)
     finally:
         done.set()
-        for each in threads:
-            each.join(600)
+        for thread in threads:
+            thread.join(600)
         sys.setswitchinterval(interval)
     assert not failed, failed
-    assert not any(each.is_alive() for each in threads)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: ballonet.Managed, scarce: Scarce) -> None:

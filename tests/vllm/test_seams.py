@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def imported() -> list[str]:
     """The modules of a vLLM that are imported."""
-    return [each for each in sys.modules if each == "vllm" or each.startswith("vllm.")]
+    return [module for module in sys.modules if module == "vllm" or module.startswith("vllm.")]
 
 
 def test_a_version_with_all_of_it_will_do(folder: Path) -> None:

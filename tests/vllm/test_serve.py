@@ -98,7 +98,7 @@ def serving(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def _descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task").glob("*/children")
     found = [int(child) for each in children for child in each.read_text().split()]
-    return found + [each for child in found for each in _descendants(child)]
+    return found + [descendant for child in found for descendant in _descendants(child)]
 
 
 def runs(pid: int) -> bool:
@@ -123,7 +123,7 @@ def test_clients_get_the_tokens_of_stock_and_pages_follow_them(serving: Serving,
             with Watcher([serving.engine], BUDGET) as watcher:
                 answers = list(threads.map(serving.complete, asked))
             assert [tokens for _, tokens in answers] == expected
-            assert [text.split() for text, _ in answers] == [[f"w{each}" for each in tokens] for tokens in expected]
+            assert [text.split() for text, _ in answers] == [[f"w{token}" for token in tokens] for tokens in expected]
             assert not watcher.over
             assert watcher.together >= idle + 2 * MIB
             until(lambda: held(serving.engine) == idle, serving)  # nobody asks any more
@@ -137,7 +137,7 @@ def test_a_budget_that_is_lowered_while_clients_wait_only_slows_them(serving: Se
         with Watcher([serving.engine], BUDGET) as watcher:
             assert budget(serving.engine, 2 * MIB)["budget"] == 2 * MIB
             watcher.total = 2 * MIB
-            assert [each.result()[1] for each in answers] == stock[0]
+            assert [answer.result()[1] for answer in answers] == stock[0]
     assert not watcher.over
 
 
@@ -146,8 +146,8 @@ def test_a_signal_leaves_no_process_and_no_page(serving: Serving) -> None:
     them, and waits for their clients to go then, however long: they do once the engine has ended."""
     idle = held(serving.engine)
     with ExitStack() as clients:
-        for each in prompts()[0][:4]:
-            clients.enter_context(asking(serving, each, 800))
+        for prompt in prompts()[0][:4]:
+            clients.enter_context(asking(serving, prompt, 800))
         until(lambda: held(serving.engine) > idle, serving)
         serving.process.send_signal(signal.SIGTERM)
         until(lambda: not runs(serving.engine), serving)

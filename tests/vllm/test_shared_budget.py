@@ -43,7 +43,7 @@ def test_they_share_one_budget(engines: tuple[Led, Led], stock: Any, capsys: pyt
         (found,) = json.loads(capsys.readouterr().out)
         return {each["pid"]: each["part"] for each in found["parts"]}
 
-    with Watcher([each.pid for each in engines], TOTAL) as watcher:
+    with Watcher([engine.pid for engine in engines], TOTAL) as watcher:
         for each, other in (engines, engines[::-1]):
             deadline = time.monotonic() + 120
             while not parts()[each.pid] > TOTAL // 2 > parts()[other.pid]:
@@ -62,18 +62,18 @@ def test_they_share_one_budget(engines: tuple[Led, Led], stock: Any, capsys: pyt
         watcher.most, watcher.total = dict.fromkeys(watcher.most, 0), TOTAL
         parts(TOTAL)
         done(engines)
-        answers = [each.close() for each in engines]
-    assert [each["said"] for each in answers] == [[stock[wave] for wave in each.waves] for each in engines]
+        answers = [engine.close() for engine in engines]
+    assert [answer["said"] for answer in answers] == [[stock[wave] for wave in engine.waves] for engine in engines]
     assert watcher.looks
     assert not watcher.over, f"{watcher.together} bytes together"
     assert min(watcher.most.values()) > LESS // 2, "both grow with the total"
 
 
 def wave(engines: tuple[Led, Led]) -> None:
-    for each in engines:
-        each.begin()
+    for engine in engines:
+        engine.begin()
 
 
 def done(engines: tuple[Led, Led]) -> None:
-    for each in engines:
-        each.end()
+    for engine in engines:
+        engine.end()

@@ -138,7 +138,7 @@ def check_faults(faults: Iterable[PlayedFault], replicas: int, requests: int) ->
     """Raises ManageError where a fault names a replica or request that does not exist at that time, or adds a replica
     that does."""
     known = {*range(replicas)}
-    for fault in sorted(faults, key=lambda each: each.at):
+    for fault in sorted(faults, key=lambda fault: fault.at):
         if isinstance(fault, NewReplica):
             if fault.member in known:
                 raise ManageError(f"{fault}: that number is in use; the next free one is {max(known) + 1}")
@@ -158,7 +158,7 @@ def _made(given: dict[str, Any]) -> PlayedFault:
     kind = KINDS.get(given.pop("fault", None))
     if kind is None:
         raise ValueError(f"its kind, fault, is one of {', '.join(KINDS)}")
-    fields = {each.name for each in dataclasses.fields(kind)}
+    fields = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted({*given} - fields):
         raise ValueError(f"{', '.join(unknown)}: it has {', '.join(sorted(fields))}")
     values = {name: _value(name, value) for name, value in given.items()}

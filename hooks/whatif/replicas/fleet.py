@@ -63,7 +63,7 @@ class VirtualFleet:
     @property
     def layer_pages(self) -> tuple[int, ...]:
         """Pages of each layer."""
-        return tuple(-(-each // self.page) for each in self.shape.layers)
+        return tuple(-(-layer // self.page) for layer in self.shape.layers)
 
     @property
     def pages(self) -> int:

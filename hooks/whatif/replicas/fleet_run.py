@@ -87,7 +87,7 @@ class FleetRun:
 
     def open(self, members: Members, spans: Sequence[int], capacity: int, policy: MemoryPolicy) -> Pipeline:
         """Begins a group and returns it. `spans`: number of layers of each member; `capacity`: tokens of KV."""
-        links = [self.link_of(each) for each in members]
+        links = [self.link_of(member) for member in members]
         pipe = Pipeline(self.events, self.fleet, self.cost, policy, members, spans, links, capacity, self.silent)
         self.pipes[members] = pipe
         return pipe

@@ -233,7 +233,7 @@ class MigratePolicy(RecomputePolicy):
             return
         others = [pipe for pipe in self.run.pipes.values() if not pipe.waiting]
         for pipe in stuck:
-            to = max(others, key=lambda each: each.free, default=None)
+            to = max(others, key=lambda other: other.free, default=None)
             if to is None:
                 return
             spare, first = int(DEFAULT.replicas.watermark * to.capacity), pipe.waiting[0]
@@ -254,7 +254,7 @@ class MigratePolicy(RecomputePolicy):
         short = pipe.waiting[0].known - pipe.free
         block = self.run.fleet.block
         fits = [each for place in pipe.places for each in place if short <= each.held <= to.free - spare - block]
-        job = min(fits, key=lambda each: (each.held, each.number), default=None)
+        job = min(fits, key=lambda fit: (fit.held, fit.number), default=None)
         if job is None:
             return
         room = job.held + block

@@ -211,7 +211,7 @@ class Pipeline:
         cost = self._cost
         prompts = sum(cost.added(chunk.before, chunk.new) for _, chunk in ahead)
         others = sum(cost.added(job.kv, 1) for n, each in enumerate(self.places) if n != place for job in each)
-        own = sum(cost.added(*each) for each in decodes)
+        own = sum(cost.added(*decode) for decode in decodes)
         share = (prompts + others + own) / stages - own
         if share <= 0:
             return []

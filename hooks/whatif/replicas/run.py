@@ -29,9 +29,9 @@ POLICIES: Final[Mapping[str, type[RecomputePolicy]]] = {
 
 def checked(policies: Sequence[str]) -> None:
     """Raises ManageError where there is no such policy."""
-    for each in policies:
-        if each not in POLICIES:
-            raise ManageError(f"no policy {each!r} of replicas: there are {', '.join(POLICIES)}")
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ManageError(f"no policy {policy!r} of replicas: there are {', '.join(POLICIES)}")
 
 
 def run(

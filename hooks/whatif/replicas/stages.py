@@ -76,8 +76,8 @@ class Stages:
     def halt(self) -> None:
         """Stops all stages for good, and drops microbatches in flight."""
         self.halted = True
-        for each in self._stages:
-            each.link.cancel(self)
+        for stage in self._stages:
+            stage.link.cancel(self)
 
     def wake(self, member: int) -> None:
         """Resumes the stage of a member that was paused."""

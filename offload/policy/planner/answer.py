@@ -56,7 +56,7 @@ class PlanAnswer:
     @property
     def slowest(self) -> Forecast:
         """The model whose tokens take longest, which sets the limit."""
-        return max(self.models, key=lambda each: each.tpot or 0.0)
+        return max(self.models, key=lambda model: model.tpot or 0.0)
 
 
 def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tuning: Tuning = DEFAULT) -> PlanAnswer:
@@ -64,12 +64,12 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
     found = placed(models, budget, tuning)
     fewest, whole = least(models, budget, tuning), everything(models)
     if found is None:
-        lacking = [Forecast(each, None, each.weights, sum(each.last.kv), each.last.activations) for each in models]
+        lacking = [Forecast(model, None, model.weights, sum(model.last.kv), model.last.activations) for model in models]
         short = placed(models, replace(budget, host=None), tuning) is not None
         met = None if budget.slo is None else False
         return PlanAnswer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
     forecasts = _forecasts(models, found, budget, tuning)
-    if tokens * max(each.tpot or 0.0 for each in forecasts) > tuning.pages.dwell:
+    if tokens * max(forecast.tpot or 0.0 for forecast in forecasts) > tuning.pages.dwell:
         forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or found, budget, tuning)
     answer = PlanAnswer(True, forecasts, fewest, whole, None, budget.slo)
     tpot, waits = answer.slowest.tpot, answer.slowest.waits
@@ -85,8 +85,8 @@ def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: PlanBud
     shared = None if budget.page_seconds is None else budget.page_seconds * max(1, streaming)
     beside = replace(budget, page_seconds=shared)
     forecasts = [_forecast(needs, at, beside, tuning) for needs, at in zip(models, found, strict=True)]
-    idle = budget.pages - sum(each.weights + each.kv + each.activations for each in forecasts)
-    return [_with_idle(each, max(0, idle) // len(forecasts)) for each in forecasts]
+    idle = budget.pages - sum(forecast.weights + forecast.kv + forecast.activations for forecast in forecasts)
+    return [_with_idle(forecast, max(0, idle) // len(forecasts)) for forecast in forecasts]
 
 
 def _with_idle(forecast: Forecast, idle: int) -> Forecast:

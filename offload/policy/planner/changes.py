@@ -129,7 +129,7 @@ def _quantized(
     """Tries weights of fewer bits: they are loaded on the device, where all of them have to fit."""
     for bits in tuning.bits:
         after = ask(replace(asked, bits=bits))
-        if lifts(answer, after, tuning) and not any(each.plan and each.plan.streamed for each in after.models):
+        if lifts(answer, after, tuning) and not any(model.plan and model.plan.streamed for model in after.models):
             yield PlanChange("weights", bits, 16 / bits, after)
             return
 

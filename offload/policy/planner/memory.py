@@ -77,7 +77,7 @@ def placed(
         at.plan == plan and not at.away + at.early for at, plan in zip(found, managed, strict=True)
     ):
         return found  # with the most nothing is lacking, so that nothing hangs on anything
-    known = budget.page_seconds is not None and all(each.judging.decode is not None for each in models)
+    known = budget.page_seconds is not None and all(model.judging.decode is not None for model in models)
     noise = tuning.planning.noise
     likely = _followed(models, managed, budget, tuning, rested, least=True) or found
     settled = all(
@@ -173,8 +173,8 @@ class _Run:
     def prompt(self) -> bool:
         """Follows the prompts. Is there room for all?"""
         mapped = [0] * len(self._models)  # pages that operators had so far, as the heap keeps them
-        for each in self._models:
-            each.listed = 0 if each.needs.stages else each.needs.prompt.movable  # where all is one moment
+        for model in self._models:
+            model.listed = 0 if model.needs.stages else model.needs.prompt.movable  # where all is one moment
         stages = self._moments(Phase.PROMPT)
         for before, now in pairwise([stages[0], *stages]):
             kv = [sum(moment.kv) for moment in now]
@@ -193,7 +193,7 @@ class _Run:
 
     def answer(self) -> bool:
         """Follows the answers to the last token. Is there room for all?"""
-        last = (each.needs.last for each in self._models)
+        last = (model.needs.last for model in self._models)
         if self._held + sum(sum(at.kv) + self._of(at) for at in last) <= self._budget.pages:
             return True  # as caches only grow
         for now in self._moments(Phase.ANSWER):
@@ -206,7 +206,7 @@ class _Run:
 
     def _moments(self, phase: Phase) -> list[list[Moment]]:
         """Returns the moments of all models together: one that has fewer stays at its last."""
-        found = [each.needs.moments(phase) for each in self._models]
+        found = [model.needs.moments(phase) for model in self._models]
         return [[those[min(step, len(those) - 1)] for those in found] for step in range(max(map(len, found)))]
 
     def _of(self, moment: Moment) -> int:
@@ -222,7 +222,7 @@ class _Run:
 
     @property
     def _held(self) -> int:
-        return sum(each.held - each.away for each in self._models)
+        return sum(model.held - model.away for model in self._models)
 
     def _room(self, pages: Iterable[int], phase: Phase) -> bool:
         """Takes what is lacking for so many pages of each model's KV and operators; all of it, or nothing."""
@@ -256,10 +256,10 @@ class _Run:
 
     def _arrange(self) -> None:
         """Arranges what was taken, before the next forward."""
-        for each in self._models:
-            if each.taken:
-                each.model = each.stands(Phase.ANSWER, self._budget)
-                each.taken = set()
+        for model in self._models:
+            if model.taken:
+                model.model = model.stands(Phase.ANSWER, self._budget)
+                model.taken = set()
 
 
 def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT) -> int:
@@ -284,8 +284,8 @@ def least(models: Sequence[Needs], budget: PlanBudget, tuning: Tuning = DEFAULT)
 
 def everything(models: Sequence[Needs]) -> int:
     """Returns the pages with which nothing streams and nothing leaves."""
-    running = sum(max(each.prompt.pages, each.last.pages) for each in models)
-    return sum(each.weights for each in models) + max(running, *(each.working for each in models))
+    running = sum(max(model.prompt.pages, model.last.pages) for model in models)
+    return sum(model.weights for model in models) + max(running, *(model.working for model in models))
 
 
 def costs_of(needs: Needs, seconds: float | None, page_seconds: float | None, tuning: WeightPlans) -> Costs:

@@ -63,7 +63,7 @@ class ChunkCost:
     def __post_init__(self) -> None:
         """Raises ValueError where a part is not a number of seconds."""
         parts = (self.alpha, self.beta, self.gamma, self.within, self.prefix, self.others, self.lone)
-        if not all(math.isfinite(each) and each >= 0 for each in parts):
+        if not all(math.isfinite(part) and part >= 0 for part in parts):
             raise ValueError(f"a cost has a part that is no number of seconds from 0 on: {self}")
         if self.lone > self.gamma:
             raise ValueError(f"a batch of one token takes less by more than it takes: {self}")

@@ -107,9 +107,9 @@ class Cluster:
     def steady(self) -> list[ActiveGroup]:
         """Returns the groups that may change: all members are in their epoch, hold their span and have their KV."""
         return [
-            each
-            for each in self.groups.values()
-            if not each.exchanging and all(self.replicas[member].is_steady for member in each.group.members)
+            group
+            for group in self.groups.values()
+            if not group.exchanging and all(self.replicas[member].is_steady for member in group.group.members)
         ]
 
     def usage(self, held: int) -> Usage | None:
@@ -117,11 +117,11 @@ class Cluster:
         replica has not reported its load in its epoch."""
         used = free = undropped = 0
         pending, model = held, sum(self.pages)
-        for each in self.replicas.values():
-            if each.load is None:
+        for replica in self.replicas.values():
+            if replica.load is None:
                 return None
-            used, free, pending = used + each.load.used, free + each.load.free, pending + each.load.pending
-            undropped += max(0, each.pages - model)
+            used, free, pending = used + replica.load.used, free + replica.load.free, pending + replica.load.pending
+            undropped += max(0, replica.pages - model)
         return Usage(used, free, pending, undropped)
 
     def sources(self) -> list[Group]:
@@ -136,7 +136,7 @@ class Cluster:
 
     def check(self) -> None:
         """Raises ValueError unless every replica is in one group, and every group has a complete copy."""
-        check_groups((each.group for each in self.groups.values()), self.layers)
+        check_groups((group.group for group in self.groups.values()), self.layers)
         placed = {member: members for members, each in self.groups.items() for member in each.group.members}
         if placed != self._group_of or {*placed} != {*self.replicas}:
             raise ValueError("a replica is in no group, or the index of groups is wrong")

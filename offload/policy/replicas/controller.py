@@ -94,7 +94,7 @@ class Controller:
     @property
     def freed(self) -> int:
         """Pages that the groups in force have freed, compared with undropped replicas."""
-        return net_freed((each.group for each in self.cluster.groups.values()), self.cluster.pages)
+        return net_freed((group.group for group in self.cluster.groups.values()), self.cluster.pages)
 
     def check(self) -> None:
         """Raises ValueError unless groups, requests and the epoch in preparation agree."""
@@ -103,7 +103,7 @@ class Controller:
         proposal = self._proposals.proposal
         if proposal is not None and not all(members in self.cluster.groups for members in proposal.old):
             raise ValueError(f"epoch {proposal.epoch} is prepared for groups that are no more")
-        if self.epoch < max((each.epoch for each in self.cluster.groups.values()), default=0):
+        if self.epoch < max((group.epoch for group in self.cluster.groups.values()), default=0):
             raise ValueError("a group is in an epoch that was never given out")
 
     def on(self, event: Event) -> list[Action]:

@@ -49,17 +49,17 @@ class ControllerState:
     def start(self, requests: Iterable[RequestEntry]) -> None:
         """Starts held requests, new ones and those that are computed anew, in the groups with most room."""
         again: dict[Members, list[str]] = {}
-        for each in requests:
-            started = each.started
-            group = self.book.choose(each)
+        for request in requests:
+            started = request.started
+            group = self.book.choose(request)
             if group is None:
-                self._hold_or_refuse(each)
+                self._hold_or_refuse(request)
                 continue
-            self.book.put(each, group)
+            self.book.put(request, group)
             if started:
-                again.setdefault(group, []).append(each.name)
+                again.setdefault(group, []).append(request.name)
             else:
-                self.actions.append(Dispatch(each.name, self.cluster.groups[group].epoch, group))
+                self.actions.append(Dispatch(request.name, self.cluster.groups[group].epoch, group))
         for group, names in again.items():
             self.actions.append(Recompute(tuple(names), self.cluster.groups[group].epoch, group))
 

@@ -69,7 +69,7 @@ class EpochProposals:
             for member in group.members:
                 for layer in plan.pulls.get(member, ()):
                     holders = (each.holder(layer) for each in old.values())
-                    pulls.append(Pull(member, layer, next(each for each in holders if each != member)))
+                    pulls.append(Pull(member, layer, next(holder for holder in holders if holder != member)))
         self._propose(Kind.DROP, olds, plan.formed, tuple(pulls), at)
 
     def propose_restore(self, groups: Iterable[Group], at: float) -> None:

@@ -76,12 +76,12 @@ class Failures:
     def count_recomputation(self, requests: Iterable[RequestEntry]) -> list[RequestEntry]:
         """Counts one more computation of each request. Refuses those that had too many, and returns the others."""
         left = []
-        for each in requests:
-            each.lives -= 1
-            if each.lives < 0:
-                self._state.refuse(each, Reason.LIVES)
+        for request in requests:
+            request.lives -= 1
+            if request.lives < 0:
+                self._state.refuse(request, Reason.LIVES)
             else:
-                left.append(each)
+                left.append(request)
         return left
 
     def pull_failed(self, epoch: int, member: int, reason: Reason, at: float) -> None:
@@ -117,7 +117,7 @@ class Failures:
         for member, replica in [*replicas.items()]:
             if member not in replicas:
                 continue  # fenced in this loop
-            if any(each.source is not None and not self._holds(each.source, each.layer) for each in replica.pulls):
+            if any(pull.source is not None and not self._holds(pull.source, pull.layer) for pull in replica.pulls):
                 self._pull(member, replica, self._state.cluster.sources(), at)
 
     def _holds(self, member: int, layer: int) -> bool:
@@ -152,7 +152,7 @@ class Failures:
         replica.pull_at = None
         peers = [sources[member % len(sources)]] if sources else []
         replica.pulls = restore_plan(member, replica.held, self._state.cluster.layers, peers)
-        if not replica.backed and any(each.source is None for each in replica.pulls):
+        if not replica.backed and any(pull.source is None for pull in replica.pulls):
             self.fence(member, Reason.FILE_CHANGED, at)
         else:
             self._state.actions.append(StartRestore(replica.epoch, replica.pulls))

@@ -89,7 +89,7 @@ def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
     if len(filling) < tuning.samples:
         raise ValueError(f"{len(filling)} batches with prompts are too few to fit a cost: give {tuning.samples}")
     parts = [_held_out(each, tuning.folds) for each in (filling, decoding)]
-    rest = [each for others, _ in parts for each in others]
+    rest = [other for others, _ in parts for other in others]
     apart = len(decoding) >= tuning.samples
     made, trial = (_best(each, apart, tuning) for each in (samples, rest))
     errors = [[_error(trial, each) for each in held] for _, held in parts]
@@ -104,8 +104,8 @@ def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
 def _kinds(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Returns the batches in which all requests decode, and the others."""
     found: tuple[list[Sample], list[Sample]] = [], []
-    for each in samples:
-        found[not all(is_decode(*chunk) for chunk in each.chunks)].append(each)
+    for sample in samples:
+        found[not all(is_decode(*chunk) for chunk in sample.chunks)].append(sample)
     return found
 
 
@@ -123,7 +123,7 @@ def _packed(samples: Sequence[Sample]) -> ChunkCost:
     """Returns the fitted cost of attention that does not know the sequences."""
     sizes = [Step.of((new, before) for before, new in each.chunks) for each in samples]
     lone = _tells_of_one(samples)
-    rows = [[1.0, float(each.new), float(each.read), float(each.new * each.read)] for each in sizes]
+    rows = [[1.0, float(size.new), float(size.read), float(size.new * size.read)] for size in sizes]
     fixed, row, key, pair, *more = _solved(
         [[*each, *[_more(sample.chunks)] * lone] for each, sample in zip(rows, samples, strict=True)], samples
     )
@@ -167,11 +167,11 @@ def _validated(way: Way, samples: Sequence[Sample], folds: int) -> float:
 
 
 def _fitted(form: _Form, samples: Sequence[Sample]) -> ChunkCost:
-    return form.cost(_solved([form.row(each.chunks) for each in samples], samples))
+    return form.cost(_solved([form.row(sample.chunks) for sample in samples], samples))
 
 
 def _solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[float, ...]:
-    found = nonnegative.fitted(np.array(rows), np.array([each.seconds for each in samples]))
+    found = nonnegative.fitted(np.array(rows), np.array([sample.seconds for sample in samples]))
     assert found is not None  # a constant alone fits times above 0
     return found
 
@@ -183,7 +183,7 @@ def _more(chunks: Sequence[tuple[int, int]]) -> float:
 
 def _tells_of_one(samples: Sequence[Sample]) -> bool:
     """Returns whether some samples have one new token and others more."""
-    return len({_more(each.chunks) for each in samples}) == 2
+    return len({_more(sample.chunks) for sample in samples}) == 2
 
 
 def _held_out(samples: Sequence[Sample], folds: int, number: int = 0) -> tuple[list[Sample], list[Sample]]:

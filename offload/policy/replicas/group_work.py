@@ -29,7 +29,7 @@ def split(requests: Sequence[RequestEntry], used: int, pending: int, kv: KVSize)
     part = min(1.0, max(0.0, (used * kv.page / kv.token - prompts) / new)) if new else 0.0
     done = [round(part * max(1, each.new)) for each in running]
     return (
-        [(each.prompt, each.new) for each in requests[first:]],
+        [(request.prompt, request.new) for request in requests[first:]],
         [(each.prompt + some, max(1, each.new - some)) for each, some in zip(running, done, strict=True)],
     )
 

@@ -67,7 +67,7 @@ class LinkOrder:
     def forget(self, tags: Container[str]) -> None:
         """Removes queued messages with these tags. A part that is under way is still sent."""
         self._urgent = deque(each for each in self._urgent if each.tag not in tags)
-        self._others = deque(each for each in self._others if each.tag not in tags)
+        self._others = deque(other for other in self._others if other.tag not in tags)
 
     def begin(self, now: float) -> int | None:
         """Begins the next part, and returns its bytes; None where one is under way, or nothing is queued."""

@@ -100,7 +100,7 @@ def by_tokens(chunks: Sequence[ChunkSize], most: int) -> list[Batch]:
 def fig11(chunks: Sequence[ChunkSize], least: int, cost: ChunkCost) -> list[Batch]:
     """Returns batches halved by cost until they have `least` tokens or fewer, as printed but for its errata (KunServe
     Fig. 11). See Note [Look ahead]."""
-    if sum(each.new for each in chunks) <= max(1, least):
+    if sum(chunk.new for chunk in chunks) <= max(1, least):
         return [list(chunks)] if chunks else []
     halves = equal_cost(chunks, 2, cost)
     return halves if len(halves) < 2 else [part for half in halves for part in fig11(half, least, cost)]

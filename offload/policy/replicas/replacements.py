@@ -36,7 +36,7 @@ class Replacements:
     @property
     def expected(self) -> bool:
         """Whether a replica is starting, or will be started."""
-        return any(each.joined is None for each in self._ranks.values())
+        return any(rank.joined is None for rank in self._ranks.values())
 
     def joined(self, rank: int, at: float) -> bool:
         """Notes that the replica of a rank has joined. False where that cannot be: no process of the rank runs, or its

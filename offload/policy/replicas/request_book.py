@@ -55,7 +55,7 @@ class RequestBook:
 
     def of(self, group: Members) -> tuple[RequestEntry, ...]:
         """Returns the requests of a group, in the order of their arrival. KeyError."""
-        return tuple(sorted(self._places[group].requests.values(), key=lambda each: each.number))
+        return tuple(sorted(self._places[group].requests.values(), key=lambda request: request.number))
 
     def arrive(self, name: str, prompt: int, new: int, lives: int) -> RequestEntry:
         """Adds a request, held at first, and returns it. ValueError: it is here already, or has no prompt."""
@@ -131,8 +131,8 @@ class RequestBook:
         if sorted(seen) != sorted(self._requests):
             raise ValueError("a request is in two places, or in none")
         for group, place in self._places.items():
-            promised = sum(each.demand for each in place.requests.values())
-            if any(each.group != group for each in place.requests.values()) or place.promised != promised:
+            promised = sum(request.demand for request in place.requests.values())
+            if any(request.group != group for request in place.requests.values()) or place.promised != promised:
                 raise ValueError(f"group {group} has promised {place.promised} tokens, its requests need {promised}")
             if group in self._dispatcher and self._dispatcher.room(group) != place.capacity - promised:
                 raise ValueError(f"group {group} has {place.capacity - promised} tokens of room, not what is told")

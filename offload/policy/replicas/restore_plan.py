@@ -53,7 +53,7 @@ def homes(demands: Mapping[str, int], room: Mapping[int, int]) -> dict[str, int]
     """Returns the member that each request of a group goes to when the group ends: largest demand first, to the member
     with most room, both in tokens of KV. None where a request fits none: then the group cannot end."""
     left, found = dict(room), {}
-    for request in sorted(demands, key=lambda each: (-demands[each], each)):
+    for request in sorted(demands, key=lambda demand: (-demands[demand], demand)):
         member = max(left, key=lambda each: (left[each], -each))
         if left[member] < demands[request]:
             return None

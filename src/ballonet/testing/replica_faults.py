@@ -48,7 +48,7 @@ def write(path: Path, faults: Sequence[Fault]) -> None:
     """Writes the faults for the replicas that were started with this file, replacing earlier ones; empties `done`."""
     done(path).unlink(missing_ok=True)
     new = path.with_suffix(".new")
-    new.write_text("".join(each.line() for each in faults))
+    new.write_text("".join(fault.line() for fault in faults))
     new.replace(path)
 
 
