@@ -51,7 +51,7 @@ def attach_prefixes(
 
     size = options.kept_prefixes
     store = PrefixStore(model, device, None if size is True else size, governors.of(device), residency)
-    residency.keeper = weakref.ref(store.pressure)
+    residency.keeper = weakref.ref(store.contents)
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
@@ -128,8 +128,7 @@ def attach_caches(
     which requests need the model, undoes all). `device`: of the caches. `residency`: returns the model's, None once it
     is collected. Where prefixes are kept, caches may grow for a long time, so layers share no pages."""
     from .batching import seams
-    from .batching.batched import Batched
-    from .batching.loop_caches import LoopCaches
+    from .batching.batched import Batched, LoopCaches
     from .compat import position_table
     from .device.references import label
     from .kv import generation

@@ -19,12 +19,12 @@ from transformers.cache_utils import DynamicLayer
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator._native import Device, Group, Range, Transfer
+from ballonet.hooks.batching.pages import RESERVED, SectorPages
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.prefix.state_pages import StatePages
-from ballonet.hooks.sectors.pages import RESERVED, SectorPages
+from ballonet.hooks.prefix.snapshot import StatePages
 from ballonet.offload.governor import client_table, governor, overview, published, reclaim_list
 from ballonet.offload.governor.client import KEYS_PER_CLIENT, Offer, PageClient
 from ballonet.offload.residency.backing import Backing

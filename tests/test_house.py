@@ -117,7 +117,7 @@ FACTS = {
     "hooks/kv/prefill.py": {"_ALIGNMENT"},
     "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
-    "hooks/prefix/fingerprint.py": {"SAMPLES"},
+    "hooks/prefix/identity.py": {"SAMPLES"},
     "hooks/pieces/outlook.py": {"_PROMPT"},
     "hooks/pieces/batch.py": {"SMALLEST"},  # rows below which no other kernels are taken
     "hooks/pieces/plans.py": {"CHANGES", "PROOFS", "VARIANTS"},  # two lengths are what a proof is
@@ -129,7 +129,7 @@ FACTS = {
     "hooks/replicas/link.py": {"HEADER_BYTES"},
     "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
-    "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
+    "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
     "hooks/weights/capacity.py": {"_LOGITS"},
     "hooks/weights/storages.py": {"_WIDEST"},
@@ -575,7 +575,7 @@ DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Aga
 
 # beginnings that send the reader elsewhere, or say of how many and not of what
 ELSEWHERE = re.compile(r"(See|As|All of|Both of|Within it)\b")
-STILL_ELSEWHERE = ("hooks/replicas/", "hooks/whatif/", "hooks/sectors/client.py", "allocator/", "offload/")
+STILL_ELSEWHERE = ("hooks/replicas/", "hooks/whatif/", "hooks/batching/client.py", "allocator/", "offload/")
 
 
 def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:
@@ -606,7 +606,7 @@ def test_every_client_runs_the_contract() -> None:
         if re.search(r"governor\.(add|add_client)\(", path.read_text())
     } - {"offload/governor/client.py"}  # whose Note says how
     # layers of a model; requests that are batched; a cache in use, a cached prefix and a kept state
-    assert adding == {"hooks/streaming/model_residency.py", "hooks/sectors/client.py", "offload/governor/kv_tier.py"}
+    assert adding == {"hooks/streaming/model_residency.py", "hooks/batching/client.py", "offload/governor/kv_tier.py"}
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -17,7 +17,7 @@ Note [Read in place]
     its view. SDPA gets these rows as they lie, and else a copy of one request's. The kernel gets the first row and the
     length of each request, and where torch is new enough a table of blocks; else, and for layers with a window, whose
     old rows are overwritten, all are copied together. So they are in a step whose new blocks go to the host
-    (sectors/host_writes.py): these are not in the cache yet.
+    (client.py): these are not in the cache yet.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def choose_way(config: Any, settings: Any, device: torch.device, dtype: torch.dt
 
 def takes_tables() -> bool:
     """Does torch's kernel for packed sequences take tables of blocks?"""
-    return any(each.name == "block_table" for each in _KERNEL._schema.arguments)
+    return any(argument.name == "block_table" for argument in _KERNEL._schema.arguments)
 
 
 class Keys:
@@ -127,7 +127,7 @@ def together(pair: Pair, counts: Sequence[int]) -> Iterator[Pair]:
 def where_they_lie(caches: Pair, keys: Keys, index: torch.Tensor) -> Iterator[Pair]:
     """Yields the keys and values of each request, [1, heads, tokens, dim], from a layer's views of the cache, [rows,
     heads, dim]. `index`: the rows of all requests. Valid until the next ones are yielded."""
-    key, value = (each.transpose(0, 1)[None] for each in caches)
+    key, value = (cache.transpose(0, 1)[None] for cache in caches)
     copies, start = None, 0
     for count, first in zip(keys.counts, keys.firsts, strict=True):
         if first is not None:
@@ -136,7 +136,7 @@ def where_they_lie(caches: Pair, keys: Keys, index: torch.Tensor) -> Iterator[Pa
             if copies is None:  # one for all: memory that is new is slow
                 shape = keys.most, *caches[0].shape[1:]
                 copies = caches[0].new_empty(shape), caches[1].new_empty(shape)
-                views = [each.transpose(0, 1)[None] for each in copies]
+                views = [copy.transpose(0, 1)[None] for copy in copies]
             rows = index.narrow(0, start, count)
             for cache, copy in zip(caches, copies, strict=True):
                 torch.index_select(cache, 0, rows, out=copy.narrow(0, 0, count))
@@ -172,7 +172,7 @@ def attend_one(
         query = query.view(1, shared, heads // shared, dim)
         return scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale).reshape(1, heads, -1)
     query = query.transpose(0, 1).unflatten(0, (shared, -1))
-    key, value = (each.transpose(0, 1).expand(-1, heads // shared, -1, -1) for each in (key, value))
+    key, value = (states.transpose(0, 1).expand(-1, heads // shared, -1, -1) for states in (key, value))
     found = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )
@@ -222,13 +222,13 @@ class RequestAttention:
         Without, new keys are all keys."""
         self._reads = reads
         self._rows: list[int] = []  # new tokens of each request
-        self._keys = [Keys(each) for each in self._allocators]
+        self._keys = [Keys(allocator) for allocator in self._allocators]
 
     def add(self, request: str, past: int, new: int) -> None:
         """Adds a request to the step, with so many `new` tokens after `past` ones."""
         self._rows.append(new)
-        for keys, each in zip(self._keys, self._allocators, strict=True):
-            keys.add(each.get_seqlen_k(past, new), each.block_table[request])
+        for keys, allocator in zip(self._keys, self._allocators, strict=True):
+            keys.add(allocator.get_seqlen_k(past, new), allocator.block_table[request])
 
     def without_masks(self, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         """Returns the model's inputs for the step with empty masks: models take one of four dimensions as it is, and
@@ -244,7 +244,7 @@ class RequestAttention:
         keys, index = self._keys[kind], kwargs["read_index"][kind]
         keys.in_place = self._reads and not on_the_way and keys.readable(self._way, self._tables)
         if keys.in_place:
-            kwargs["read_index"] = [each[:0] for each in kwargs["read_index"]]
+            kwargs["read_index"] = [rows[:0] for rows in kwargs["read_index"]]
 
         def put(found: Pair) -> None:
             starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
@@ -272,12 +272,12 @@ class RequestAttention:
             views = allocator._kv_token_views[layer]
             pairs = where_they_lie(views, keys, index) if keys.in_place else together(found, keys.counts)
             return attend_alone(query, pairs, self._rows, keys, scale, dropout)
-        states, used, table = [each[0].transpose(0, 1) for each in found], None, None
+        states, used, table = [tokens[0].transpose(0, 1) for tokens in found], None, None
         if keys.in_place:
             first, used, table = keys.tensors(query.device)
             starts = starts[0], first
             views = (allocator._kv_token_views if table is None else allocator._kv_page_views)[layer]
-            states = [each[: len(views[1])] for each in views]  # keys have a block more
+            states = [view[: len(views[1])] for view in views]  # keys have a block more
         most = max(self._rows), keys.most
         return attend_packed(query, states, starts, most, keys.window, scale, dropout, used, table)
 

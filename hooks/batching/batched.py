@@ -1,18 +1,30 @@
-"""The facts of a managed model that its generation loops use."""
+"""The facts of a managed model that its generation loops use, and the paged cache that outlives these loops and shares
+blocks with `generate()` (SwiftCache §4, over turns).
+
+Note [What is found again]
+    transformers shares full blocks of one loop by hashes of their tokens. With ballonet the next loop with blocks of
+    the same size gets the same cache, with its unused blocks. They are dropped once the model has changed: weights that
+    were written to, adapters, settings (prefix/identity.py). Between loops their pages may be taken for any use, and
+    their bytes are on the host then. `generate()` finds the blocks in the same index (blocks.py), and they share files.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...allocator._native import Device
 from ...offload.governor.situation import Lendable
+from ...offload.policy.prefixes import chain
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
 from ..measure.histogram import Latencies
-from .loop_caches import LoopCaches
+from ..prefix.identity import Identity
+from ..prefix.store import PrefixStore
+from .attention import Way
 
 Require = Callable[[float | None, float | None, bool], None]
 # (pages) -> (pages that the layers would give, pages copied in a step now, pages copied in a step with so many less)
@@ -54,15 +66,95 @@ class Batched:
 
     def scheduled_by(self, schedule: Schedule) -> None:
         """Notes the schedule of one more loop."""
-        self.schedules[:] = [each for each in self.schedules if each() is not None]
+        self.schedules[:] = [reference for reference in self.schedules if reference() is not None]
         self.schedules.append(weakref.ref(schedule))
 
     @property
     def runs(self) -> bool:
         """Have requests of any loop begun, and not ended?"""
-        return any(it.runs for each in tuple(self.schedules) if (it := each()) is not None)
+        return any(it.runs for reference in tuple(self.schedules) if (it := reference()) is not None)
 
     @property
     def wanted(self) -> float | None:
         """The time until which requests of any loop need the model; None where there is no loop."""
-        return max((it.wanted for each in tuple(self.schedules) if (it := each()) is not None), default=None)
+        return max((it.wanted for reference in tuple(self.schedules) if (it := reference()) is not None), default=None)
+
+
+class LoopCache(Protocol):
+    """The part of a paged cache that counts from loop to loop."""
+
+    allow_block_sharing: bool
+    block_tokens: int
+    dtype: Any
+    kept: Any
+    max_batch_tokens: int
+    pages: Any
+    way: Way | None
+
+    def user(self) -> object: ...
+    def free_all_requests(self) -> None: ...
+    def evict_kept(self, nbytes: int) -> int: ...
+
+
+C = TypeVar("C", bound=LoopCache)
+
+
+class LoopCaches:
+    """Hands the cache of one model from loop to loop. Loops are made one at a time."""
+
+    def __init__(self) -> None:
+        self._store: Callable[[], PrefixStore | None] = lambda: None
+        self._cache: Any = None
+        self._closed = False
+
+    def share(self, store: PrefixStore) -> None:
+        """Shares blocks with `store`, the prefixes of the model."""
+        self._store = weakref.ref(store)
+
+    @property
+    def store(self) -> PrefixStore | None:
+        """The prefixes of the model, with the blocks of the cache; None once it is not managed any more."""
+        return self._store()
+
+    def take(self, settings: Any, dtype: object, way: Way | None, make: Callable[[], C]) -> C:
+        """Returns the cache for a loop with these settings, a ContinuousBatchingConfig, and `way` of attention: the
+        present one, or a new one where that is in use or of other sizes."""
+        cache: C | None = self._cache
+        if cache is not None and cache.user() is None and cache.way == way and _fits(cache, settings, dtype):
+            cache.free_all_requests()
+            return cache
+        made = make()
+        if not self._closed and (cache is None or cache.user() is None):
+            self._cache = made
+            if (store := self.store) is not None and made.kept is not None:
+                made.kept.share(store.contents)
+        return made
+
+    def ended(self, ids: Sequence[int], now: Identity) -> None:
+        """Has the blocks with these tokens, which a request has computed, written to files, if there are any."""
+        store = self.store
+        if store is not None and store.contents.saver is not None:
+            numbers = array("q", ids)
+            store.contents.saver.stored(numbers, chain(numbers, store.block, now.settings), now)
+
+    def rests(self, cache: LoopCache) -> None:
+        """Cuts the kept blocks to their limit when no request has blocks of `cache` any more; drops all blocks of a
+        cache that does not outlive its loop, if there is a limit. DriverError."""
+        if (store := self.store) is not None and store.limit is not None:
+            if cache is self._cache:
+                store.enforce()
+            else:
+                cache.evict_kept(cache.pages.nbytes)
+
+    def close(self) -> None:
+        """Drops the cache: its memory is freed with the loop that uses it."""
+        self._closed, self._cache = True, None
+
+
+def _fits(cache: LoopCache, settings: Any, dtype: object) -> bool:
+    return bool(
+        cache.dtype == dtype
+        and cache.block_tokens == settings.page_size
+        and settings.max_batch_tokens in (None, cache.max_batch_tokens)
+        and cache.allow_block_sharing == settings.allow_block_sharing
+    )

@@ -1,5 +1,5 @@
 """The paged cache of continuous batching on the pool: one tensor of the largest possible size, with pages under the
-sectors that requests have.
+sectors that requests have; and how large a batch may be beside it.
 
 Kernels, tables of blocks, CUDA graphs and the counts of shared prefixes stay transformers' own: only the memory of the
 tensor is ballonet's.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,11 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..device.shared import reach
 from ..forward.lease import GroupLease, current
-from ..sectors.client import SectorClient
-from ..sectors.host_writes import NewBlock
-from ..sectors.listed_blocks import ListedBlocks
-from ..sectors.pages import RESERVED, SectorPages, SectorPool
-from ..sectors.prompt_blocks import PromptBlocks
 from .attention import BY_REQUEST, RequestAttention, Way
 from .batched import Batched
-from .request_pages import RequestPages
-from .sizes import Sizes, largest_batch, masks_of, readable
+from .blocks import ListedBlocks, PromptBlocks
+from .client import NewBlock, SectorClient
+from .pages import RESERVED, RequestPages, SectorPages, SectorPool
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -65,14 +62,14 @@ class ElasticPagedCache(PagedAttentionCache):
         self.user: Callable[[], object] = lambda: None  # returns the scheduler that uses it, or None
         self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
-        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see host_writes.py
+        self.new_blocks: dict[int, list[NewBlock]] = {}  # the batch's new blocks, by allocator: see client.py
         handler = PagedAttentionMemoryHandler(
             config,
             continuous_batching_config,
             self.dtype,
             bytes_per_sector=self.bytes_per_sector,
             tokens_per_sector=self.tokens_per_sector,
-            bytes_per_block=sum(each.bytes_per_block for each in self.cache_allocators.values()),
+            bytes_per_block=sum(allocator.bytes_per_block for allocator in self.cache_allocators.values()),
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=kwargs.get("model_supports_logits_to_keep", False),
         )
@@ -106,11 +103,13 @@ class ElasticPagedCache(PagedAttentionCache):
         if self.use_prefix_sharing and len(kinds := [*self.cache_allocators.values()]) == 1:
             self.kept = ListedBlocks(kinds[0], PromptBlocks(kinds[0], self.pool, self.pages, self.group))
         self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
-        self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
+        self.max_tokens_read = max(
+            allocator.tokens_per_page * allocator.num_blocks for allocator in self.cache_allocators.values()
+        )
 
     def bytes_of(self, tokens: int) -> int:
         """Bytes of KV that a request of so many tokens has at its end."""
-        sectors = sum(each.needs_new_sectors("", 0, tokens) for each in self.cache_allocators.values())
+        sectors = sum(allocator.needs_new_sectors("", 0, tokens) for allocator in self.cache_allocators.values())
         return sectors * self.bytes_per_sector
 
     def bytes_needed(self, state: Any, tokens: int) -> int:
@@ -223,7 +222,7 @@ class ElasticPagedCache(PagedAttentionCache):
         """Prepares the pages of these requests for a step that is about to begin."""
         self._renewed = False
         with suppress(DriverError):  # pages that could not be restored are read on the host
-            self.pages.client.begins({piece for each in requests for piece in self.request_pages.pieces(each)})
+            self.pages.client.begins({piece for request in requests for piece in self.request_pages.pieces(request)})
 
     def extend_read_and_write_indices(
         self,
@@ -233,13 +232,13 @@ class ElasticPagedCache(PagedAttentionCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (host_writes.py)."""
-        rows = [len(each) for each in write_index]
+        """Adds indices as stock does, and notes full blocks of prompts that are copied to the host (client.py)."""
+        rows = [len(index) for index in write_index]
         if write_index is not self._indices:  # a batch begins, perhaps with a request that has nothing to compute
             self._indices, self.new_blocks = write_index, {}
             if self.by_request is not None:
                 self.by_request.begin(reads=read_index is not None)
-        reads = [None] * len(rows) if read_index is None else [len(each) for each in read_index]
+        reads = [None] * len(rows) if read_index is None else [len(index) for index in read_index]
         super().extend_read_and_write_indices(request_id, past_length, query_length, read_index, write_index)
         if self.by_request is not None:
             self.by_request.add(request_id, past_length, query_length)
@@ -331,4 +330,56 @@ class ElasticPagedCache(PagedAttentionCache):
 
     def _sectors_needed(self, state: Any, tokens: int) -> int:
         held, name = state.current_len(), state.request_id
-        return sum(each.needs_new_sectors(name, held, tokens) for each in self.cache_allocators.values())
+        return sum(allocator.needs_new_sectors(name, held, tokens) for allocator in self.cache_allocators.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes per token, as transformers works them out. `token`: a new token's activations and inputs. `read`: copies of
+    the keys and values of a token that is read, and its indices. `kv`: a token's own KV in one layer."""
+
+    token: int
+    read: int
+    kv: int
+
+    @classmethod
+    def of_handler(cls, handler: PagedAttentionMemoryHandler, layers: int) -> Sizes:
+        """Makes the sizes of a cache with so many layers, from its memory handler."""
+        return cls(
+            handler.bytes_per_batch_token,
+            handler.bytes_per_cache_token,
+            handler.bytes_per_block // max(1, layers * handler.cb_config.page_size),
+        )
+
+    def of(self, new: int, held: int) -> int:
+        """Bytes at the peak of a request that has so many new tokens and reads those it holds."""
+        return new * self.token + (new + held) * self.read
+
+    def staging(self, new: int) -> int:
+        """Bytes of one layer's new KV, while it goes to the host."""
+        return new * self.kv
+
+
+def largest_batch(budget: int, part: int, sizes: Sizes, masks: int, itemsize: int, most: int) -> int:
+    """New tokens that a batch may have at most so that their tensors, and masks [tokens, tokens + read] with as many
+    read as the same part of the budget holds, take no more than 1/`part` of it. At least 16, at most `most`."""
+    room = budget // part
+    low, high = 16, max(16, most)
+    while low < high:
+        tokens = (low + high + 1) // 2
+        if tokens * sizes.token + masks * itemsize * tokens * tokens <= room:
+            low = tokens
+        else:
+            high = tokens - 1
+    return low
+
+
+def readable(budget: int, part: int, batch: int, masks: int, itemsize: int, indices: int, most: int) -> int:
+    """Tokens that may be read in one step so that masks [batch, batch + tokens], and so many indices of 8 bytes for
+    each token, take no more than 1/`part` of the budget; at most `most`."""
+    return max(1, min(most, budget // (part * (masks * itemsize * batch + 8 * indices)) - batch))
+
+
+def masks_of(handler: Any) -> int:
+    """Masks that the attention of this model needs, for each batch that is in flight."""
+    return int(handler.num_attention_masks * handler.io_multiplier)

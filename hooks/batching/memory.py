@@ -1,4 +1,4 @@
-"""The memory for the requests of a generation loop: now, beside the reserve, and at most."""
+"""The memory for KV and activations of the requests of a generation loop: now, beside the reserve, and at most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ...offload.policy.admission import Admission, Memory, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.reclaim_order import Rung
 from ...offload.policy.tuning import DEFAULT, Serving
+from ..device.shared import reach
+from ..weights.capacity import host_pages_left
 from .cache import ElasticPagedCache
+from .pages import SectorPages
 
 
 class RequestMemory:
@@ -109,3 +112,33 @@ def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
     sizes, batch = cache.sizes, cache.sizes.of(cache.max_batch_tokens, 0)
     kv = cache.bytes_per_sector / cache.tokens_per_sector
     return batch + round(max(0, memory.total - batch) * sizes.read / (kv + sizes.read))
+
+
+def memory_of(pages: SectorPages) -> Memory:
+    """Returns Algorithm 1's P_T for requests with these pages: free pages, pages that other clients have published to
+    give, and own pages that no request of the batch reads. Free blocks of the heap are for activations."""
+    device, client, governor = pages.device, pages.client, pages.client.governor
+    idle: int = device.snapshot()["heap"]["cached"]
+    page, host = device.page_size, host_pages_left(device)
+    resting, offered = min(client.resting, host), governor.reclaim.offered(client.number)
+    return Memory(
+        0,
+        idle,
+        (device.available + offered.pages + resting) * page,
+        (host - resting) * page,
+        device.budget // governor.tuning.serving.reserve,
+        dirty=(offered.dirty + resting) * page,
+        room=host * page,
+        in_use=offered.in_use * page,
+    )
+
+
+def most_of(pages: SectorPages) -> Memory:
+    """Returns the memory that a request could use once all others, of all models, have ended: all except weights that
+    no client gives; on the host the pages that are left and those of displaced bytes."""
+    device, client, governor = pages.device, pages.client, pages.client.governor
+    weights = device.snapshot()["pages"]["weights"]
+    given = min(weights, governor.reclaim.offered(client.number).pages)
+    total = reach(device) - (weights - given) * device.page_size
+    host = (host_pages_left(device) + governor.displaced) * device.page_size
+    return Memory(0, 0, total, host, device.budget // governor.tuning.serving.reserve)

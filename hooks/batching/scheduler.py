@@ -1,10 +1,14 @@
-"""The scheduler of a generation loop, for transformers: admits, orders and ends requests (with selection.py)."""
+"""The scheduler of a generation loop, for transformers: admits, orders and ends requests (with selection.py), and
+records them in timelines (offload/timeline/served.py) and histograms of latencies (measure/histogram.py).
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,17 +17,19 @@ import torch
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ...allocator import devices
+from ...allocator.devices import Runtime
 from ...allocator.errors import DriverError, ManageError, RequestTooLarge
 from ...offload.policy.idle_heap import IdleHeap
 from ...offload.policy.request_slo import NOTHING
 from ...offload.policy.step_costs import Step
 from ...offload.policy.tuning import DEFAULT, Serving
+from ...offload.timeline.recorder import recorders_of
+from ...offload.timeline.series import End
+from ..measure.histogram import Latencies, RequestTimes
 from ..measure.point import packed
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
-from .request_recorder import RequestRecorder
-from .request_slos import RequestSLOs
-from .selection import Selection
+from .selection import RequestSLOs, Selected, Selection
 
 
 class ElasticScheduler(Scheduler):
@@ -92,7 +98,7 @@ class ElasticScheduler(Scheduler):
         """Do requests wait while none runs, of this model or of others, whose end could free memory?"""
         return bool(self.waiting_requests) and not self.runs and not self.others_run()
 
-    def hopeless(self) -> list[tuple[Any, Exception]]:
+    def pop_unservable(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue that need more than all free memory. Call it where requests are `alone`: the
         memory is less than `RequestMemory.refusal` could know. From then on one request at a time may use all of it,
         without a reserve; where that was too little for each, the oldest one is taken out."""
@@ -106,7 +112,7 @@ class ElasticScheduler(Scheduler):
         self.memory.without_reserve, self._none_fits = bool(self.waiting_requests), False
         return gone
 
-    def why_not(self, state: Any) -> Exception:
+    def why_no_memory(self, state: Any) -> Exception:
         """Returns why a request finds no memory although no other one runs."""
         return self._too_large(state) or no_room(state.request_id)
 
@@ -125,8 +131,18 @@ class ElasticScheduler(Scheduler):
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
+        """Makes the next step of the candidates' requests: admits them, maps their pages, and notes what is computed
+        next (steps.py)."""
         self.cache.pool.try_to_free_sectors()
         selected = self.selection.select(candidates, token_budget, self.active_requests, self.waiting_requests)
+        step = self._map_blocks(selected, token_budget, *args)
+        scheduled = step[0]
+        self.cache.begins(request.state.request_id for request in scheduled)
+        self._note_scheduled(scheduled, selected)
+        return step
+
+    def _map_blocks(self, selected: Selected, token_budget: int, *args: Any) -> tuple[list[Any], bool, bool, int, int]:
+        """Gives the selected requests their blocks, with pages. Returns what transformers' scheduler does."""
         where = selected.admission.where
         self.cache.on_host = frozenset(name for name, place in where.items() if place == "host")
         for chosen in selected.steps:
@@ -137,21 +153,27 @@ class ElasticScheduler(Scheduler):
                 break
         self._needed = selected.admission.activations
         self._none_fits = self.memory.without_reserve and bool(where or selected.left_out) and not scheduled
-        self.cache.begins(each.state.request_id for each in scheduled)
-        sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
+        return scheduled, failed or bool(selected.left_out), fast, new, read
+
+    def _note_scheduled(self, scheduled: list[Any], selected: Selected) -> None:
+        """Notes what is computed next, what SLOs ask of it, and who lacks memory to go on."""
+        sequences = [(request.query_length, request.state.current_len()) for request in scheduled]
         away = self.cache.pages.client.read_displaced
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
-            self._recorder.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
+            self._recorder.batch(
+                (request.state for request in scheduled), sum(request.query_length for request in scheduled)
+            )
         if self.waiting_requests or self.others_run():
             self._waited = self.clock()
         others = self.clock() - self._waited <= self.tuning.behind
-        self.slos.require([each.state for each in scheduled], others)
+        self.slos.require([request.state for request in scheduled], others)
         self._limits = self.slos.limits(
-            [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
+            [request.state for request in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
         )
-        self.starved_requests += [each for each in selected.left_out if each[0].request_id in self.active_requests]
-        return scheduled, failed or bool(selected.left_out), fast, new, read
+        self.starved_requests += [
+            candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
+        ]
 
     def begins(self, found: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
@@ -191,7 +213,7 @@ class ElasticScheduler(Scheduler):
             return math.inf
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 
-    def late(self) -> list[tuple[Any, Exception]]:
+    def pop_late(self) -> list[tuple[Any, Exception]]:
         """Takes requests out of the queue whose SLO cannot be kept any more."""
         gone = list[tuple[Any, Exception]]()
         for name in [name for name in self.waiting_requests if name in self.slos]:
@@ -264,3 +286,50 @@ class ElasticFIFO(ElasticScheduler, FIFOScheduler):
 
 class ElasticPrefillFirst(ElasticScheduler, PrefillFirstScheduler):
     """Prompts that have begun first."""
+
+
+class RequestRecorder:
+    """Records the requests of one loop. `loop`: the name of its model. `latencies`: of its model's requests."""
+
+    def __init__(self, loop: str, latencies: Latencies, on: Runtime) -> None:
+        self._loop = loop
+        self._recorders = recorders_of(on)
+        self._times = RequestTimes(latencies)
+
+    def came(self, state: Any) -> None:
+        """Records a new request, which waits."""
+        came, prompt = round(state.created_time * 1e9), len(state.initial_tokens)
+        self._times.came(state.request_id, state.created_time)
+        self._recorders.served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
+
+    def again(self, state: Any) -> None:
+        """Records that a request that has begun waits again."""
+        self._recorders.served(lambda all_: all_.again(self._loop, state.request_id))
+
+    def batch(self, states: Iterable[Any], tokens: int) -> None:
+        """Records a batch that is computed next. Names its thread after the model, for the log of decisions."""
+        thread = threading.current_thread()
+        if "_run_generation_loop" in thread.name:
+            thread.name = f"batches of {self._loop}"
+        requests, now = [(state.request_id, generated(state)) for state in states], time.monotonic_ns()
+        for name, got in requests:
+            self._times.got(name, now / 1e9, got)
+        self._recorders.served(lambda all_: all_.batch(self._loop, now, requests, tokens))
+
+    def rests(self) -> None:
+        """Records that there is nothing to compute."""
+        self._recorders.served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
+
+    def ended(self, state: Any, end: End = "finished") -> None:
+        """Records the end of a request: the first that is said of it."""
+        if not self._times.live(state.request_id):
+            return
+        tokens, now = generated(state), time.monotonic_ns()
+        self._times.ended(state.request_id, now / 1e9, tokens, end == "finished")
+        self._recorders.served(lambda all_: all_.ended(self._loop, state.request_id, now, tokens, end))
+
+
+def generated(state: Any) -> int:
+    """Tokens generated for a request, including those before it was computed again."""
+    before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
+    return before + len(state.generated_tokens)

@@ -123,12 +123,10 @@ def _replace() -> Iterator[Undo]:
     from transformers.generation.continuous_batching.utils import find_head_dim
     from transformers.modeling_utils import AttentionInterface
 
-    from ..sectors.memory import memory_of, most_of
     from . import steps
     from .attention import attending, choose_way
     from .cache import ElasticPagedCache
-    from .memory import RequestMemory
-    from .preemption import PagePreemption
+    from .memory import RequestMemory, memory_of, most_of
     from .scheduler import ElasticFIFO, ElasticPrefillFirst
 
     manager, mapping = continuous_api.ContinuousBatchingManager, scheduler.SCHEDULER_MAPPING
@@ -166,14 +164,15 @@ def _replace() -> Iterator[Undo]:
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 
     def preemption(*, cache: Any, **kwargs: Any) -> Any:
-        return (PagePreemption if isinstance(cache, ElasticPagedCache) else stock_preemption)(cache=cache, **kwargs)
+        made = steps.PagePreemption if isinstance(cache, ElasticPagedCache) else stock_preemption
+        return made(cache=cache, **kwargs)
 
     def scheduling(stock: Callable[..., Any], elastic: Callable[..., Any]) -> Callable[..., Any]:
         def make(cache: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
-            client, tuning = cache.pages.client, cache.pages.client.governor.tuning.serving
-            now, most = (functools.partial(each, cache.on, client, tuning) for each in (memory_of, most_of))
+            tuning = cache.pages.client.governor.tuning.serving
+            now, most = functools.partial(memory_of, cache.pages), functools.partial(most_of, cache.pages)
             others, memory = functools.partial(others_run, cache.model), RequestMemory(cache, now, most, tuning)
             return elastic(cache, *args, memory=memory, others=others, tuning=tuning, **kwargs)
 
@@ -185,20 +184,20 @@ def _replace() -> Iterator[Undo]:
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         yield _put(mapping, name, scheduling(mapping[name], elastic))
     processor = continuous_api.ContinuousBatchProcessor
+    yield _put(manager, "_create_batch_processor", create)
     for owner, name, mine in (
-        (manager, "_create_batch_processor", create),
-        (processor, "_generation_step", steps.computing(processor._generation_step)),
-        (model_runner.ModelRunner, "compute_batch", steps.launching(model_runner.ModelRunner.compute_batch)),
-        (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
-        (processor, "_handle_request_error", steps.telling(processor._handle_request_error)),
-        (processor, "_update_tp_group_state", steps.receiving(processor._update_tp_group_state)),
+        (processor, "_update_tp_group_state", steps.receive_requests),
+        (processor, "prepare_next_batch", steps.prepare_step),
+        (processor, "_generation_step", steps.compute_step),
+        (model_runner.ModelRunner, "compute_batch", steps.launch_forward),
+        (processor, "_handle_request_error", steps.fail_request),
     ):
-        yield _put(owner, name, mine)
+        yield _put(owner, name, steps.in_place_of(vars(owner)[name], mine))
 
 
 def others_run(model: Batched) -> bool:
     """Do requests of other models on the device of this one run?"""
-    return any(each.runs for each in _attached.users if each is not model and each.device is model.device)
+    return any(other.runs for other in _attached.users if other is not model and other.device is model.device)
 
 
 def _put(owner: Any, name: str, mine: object) -> Undo:

@@ -1,22 +1,25 @@
-"""Which candidates are in the next batch, and in which step: eLLM's admission (offload/policy/admission.py)."""
+"""Which candidates are in the next batch, and in which step: eLLM's admission (offload/policy/admission.py), and
+what the SLOs of requests ask of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ...allocator.errors import SLOError
 from ...offload.policy.admission import Admission, Demand, Memory, admit
-from ...offload.policy.request_slo import may_begin
+from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
 from ...offload.policy.step_costs import Step
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device.shared import lacks, may_grow
-from ..sectors.beginnings import Beginnings
 from .cache import ElasticPagedCache
 from .memory import RequestMemory
-from .request_slos import RequestSLOs
+from .prefix_loader import PrefixLoader
 
 Candidate = tuple[Any, int]  # (transformers' state of a request, the new tokens that it would have in the batch)
 
@@ -52,7 +55,7 @@ class Selection:
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         loop_caches, blocks = cache.model.loop_caches, cache.kept
         shared = None if loop_caches is None else loop_caches.store
-        self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
+        self._loader = None if shared is None or blocks is None else PrefixLoader(blocks, shared, cache.renew)
 
     def reset(self) -> None:
         """Forgets which requests were passed over."""
@@ -64,20 +67,20 @@ class Selection:
         """Selects from candidates, of which `active` have begun and `waiting` have not, no more than `budget` new
         tokens. Frees unused blocks and pages where some lack memory."""
         looked = self._looked(candidates, budget, active, waiting)
-        if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
+        if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
         found, now = self._admitted(looked, active), self._memory.now()
         taken = found.kv + found.activations - (now.usable - now.in_use)
         if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
             found = self._admitted(looked, active)
-        lacking = self.needed(each for each in looked if each[0].request_id not in found.where)
+        lacking = self.needed(candidate for candidate in looked if candidate[0].request_id not in found.where)
         if lacking and self._cache.evict_kept(lacking):
             found = self._admitted(looked, active)
         self._memory.make_room(found)
-        left_out = [each for each in looked if each[0].request_id not in found.where]
+        left_out = [candidate for candidate in looked if candidate[0].request_id not in found.where]
         lacks(self._cache.on, self.needed(left_out))
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
-        steps = self._steps([each for each in looked if each[0].request_id in found.where])
+        steps = self._steps([candidate for candidate in looked if candidate[0].request_id in found.where])
         return Selected(found, steps, left_out)
 
     def _looked(
@@ -86,8 +89,8 @@ class Selection:
         """Returns the candidates for the batch with the new tokens of each, without those whose beginning is still
         being read from files."""
         looked: list[Candidate] = []
-        if self._beginnings is not None:
-            self._beginnings.only(waiting)
+        if self._loader is not None:
+            self._loader.keep_only(waiting)
         for state in self._worth(candidates, active):
             if budget <= 0:
                 break
@@ -99,13 +102,13 @@ class Selection:
     def _begun(self, state: Any, before: list[Candidate]) -> bool:
         """Is the stored beginning of the request's prompt in blocks, or has it begun already? `before`: the candidates
         that go before it, with their new tokens."""
-        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+        if self._loader is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return True
 
         def room() -> int:
             return self._memory.now().usable - self.needed([*before, (state, 1)])
 
-        return self._beginnings.look(state.request_id, state.remaining_prefill_tokens, room)
+        return self._loader.look_up(state.request_id, state.remaining_prefill_tokens, room)
 
     def _worth(self, candidates: Sequence[Any], active: Mapping[str, Any]) -> list[Any]:
         """Returns the candidates without waiting ones that would slow down steps more than is worthwhile, or than SLOs
@@ -130,29 +133,31 @@ class Selection:
     def _admitted(self, looked: list[Candidate], active: Mapping[str, Any]) -> Admission:
         """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
         where that makes more tokens per second than fewer requests do without."""
-        demands, now = [self.demand(*each) for each in looked], self._memory.now()
+        demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
         found = admit(demands, now, self._tuning)
         self._memory.without_reserve = self._memory.without_reserve and not found.where
         if not found.where:
-            alone = (admit([each], self._memory.free(), self._tuning) for each in self._may_have_all(demands, active))
-            return next((each for each in alone if each.where), found)
+            alone = (
+                admit([demand], self._memory.free(), self._tuning) for demand in self._may_have_all(demands, active)
+            )
+            return next((admission for admission in alone if admission.where), found)
         if not self._cache.model.fast:
             return found
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
         without = [now] if self._lacking(found, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
-        for memory in (*without[1:], *(replace(each, host=0) for each in without)):
+        for memory in (*without[1:], *(replace(free, host=0) for free in without)):
             fewer = admit(demands, memory, self._tuning)
             begun = fewer.where.keys() >= found.where.keys() & active.keys()
             if fewer.where and (memory.host or begun):
-                steps = [self._decoding(looked, each, self._lacking(each, now, own)) for each in (fewer, found)]
+                steps = [self._decoding(looked, choice, self._lacking(choice, now, own)) for choice in (fewer, found)]
                 found = fewer if self._cache.model.costs.faster(*steps) else found
         return found
 
     def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
         """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
-        no other could free memory, or those that have waited for long (`ElasticScheduler.hopeless`)."""
+        no other could free memory, or those that have waited for long (`ElasticScheduler.pop_unservable`)."""
         if len(active) == 1 and not self._others_run() and not may_grow(self._cache.on):
-            return [each for each in demands if each.request in active]
+            return [demand for demand in demands if demand.request in active]
         return demands if self._memory.without_reserve and not active else []
 
     def _lacking(self, chosen: Admission, now: Memory, own: int) -> int:
@@ -174,8 +179,8 @@ class Selection:
         """Returns one step of all admitted requests; or two, the second of which counts if the first is empty, where
         prompts are faster in a step of their own: prompts first, which make the batch larger, but only so many times in
         a row."""
-        decoding = [each for each in admitted if each[0].status == RequestStatus.DECODING]
-        prompts = [each for each in admitted if each[0].status != RequestStatus.DECODING]
+        decoding = [candidate for candidate in admitted if candidate[0].status == RequestStatus.DECODING]
+        prompts = [candidate for candidate in admitted if candidate[0].status != RequestStatus.DECODING]
         parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
         if not decoding or not prompts or not self._cache.model.fast or not self._cache.model.costs.apart(*parts):
             return [admitted]
@@ -185,12 +190,12 @@ class Selection:
 
     def needed(self, candidates: Iterable[Candidate]) -> int:
         """Bytes of the device that candidates need."""
-        demands = [self.demand(*each) for each in candidates]
-        return sum(each.kv + each.activations for each in demands)
+        demands = [self.demand(*candidate) for candidate in candidates]
+        return sum(demand.kv + demand.activations for demand in demands)
 
     def demand(self, state: Any, tokens: int) -> Demand:
         """Returns the memory that a request needs for so many more tokens."""
-        sizes, kept = self._cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
+        sizes, kept = self._cache.sizes, state.is_cpu_offloaded  # see steps.py, Note [Preempted]
         exchanged = self._tuning.inflation  # else activations have memory of their own
         away = self._cache.request_pages.on_host_bytes(state.request_id) if kept else 0
         return Demand(
@@ -210,11 +215,71 @@ class Selection:
 
     def _found(self, state: Any) -> int:
         """Tokens of a new request that other requests' blocks hold."""
-        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+        if self._loader is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return 0
-        return self._beginnings.found(state.request_id)
+        return self._loader.loaded_tokens(state.request_id)
 
 
 def _at_end(state: Any) -> int:
     """Tokens that the request holds when it ends."""
     return len(state.initial_tokens) + (state.max_new_tokens or 0)
+
+
+Required = tuple[float | None, float | None, bool]
+
+
+class RequestSLOs:
+    """SLOs by request. The server notes them on any thread; the loop reads them."""
+
+    def __init__(self, cache: ElasticPagedCache, clock: Callable[[], float]) -> None:
+        """`clock`: the governor's, in seconds."""
+        self._cache = cache
+        self._clock = clock
+        self._slos: dict[str, RequestSLO] = {}
+        self._required: Required = (None, None, False)  # the last call of `require`
+
+    def __len__(self) -> int:
+        return len(self._slos)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._slos
+
+    def note(self, request: str, slo: RequestSLO, *, unless: bool = False) -> None:
+        """Notes the SLO of a request, which may be NOTHING; `unless`: only where none is noted."""
+        if slo == NOTHING:
+            self._slos.pop(request, None)
+        elif unless:
+            self._slos.setdefault(request, slo)
+        else:
+            self._slos[request] = slo
+
+    def asked(self, request: str) -> RequestSLO:
+        """Returns the SLO of the request."""
+        return self._slos.get(request, NOTHING)
+
+    def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
+        """Returns why the SLO of a waiting request cannot be kept; None where it can. On any thread."""
+        slo, batch = self.asked(request), self._cache.max_batch_tokens
+        found = refused(self._cache.model.costs.parts, slo, prompt, new, batch, self._clock())
+        return None if found is None else SLOError(f"request {request}: {found}", found.possible, None)
+
+    def require(self, scheduled: Sequence[Any], others: bool) -> None:
+        """Tells the governor the SLOs of the batch, and whether `others` wait for its end. The time to a first token is
+        what is left of it, in steps of a third."""
+        if self._slos or self._required != (None, None, False):
+            slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()
+            prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
+            left = min((max(1e-3, slo.arrived + slo.ttft - now) for slo in prompts if slo.ttft), default=None)
+            ttft = None if left is None else 10 ** (math.floor(math.log10(left) * 8) / 8)
+            self._required = tightest(slos).tpot, ttft, others
+            self._cache.model.require(*self._required)
+
+    def limits(self, scheduled: Sequence[Any], known: Sequence[Any]) -> tuple[float, float]:
+        """Returns (seconds that the step may take for its decoding requests, the earliest deadline of a first token
+        among the `known` requests), infinity where there is no SLO."""
+        if not self._slos:
+            return math.inf, math.inf
+        decoding = tightest(self.asked(state.request_id) for state in scheduled if state.generated_tokens).tpot
+        asked = [self.asked(state.request_id) for state in known if not state.generated_tokens]
+        due = min((slo.arrived + slo.ttft for slo in asked if slo.ttft is not None), default=math.inf)
+        return math.inf if decoding is None else decoding, due

@@ -1,10 +1,18 @@
-"""What ballonet changes in the steps of a generation loop, so that no request is lost and the loop lives.
+"""One step of a generation loop, and what ballonet changes in it, so that no request is lost and the loop lives. The
+life of a request is a number of such steps, which transformers' loop makes of three calls:
 
-In stock a request that is taken as the loop is to end is dropped (`receiving`), a step without tokens is an error
-(`launching`), and an error in a step fails every request and ends the loop. With ballonet a step that found no memory
-for activations is undone by computing its requests again (preemption.py); where a driver call failed, they fail. Where
-no request can be scheduled the newest one gives up its blocks and is computed again later; one that has waited alone
-for long enough fails, and so do those that need more memory than there is.
+    prepare_next_batch    receive   new requests, from the queue to the scheduler (`receive_requests`)
+                          admit     `Selection.select` chooses those whose memory is free (Algorithm 1 of eLLM)
+                          map       `ElasticPagedCache.can_store_request_tokens` puts pages under their blocks, and
+                                    `SectorClient.begins` restores what is away; those left out wait: `PagePreemption`
+    _generation_step      forward   `ElasticPagedCache.update` in each layer, then attention (`compute_step`)
+    update_batch          note      new tokens, full blocks, and who has ended (`ElasticScheduler.finish_request`)
+
+In stock a request that is taken as the loop is to end is dropped, a step without tokens is an error, and an error in a
+step fails every request and ends the loop. With ballonet a step that found no memory for activations is undone by
+computing its requests again; where a driver call failed, they fail. Where no request can be scheduled the newest one
+gives up its blocks and is computed again later; one that has waited alone for long enough fails, and so do those that
+need more memory than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
@@ -16,20 +24,137 @@ Note [Inputs of a step]
     Where the device is behind, the first kernels read indices of the step before: other tokens
     (`prepare_batch_tensors`). With asynchronous batching only the initial zeros are written there, which may come after
     the first inputs. So the stream that computes, or copies the inputs, waits.
+
+Note [Preempted]
+    A preempted request keeps its blocks, unless computing it again is faster than moving it. Its pages, except those
+    that it shares with running requests, become host pages at the same addresses, so that tables of blocks stay valid:
+    kernels could read them there, only slower (eLLM §4.3.2). While it waits it counts as decoding, so that the
+    admission takes it before prompts, and only when all of its pages fit on the device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...allocator.errors import DriverError
+from ..device.shared import may_grow, reach
 from .cache import ElasticPagedCache
-from .preemption import PagePreemption
+from .scheduler import ElasticScheduler
+
+
+def in_place_of(stock: Callable[..., Any], mine: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that calls `mine(stock, self, ...)`."""
+
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mine(stock, self, *args, **kwargs)
+
+    return method
+
+
+def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
+    """Stands for `prepare_next_batch`: where no request can go on, the newest one waits, and fails in the end."""
+    while True:
+        active, preemption = processor.scheduler.active_requests, processor.offloading_manager
+        if isinstance(preemption, PagePreemption):
+            if not active:
+                processor.scheduler.block_new_requests = False  # stock waits for a request to end, and none may be left
+            for state, why in [*preemption.scheduler.pop_late(), *preemption.pop_unservable()]:
+                _fail(processor, state, why)
+        try:
+            found = stock(processor)
+        except RuntimeError as error:
+            if not isinstance(preemption, PagePreemption) or "No requests can be scheduled" not in str(error):
+                raise
+            if _take_in(processor):
+                continue
+            state = next(reversed(active.values()), None)
+            if state is not None and len(active) == 1 and not preemption.may_wait():
+                _fail(processor, state, preemption.scheduler.why_no_memory(state))
+                continue
+            if state is not None:
+                preemption.compute_again(state)
+            if not active:
+                return False  # the loop tries again soon: other models may free memory
+        else:
+            if isinstance(preemption, PagePreemption):
+                preemption.scheduler.begins(found)
+                if found:
+                    preemption.scheduled()
+            return found
+
+
+def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:
+    """Stands for `_update_tp_group_state`, which takes new requests from the queue, and drops them where it finds that
+    the loop is to end: they go back, so that they fail with the others."""
+    if (queue := processor.input_queue) is None:
+        return stock(processor)
+    processor.input_queue = noted = _Noted(queue)
+    try:
+        ends = stock(processor)
+    finally:
+        processor.input_queue = queue
+    for state in noted.taken if ends else ():
+        queue.put(state)
+    return ends
+
+
+def compute_step(stock: Callable[..., None], processor: Any, model: Any) -> None:
+    """Stands for `_generation_step`: an OutOfMemoryError fails only a request that ran alone and for which nobody could
+    free memory, a DriverError those of the step, and the step waits for its inputs, see Note [Inputs of a step]."""
+    inputs = processor.inputs_and_outputs
+    stream = inputs.h2d_stream if processor.use_async_batching else inputs.compute_stream
+    if isinstance(stream, torch.cuda.Stream):
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    try:
+        with _launched_one_by_one(processor):
+            stock(processor, model)
+    except (torch.OutOfMemoryError, DriverError) as error:
+        preemption, active = processor.offloading_manager, processor.scheduler.active_requests
+        if not isinstance(preemption, PagePreemption):
+            raise
+        alone = len(active) == 1
+        batch, pairs = processor.inputs_and_outputs, processor.use_async_batching
+        requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
+        failed = [request.state for request in requests]
+        forks = processor.scheduler._requests_to_fork
+        forks[:] = [state for state in forks if all(state is not other for other in failed)]  # computed again first
+        _take_in(processor)
+        still = [state for state in failed if active.get(state.request_id) is state]
+        if isinstance(error, DriverError):
+            for state in still:
+                _fail(processor, state, error)
+        elif not alone or (still and preemption.may_try_again(still[0].request_id)):
+            preemption.begin_again(still)
+        elif still:
+            _fail(processor, still[0], error)
+
+
+def launch_forward(stock: Callable[..., None], runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
+    """Stands for `compute_batch`: a step without tokens computes nothing. Such is one of a prompt of which a single
+    token is left, which each of its answers computes for itself; in stock it ends the loop. Where attention is by
+    request, the model gets no masks (attention.py)."""
+    if batch_data["input_ids"].numel():
+        if isinstance(runner.cache, ElasticPagedCache) and runner.cache.by_request is not None:
+            batch_data = runner.cache.by_request.without_masks(batch_data, runner.cache.dtype)
+        stock(runner, model, batch_data)
+
+
+def fail_request(stock: Callable[..., None], processor: Any, error: Exception, state: Any) -> None:
+    """Stands for `_handle_request_error`, which keeps only the text of an error: the server gets the error itself, and
+    the failure is recorded."""
+    if isinstance(processor.offloading_manager, PagePreemption):
+        processor.scheduler.failed(state)
+        if state.request_id in processor.scheduler.reasons:
+            processor.scheduler.reasons[state.request_id] = error
+    stock(processor, error, state)
 
 
 class _Noted:
@@ -46,129 +171,6 @@ class _Noted:
         """Takes the next one. queue.Empty."""
         self.taken.append(self._queue.get_nowait())
         return self.taken[-1]
-
-
-def receiving(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """Wraps `_update_tp_group_state`, which takes new requests from the queue, and drops them where it finds that the
-    loop is to end: they go back, so that they fail with the others."""
-
-    @functools.wraps(stock)
-    def receive(self: Any) -> bool:
-        if (queue := self.input_queue) is None:
-            return stock(self)
-        self.input_queue = noted = _Noted(queue)
-        try:
-            ends = stock(self)
-        finally:
-            self.input_queue = queue
-        for each in noted.taken if ends else ():
-            queue.put(each)
-        return ends
-
-    return receive
-
-
-def computing(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `_generation_step`: an OutOfMemoryError fails only a request that ran alone and for which nobody could free
-    memory, a DriverError those of the step, and the step waits for its inputs, see Note [Inputs of a step]."""
-
-    @functools.wraps(stock)
-    def step(self: Any, model: Any) -> None:
-        inputs = self.inputs_and_outputs
-        stream = inputs.h2d_stream if self.use_async_batching else inputs.compute_stream
-        if isinstance(stream, torch.cuda.Stream):
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        try:
-            with _launched_one_by_one(self):
-                stock(self, model)
-        except (torch.OutOfMemoryError, DriverError) as error:
-            preemption, active = self.offloading_manager, self.scheduler.active_requests
-            if not isinstance(preemption, PagePreemption):
-                raise
-            alone = len(active) == 1
-            batch, pairs = self.inputs_and_outputs, self.use_async_batching
-            requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
-            failed = [each.state for each in requests]
-            forks = self.scheduler._requests_to_fork
-            forks[:] = [state for state in forks if all(state is not each for each in failed)]  # computed again first
-            _take_in(self)
-            still = [state for state in failed if active.get(state.request_id) is state]
-            if isinstance(error, DriverError):
-                for state in still:
-                    _fail(self, state, error)
-            elif not alone or (still and preemption.may_try_again(still[0].request_id)):
-                preemption.begin_again(still)
-            elif still:
-                _fail(self, still[0], error)
-
-    return step
-
-
-def launching(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `compute_batch`: a step without tokens computes nothing. Such is one of a prompt of which a single token is
-    left, which each of its answers computes for itself; in stock it ends the loop. Where attention is by request, the
-    model gets no masks (attention.py)."""
-
-    @functools.wraps(stock)
-    def launch(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
-        if batch_data["input_ids"].numel():
-            if isinstance(self.cache, ElasticPagedCache) and self.cache.by_request is not None:
-                batch_data = self.cache.by_request.without_masks(batch_data, self.cache.dtype)
-            stock(self, model, batch_data)
-
-    return launch
-
-
-def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """Wraps `prepare_next_batch`: where no request can go on, the newest one waits, and fails in the end."""
-
-    @functools.wraps(stock)
-    def prepare(self: Any) -> bool:
-        while True:
-            active, preemption = self.scheduler.active_requests, self.offloading_manager
-            if isinstance(preemption, PagePreemption):
-                if not active:
-                    self.scheduler.block_new_requests = False  # stock waits for a request to end, and none may be left
-                for state, why in [*preemption.scheduler.late(), *preemption.hopeless()]:
-                    _fail(self, state, why)
-            try:
-                found = stock(self)
-            except RuntimeError as error:
-                if not isinstance(preemption, PagePreemption) or "No requests can be scheduled" not in str(error):
-                    raise
-                if _take_in(self):
-                    continue
-                state = next(reversed(active.values()), None)
-                if state is not None and len(active) == 1 and not preemption.may_wait():
-                    _fail(self, state, preemption.scheduler.why_not(state))
-                    continue
-                if state is not None:
-                    preemption.compute_again(state)
-                if not active:
-                    return False  # the loop tries again soon: other models may free memory
-            else:
-                if isinstance(preemption, PagePreemption):
-                    preemption.scheduler.begins(found)
-                    if found:
-                        preemption.scheduled()
-                return found
-
-    return prepare
-
-
-def telling(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `_handle_request_error`, which keeps only the text of an error: the server gets the error itself, and the
-    failure is recorded."""
-
-    @functools.wraps(stock)
-    def handle(self: Any, error: Exception, state: Any) -> None:
-        if isinstance(self.offloading_manager, PagePreemption):
-            self.scheduler.failed(state)
-            if state.request_id in self.scheduler.reasons:
-                self.scheduler.reasons[state.request_id] = error
-        stock(self, error, state)
-
-    return handle
 
 
 @contextmanager
@@ -210,3 +212,120 @@ def _forgotten(batch: Any) -> list[Any]:
 def _fail(processor: Any, state: Any, error: Exception) -> None:
     processor._handle_request_error(error, state)
     processor.scheduler.finish_request(state.request_id)
+
+
+class PagePreemption(OffloadingManager):
+    """An OffloadingManager without a pool of its own on the host."""
+
+    cache: ElasticPagedCache
+    scheduler: ElasticScheduler
+    _waits = 0  # attempts since the last batch, with one request alone
+    _tries: Mapping[str, int] = {}  # by request: its steps that found no memory while no other one ran
+    _again: tuple[str, int] = "", 0  # the request computed again last, and how many of its tokens had been computed
+
+    def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
+        return 0
+
+    def offload_requests(self) -> bool:
+        """Drops unused blocks, then preempts the newest of the requests that lack pages until the others fit or one is
+        left. Returns whether any memory was freed."""
+        self.cache.pool.try_to_free_sectors()
+        starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
+        evicted = not self._fits(starved) and self.cache.evict_kept(self.scheduler.selection.needed(starved))
+        gave = False
+        while starved and active > 1 and not self._fits(starved):
+            state, _ = starved.pop()
+            active -= 1
+            gave = True
+            self._preempt(state)
+        self.scheduler.block_new_requests = self.scheduler.block_new_requests or gave
+        return gave or evicted or self.scheduler.memory.relax_reserve()
+
+    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
+        """Restores the KV of preempted requests in the batch, as far as there are device pages, unless they were
+        admitted with it on the host."""
+        for request in requests_in_batch:
+            if request.state.is_cpu_offloaded:
+                if request.state.request_id not in self.cache.on_host:
+                    self.cache.request_pages.to_device(request.state.request_id)
+                request.state.is_cpu_offloaded = False
+
+    def free_request_cpu_cache(self, state: Any) -> None:
+        """Does nothing: the blocks are freed like any others."""
+        state.is_cpu_offloaded = False
+
+    def compute_again(self, state: Any) -> None:
+        """Frees the request's blocks; it waits, and is computed again with all of its tokens."""
+        again, slo = state.create_equivalent_initial_request(), self.scheduler.slos.asked(state.request_id)
+        state._status = RequestStatus.FINISHED
+        self._again = state.request_id, state.position_offset
+        self.scheduler.leave(state.request_id)
+        self.scheduler.slos.note(state.request_id, slo)
+        self.scheduler.wait_again(again)
+
+    def _fits(self, starved: list[Any]) -> bool:
+        return self.scheduler.selection.needed(starved) <= self.scheduler.memory.now().usable
+
+    def _preempt(self, state: Any) -> None:
+        if self._moves(state) and self.cache.request_pages.to_host(state.request_id):
+            self._keep_for_later(state)
+        else:  # or the host is full
+            self.compute_again(state)
+
+    def _moves(self, state: Any) -> bool:
+        """Is moving the request's KV to the host and back faster than computing it again? True where times are
+        unknown."""
+        page, again = self.cache.pages.client.governor.link.page_seconds, self.scheduler.seconds_again(state)
+        return page is None or again is None or 2 * page * self.cache.request_pages.count(state.request_id) <= again
+
+    def may_wait(self) -> bool:
+        """May a lone request that finds no memory wait once more for other models or processes to free some?"""
+        if may_grow(self.cache.on):
+            return True
+        self._waits += 1
+        return self._waits <= self.scheduler.tuning.lonely
+
+    def may_try_again(self, request: str) -> bool:
+        """May a request be computed again although it was alone in a step that found no memory? A few times, and only
+        where other processes that share the budget, or other models, could free some meanwhile."""
+        scheduler, on = self.scheduler, self.cache.on
+        if reach(on) <= on.budget and not scheduler.others_run():
+            return False
+        live = scheduler.active_requests.keys() | scheduler.waiting_requests.keys()
+        self._tries = {name: tries for name, tries in self._tries.items() if name in live}
+        self._tries[request] = self._tries.get(request, 0) + 1
+        scheduler.memory.without_reserve, self._waits = False, 0
+        return self._tries[request] <= scheduler.tuning.tries
+
+    def pop_unservable(self) -> list[tuple[Any, Exception]]:
+        """Takes requests out of the queue that have found too little memory for a while although no request runs.
+        Returns them with the reason."""
+        return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.pop_unservable()
+
+    def scheduled(self) -> None:
+        """Notes that a batch was made: without using the reserve, and not only of a request that comes as far again as
+        it had come."""
+        active, (name, reached) = self.scheduler.active_requests, self._again
+        further = len(active) > 1 or name not in active or active[name].position_offset > reached
+        if further and not self.scheduler.memory.without_reserve:
+            self._waits = 0
+
+    def begin_again(self, requests: list[Any]) -> None:
+        """Computes these requests again, with more memory left free, as their step ran out of memory."""
+        self.scheduler.raise_reserve()
+        for state in reversed(requests):
+            self.compute_again(state)
+
+    def _keep_for_later(self, state: Any) -> None:
+        """Puts a preempted request back into the queue, as transformers does with one that it has copied to the host.
+        The result of a batch in flight is lost, so it goes on from the last known token."""
+        if state.status == RequestStatus.DECODING:
+            if state.position_offset == len(state.initial_tokens) + len(state.generated_tokens):
+                state.position_offset -= 1
+                state.remaining_prefill_tokens = [(state.generated_tokens or state.initial_tokens)[-1]]
+            else:
+                state.remaining_prefill_tokens = state.tokens_to_process[:]
+        state._status = RequestStatus.PENDING
+        state.is_cpu_offloaded = True
+        self.scheduler.active_requests.pop(state.request_id, None)
+        self.scheduler.wait_again(state)

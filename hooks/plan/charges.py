@@ -15,9 +15,9 @@ from ...allocator._native import Device
 from ...allocator.errors import PoolExhausted
 from ...offload.policy.interval import Costs
 from ..batching.cache import ElasticPagedCache
+from ..batching.client import SectorClient
 from ..forward.lease import GroupLease
 from ..managed import Managed, pace_of, residency_of
-from ..sectors.client import SectorClient
 from ..streaming.model_residency import ModelResidency
 from .loops import VirtualLoop
 from .machine import Machine

@@ -9,24 +9,37 @@ Note [Weights and settings]
     salt instead (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer
     computes. A stored prefix is found again when the settings are as they were. "paged|eager", as continuous batching
     calls it, is the same arithmetic as "eager".
+
+Note [Sampled]
+    Files outlive the process, and so need a fingerprint of the model that is the same in all processes. Hashing all
+    weights would take as long as loading them. The hash covers the class, the configuration, name, shape and dtype of
+    every tensor, up to `SAMPLES` elements of each, evenly spread, and the versions and the device that decide how
+    results are rounded. Training, merging, quantizing or another seed change nearly every element; after writing a few
+    single ones by hand the user has to clear the folder.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ...allocator._native import Device
 from ..compat import StorageWeakRef, attention_of
+from ..device.key import key_of
 from ..forward.hook_base import Hook
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+SAMPLES: Final = 256  # elements of a tensor
+_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # keys of performance records that are hashed
 
 
 class Identity(NamedTuple):
@@ -59,7 +72,7 @@ class Looks:
     def stepped(self, parameters: Collection[int]) -> None:
         """Notes that an optimizer has written to some of these parameters, by id."""
         model = self._model()
-        if model is not None and any(id(each) in parameters for each in _tensors([*map(vars, model.modules())])):
+        if model is not None and any(id(tensor) in parameters for tensor in _tensors([*map(vars, model.modules())])):
             with self._lock:
                 self._changes += 1
 
@@ -79,24 +92,24 @@ class Looks:
         return Identity(weights, repr([*_settings(model, states), *_adapters(adapted)]).encode())
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        storages = [found for each in tensors if (found := _storage(each)) is not None]
-        if [each._cdata for each in storages] != [each.cdata for each in self._storages]:
+        storages = [found for tensor in tensors if (found := _storage(tensor)) is not None]
+        if [storage._cdata for storage in storages] != [storage.cdata for storage in self._storages]:
             self._changes += 1
             self._storages = [*map(StorageWeakRef, storages)]
         return self._changes, *_weights(tensors)
 
 
 def _children(states: Iterable[dict[str, Any]]) -> list[int]:
-    return [id(each) for state in states if (held := state["_modules"]) for each in held.values()]
+    return [id(module) for state in states if (held := state["_modules"]) for module in held.values()]
 
 
 def _tensors(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     """Returns the parameters, and the buffers that are saved."""
-    tensors = [each for state in states for each in dict.values(state["_parameters"]) if each is not None]
+    tensors = [tensor for state in states for tensor in dict.values(state["_parameters"]) if tensor is not None]
     for state in states:
         if held := state["_buffers"]:
             left_out = state["_non_persistent_buffers_set"]
-            tensors += [each for name, each in dict.items(held) if each is not None and name not in left_out]
+            tensors += [tensor for name, tensor in dict.items(held) if tensor is not None and name not in left_out]
     return tensors
 
 
@@ -110,7 +123,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def _weights(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """Returns addresses and versions."""
     try:
-        return tuple([each.data_ptr() for each in tensors]), tuple([each._version for each in tensors])
+        return tuple([tensor.data_ptr() for tensor in tensors]), tuple([tensor._version for tensor in tensors])
     except (RuntimeError, NotImplementedError):  # not all of them have both
         return tuple(map(_version, tensors))
 
@@ -154,3 +167,27 @@ def _autocast() -> object:
         if torch.is_autocast_enabled(device):
             return device, str(torch.get_autocast_dtype(device))
     return None
+
+
+def fingerprint(model: nn.Module, device: Device) -> bytes:
+    """Returns 16 bytes. Reads the weights through the modules, which for streamed layers fills host pages."""
+    facts = key_of(model, device)
+    found = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
+    for sample in samples(model):
+        found.update(sample.cpu().numpy().data)
+    return found.digest()
+
+
+def samples(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields sampled bytes of all weights, see Note [Sampled]; of all tensors of a device at once, to make few
+    copies."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
+                continue
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: -(-flat.numel() // SAMPLES)].contiguous().view(torch.uint8)
+            by_device.setdefault(tensor.device, []).append(sample)
+    for samples in by_device.values():
+        yield torch.cat(samples)

@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -43,10 +43,8 @@ from ...offload.residency.prefix_file import Array, Saved
 from ...offload.residency.prefix_files import PrefixFiles
 from ..device.marks import relaxed
 from ..device.streams import torch_device
-from .counts import Counts
-from .fingerprint import fingerprint
-from .identity import Identity
-from .sequence import Gone, Pair, TokenRun
+from .identity import Identity, fingerprint
+from .sequence import Counts, Gone, Pair, StoredTokens, TokenRun, TokenSource
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -58,30 +56,17 @@ _DTYPES: Final = {
 }
 _FAILURES: Final = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError)
 
-
-class SavedParts(Protocol):
-    """Reads some tokens of a stored sequence, which stay in place meanwhile."""
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """The layers that hold tokens."""
-
-    def __call__(self, layer: int) -> Pair:
-        """Keys and values, [1, heads, tokens, dim]."""
-
-
 Look = Callable[[], Identity]
-Read = Callable[
-    [Sequence[int], Identity, int, int], AbstractContextManager[SavedParts | None]
-]  # (ids, now, start, end)
+# (ids, now, start, end)
+Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[StoredTokens | None]]
 
 
-class SavedRun:
-    """Tokens of a prompt that were read from a file: a source of runs like a cached sequence."""
+class SavedRun(TokenSource):
+    """Tokens of a prompt that were read from a file, into memory that is not shared."""
 
-    disk: Final = True
-    away: Final = 1.0
-    near: Final = 0.0
+    disk = True
+    away = 1.0
+    near = 0.0
 
     def __init__(self, saved: Saved, start: int, device: torch.device) -> None:
         """`start`: where its first token is in the prompt."""
@@ -94,10 +79,6 @@ class SavedRun:
         """The layers that hold tokens."""
         return [int(name.partition(".")[0]) for name in self._saved.tensors if name.endswith(".keys")]
 
-    def holds(self, layer: int) -> bool:
-        """Does that layer hold tokens?"""
-        return f"{layer}.keys" in self._saved.tensors
-
     def part(self, layer: int, start: int, end: int) -> Pair:
         """Keys and values of a layer, [1, heads, end - start, dim], on the device."""
         keys, values = (_tensor(self._saved.tensors[f"{layer}.{kind}"]) for kind in ("keys", "values"))
@@ -105,14 +86,8 @@ class SavedRun:
         return keys[:, :, window].to(self._device), values[:, :, window].to(self._device)
 
     def leased(self, end: int) -> AbstractContextManager[None]:
-        """Does nothing: the memory is not shared."""
-        return nullcontext()
-
-    def after_writes(self) -> None:
-        """Does nothing: the tokens are there."""
-
-    def was_read(self) -> None:
         """Does nothing: the host waits for copies from this memory."""
+        return nullcontext()
 
 
 class Saver:

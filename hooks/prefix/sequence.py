@@ -1,4 +1,5 @@
-"""One cached sequence: the cache of a finished request, and the tokens in it; and copies from one to another.
+"""One cached sequence: the cache of a finished request, and the tokens in it; and copies of its tokens, for other
+requests, for files and for blocks of continuous batching.
 
 Note [In use by another request]
     A request of another thread only appends to its sequence, so the tokens that it began with may be read. But a
@@ -16,9 +17,11 @@ from __future__ import annotations
 import threading
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Final, NamedTuple, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -44,9 +47,7 @@ class Gone(Exception):
 class TokenSource(Protocol):
     """A source of tokens: a cached sequence, a file (saving.py), or blocks of continuous batching."""
 
-    @property
-    def disk(self) -> bool:
-        """Is the source a file?"""
+    disk: bool = False  # is the source a file?
 
     @property
     def away(self) -> float:
@@ -62,6 +63,7 @@ class TokenSource(Protocol):
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
+        return layer in self.held
 
     def part(self, layer: int, start: int, end: int) -> Pair:
         """Keys and values of a layer, [1, heads, end - start, dim], on the device. Gone."""
@@ -70,10 +72,12 @@ class TokenSource(Protocol):
         """Keeps the tokens [0, end) in place. Gone."""
 
     def after_writes(self) -> None:
-        """Makes the current stream wait for writes of the tokens."""
+        """Makes the current stream wait for writes of the tokens, if they are not there."""
+        return
 
     def was_read(self) -> None:
-        """Notes reads that were submitted to the current stream."""
+        """Notes reads that were submitted to the current stream, if the tokens may be written to."""
+        return
 
 
 class TokenRun(NamedTuple):
@@ -84,14 +88,51 @@ class TokenRun(NamedTuple):
     end: int
 
 
-class CachedSequence:
-    """Tokens [0, n) whose keys and values lie in `layers`, except those that its ranges are missing."""
+@dataclass(slots=True)
+class Counts:
+    """The counts since `manage()`."""
 
-    disk: Final = False
+    requests: int = 0  # calls of generate() that asked the store
+    prompts: int = 0  # tokens of their prompts
+    on_device: int = 0  # tokens of them found on the device
+    on_peer: int = 0
+    on_host: int = 0
+    on_disk: int = 0
+    faster: int = 0  # tokens in files for which computing was faster than reading
+    moves: int = 0  # requests that went on with the layers of a stored sequence
+    copies: int = 0  # requests that copied from stored sequences
+    stored: int = 0  # sequences
+    evicted: int = 0  # blocks
+    why_not: Counter[str] = field(default_factory=Counter)  # why requests did not ask, or left nothing
+
+    def hit(self, tokens: int, away: float, near: float = 0.0, *, on_disk: bool = False) -> None:
+        """Counts found tokens. `away`: the part of them not on the device, of which `near`: on a peer. `on_disk`: in
+        files."""
+        gone, on_peer = round(tokens * away), round(tokens * min(near, away))
+        self.on_device += tokens - gone
+        self.on_peer += on_peer
+        if on_disk:
+            self.on_disk += gone - on_peer
+        else:
+            self.on_host += gone - on_peer
+
+    @property
+    def hits(self) -> int:
+        """Tokens of prompts that were not computed."""
+        return self.on_device + self.on_peer + self.on_host + self.on_disk
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of all tokens of prompts that was found."""
+        return self.hits / self.prompts if self.prompts else 0.0
+
+
+class CachedSequence(TokenSource):
+    """Tokens [0, n) whose keys and values lie in `layers`, except those that its ranges are missing."""
 
     def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, needs_state: bool = False) -> None:
         """`layers`: of its cache; the sequence has those that lie in ranges. `needs_state`: can it be used only behind
-        a state? See prefix_index.py, Note [States]."""
+        a state? See index.py, Note [States]."""
         self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
         self.ids = array("q", ids)
         self.salt = salt
@@ -118,7 +159,7 @@ class CachedSequence:
     @property
     def pages(self) -> int:
         """Pages of the sequence, on the device or the host."""
-        return sum(each.held for each in self.kv_ranges)
+        return sum(kv_range.held for kv_range in self.kv_ranges)
 
     @property
     def device_pages(self) -> int:
@@ -134,17 +175,17 @@ class CachedSequence:
     @property
     def missing(self) -> int:
         """Tokens, from the first one on, that have to be copied from other sequences."""
-        return max((each.missing for each in self.kv_ranges), default=0)
+        return max((kv_range.missing for kv_range in self.kv_ranges), default=0)
 
     @property
     def dirty(self) -> int:
         """Full pages whose bytes only the device has: taking one needs a page of the host."""
-        return sum(each.pages.dirty for each in self.kv_ranges)
+        return sum(kv_range.pages.dirty for kv_range in self.kv_ranges)
 
     @property
     def fixed(self) -> int:
         """Pages that the core cannot take, as they are not full."""
-        return self.pages - sum(each.pages.full for each in self.kv_ranges)
+        return self.pages - sum(kv_range.pages.full for kv_range in self.kv_ranges)
 
     @property
     def away(self) -> float:
@@ -171,8 +212,8 @@ class CachedSequence:
 
     def mark_idle(self, kept: bool) -> None:
         """Tells the governor whether the sequence is only kept for later prompts, or in use. DriverError."""
-        for each in self.kv_ranges:
-            each.keep(kept)
+        for kv_range in self.kv_ranges:
+            kv_range.keep(kept)
         for tier in self._tiers():
             tier.client.only_cached = kept
 
@@ -185,8 +226,8 @@ class CachedSequence:
         for layer in self.used:
             if layer.get_seq_length() > len(self.ids):
                 layer.cut(len(self.ids), then)  # only the elastic half of a hybrid layer
-        for each in self.kv_ranges:
-            each.fit(then)
+        for kv_range in self.kv_ranges:
+            kv_range.fit(then)
 
     def free(self) -> None:
         """Gives all pages back."""
@@ -196,8 +237,8 @@ class CachedSequence:
 
     def share_prefix_pages(self, tokens: int) -> None:
         """Gives back the pages of the first tokens, which another sequence has, as far as they are whole."""
-        for each in self.kv_ranges:
-            each.release_prefix(tokens)
+        for kv_range in self.kv_ranges:
+            kv_range.release_prefix(tokens)
 
     # -- see Note [Order]
 
@@ -227,7 +268,7 @@ class CachedSequence:
 
     def _stream(self) -> Any:
         """The current stream of this thread, None on a CPU."""
-        device = next((each.shape.device for each in self.kv_ranges), None)
+        device = next((kv_range.shape.device for kv_range in self.kv_ranges), None)
         return None if device is None or device.type != "cuda" else torch.cuda.current_stream(device)
 
     def part(self, layer: int, start: int, end: int) -> Pair:
@@ -244,15 +285,15 @@ class CachedSequence:
     @contextmanager
     def leased(self, end: int) -> Iterator[None]:
         """Keeps the tokens [0, end) in place. Gone where they cannot be read: see Note [In use by another request]."""
-        if self.in_use and any(each.pages.needs_wait_or_remap for each in self.kv_ranges):
+        if self.in_use and any(kv_range.pages.needs_wait_or_remap for kv_range in self.kv_ranges):
             raise Gone(self)
         with ExitStack() as stack:
-            for group in {id(each.group): each.group for each in self.kv_ranges}.values():
+            for group in {id(kv_range.group): kv_range.group for kv_range in self.kv_ranges}.values():
                 stack.enter_context(GroupLease(group))
             if self.in_use:
-                for each in self.kv_ranges:
-                    first, last = each.geometry.pieces(each.missing), each.geometry.pieces(end)
-                    if any(each.range.leads_to(piece) != "device" for piece in range(first, last)):
+                for kv_range in self.kv_ranges:
+                    first, last = kv_range.geometry.pieces(kv_range.missing), kv_range.geometry.pieces(end)
+                    if any(kv_range.range.leads_to(piece) != "device" for piece in range(first, last)):
                         raise Gone(self)
             yield
 
@@ -313,7 +354,7 @@ def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequenc
     found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
     some = next(parts for parts in found if parts)[0]
-    filled = tuple(each.new_zeros(len(rows), each.shape[1], columns, each.shape[3]) for each in some)
+    filled = tuple(states.new_zeros(len(rows), states.shape[1], columns, states.shape[3]) for states in some)
     for row, (pad, runs, parts) in enumerate(zip(pads, rows, found, strict=True)):
         for run, part in zip(runs, parts, strict=True):
             for into, tokens in zip(filled, part, strict=True):
@@ -341,3 +382,36 @@ def reading(runs: Iterable[TokenRun]) -> Iterator[list[TokenSource]]:
                     source.was_read()
     finally:
         lease.close()
+
+
+class StoredTokens:
+    """Keys and values of the stored tokens of some runs."""
+
+    def __init__(self, runs: Sequence[TokenRun]) -> None:
+        """`runs`: at least one; their sources stay in place."""
+        self._runs = runs
+        self.layers = runs[0].source.held  # the layers that hold tokens
+
+    def __call__(self, layer: int) -> Pair:
+        """Returns keys and values of a layer, [1, heads, tokens, dim] on the device. Gone."""
+        keys, values = zip(*(run.source.part(layer, run.start, run.end) for run in self._runs), strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+@contextmanager
+def open_runs(runs: Iterable[TokenRun], start: int, end: int) -> Iterator[StoredTokens | None]:
+    """Keeps the tokens [start, end) of a prompt, which lie in these runs, in place; None where they cannot be read
+    now."""
+    runs = [run._replace(start=max(start, run.start)) for run in up_to(runs, end) if run.end > start]
+    with ExitStack() as held:
+        try:
+            if runs:
+                held.enter_context(reading(runs))
+        except Gone:
+            runs = []
+        yield StoredTokens(runs) if runs else None
+
+
+def up_to(runs: Iterable[TokenRun], end: int) -> list[TokenRun]:
+    """Returns the runs of the tokens before `end`."""
+    return [run._replace(end=min(run.end, end)) for run in runs if run.start < end]

@@ -14,11 +14,10 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...offload.policy.admission import Memory
 from ...offload.policy.request_slo import NOTHING
-from ..batching.memory import RequestMemory
-from ..batching.preemption import PagePreemption
+from ..batching.memory import RequestMemory, memory_of, most_of
 from ..batching.scheduler import ElasticFIFO
 from ..batching.seams import others_run
-from ..sectors.memory import memory_of, most_of
+from ..batching.steps import PagePreemption
 from .replica_model import GroupSettings, SpanCache
 from .requests import Request, state_of
 
@@ -49,14 +48,13 @@ class GroupScheduler(ElasticFIFO):
     ) -> None:
         """`room`: returns the tokens for which every follower has memory beyond those planned; `most`: the same if no
         request ran; infinity without followers."""
-        client = cache.pages.client
-        tuning = client.governor.tuning.serving
+        tuning = cache.pages.client.governor.tuning.serving
         self.in_flight: Counter[str] = Counter()
         self._stages = stages
         memory = RequestMemory(
             cache,
-            lambda: limited(memory_of(cache.on, client, tuning), room() * cache.token_bytes),
-            lambda: limited(most_of(cache.on, client, tuning), most() * cache.token_bytes),
+            lambda: limited(memory_of(cache.pages), room() * cache.token_bytes),
+            lambda: limited(most_of(cache.pages), most() * cache.token_bytes),
             tuning,
         )
         super().__init__(
@@ -250,7 +248,7 @@ class Iterations:
         scheduler, preemption = self._requests.scheduler, self._requests.preemption
         if not scheduler.active_requests:
             scheduler.block_new_requests = False  # no end of a request would allow them
-        for state, why in [*scheduler.late(), *preemption.hopeless()]:
+        for state, why in [*scheduler.pop_late(), *preemption.pop_unservable()]:
             self._requests.fail(state, why)
         found = self._scheduled(awaited) if scheduler.has_pending_requests() else []
         scheduler.begins(bool(found) or awaited)

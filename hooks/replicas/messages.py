@@ -17,7 +17,7 @@ from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import ACTIONS, EVENTS
 from ..device.key import key_of
-from ..prefix.fingerprint import samples
+from ..prefix.identity import samples
 from .requests import Request
 
 
@@ -42,7 +42,7 @@ class Fingerprint:
 
 
 def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
-    """Returns the fingerprint of a model, from samples of its weights (hooks/prefix/fingerprint.py, Note [Sampled])."""
+    """Returns the fingerprint of a model, from samples of its weights (hooks/prefix/identity.py, Note [Sampled])."""
     facts = key_of(model, device)
     weights = hashlib.blake2b(facts["model"].encode(), digest_size=16)
     for sample in samples(model):

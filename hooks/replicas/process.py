@@ -17,10 +17,10 @@ from ...allocator._native import Device
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
+from ..batching.memory import memory_of
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
-from ..sectors.memory import memory_of
 from ..server.loading import loaded
 from ..splice.splice import Splice
 from .channel import SupervisorChannel, Wakeup
@@ -167,7 +167,7 @@ def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCo
     layers = tuple(residency_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
     token = round(cache.token_bytes)
-    now = memory_of(device, cache.pages.client, cache.pages.client.governor.tuning.serving)
+    now = memory_of(cache.pages)
     cache.user = lambda: None
     own = sum(each.backed for each in weights_of(handle).ranges.get(None, ()))  # of weights outside of layers
     free = device.budget // device.page_size - own - now.reserve // device.page_size

@@ -32,8 +32,8 @@ from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..batching.batched import Batched
 from ..batching.cache import ElasticPagedCache
+from ..batching.memory import memory_of, most_of
 from ..batching.seams import batched
-from ..sectors.memory import memory_of, most_of
 from ..splice.forms import Hidden, Logits
 from ..splice.splice import Splice, SpliceStage
 from .microbatch_plan import Chunk
@@ -258,13 +258,12 @@ def cache_of(member: ReplicaModel, layers: range) -> SpanCache:
 
 def room_of(cache: SpanCache) -> int:
     """Returns the bytes that KV may take beyond the cache's present ones."""
-    return memory_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving).usable
+    return memory_of(cache.pages).usable
 
 
 def most_tokens(cache: SpanCache) -> int:
     """Returns the tokens of KV for which there would be memory if no request ran."""
-    most = most_of(cache.on, cache.pages.client, cache.pages.client.governor.tuning.serving)
-    return int(most.usable / cache.token_bytes)
+    return int(most_of(cache.pages).usable / cache.token_bytes)
 
 
 def runner_of(member: ReplicaModel, cache: SpanCache) -> SpanRunner:

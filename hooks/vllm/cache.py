@@ -20,8 +20,8 @@ from ...allocator import control, devices, install
 from ...allocator._native import Lease
 from ...allocator.config import Config
 from ...allocator.errors import DriverError, InstallError
+from ..batching.pages import RESERVED, SectorPages
 from ..device import governors, shared
-from ..sectors.pages import RESERVED, SectorPages
 
 
 class EngineCache:

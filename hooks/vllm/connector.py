@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 
 from ...allocator.config import Config
 from ...allocator.errors import ConfigError
+from ..batching.pages import RESERVED
 from ..options import ManageOptions, given
-from ..sectors.pages import RESERVED
 from .cache import EngineCache, Reserving
 from .gate import BlockGate
 

@@ -21,7 +21,7 @@ from ballonet.allocator import install
 from ballonet.hooks.compat import cache_name, computes_whole_prompt
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix import sessions
-from ballonet.hooks.prefix.prefix_index import PrefixIndex
+from ballonet.hooks.prefix.index import PrefixIndex
 from ballonet.hooks.prefix.store import PrefixStore
 
 from ..models import VOCABULARY, build

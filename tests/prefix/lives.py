@@ -283,7 +283,7 @@ class Life:
                 tier.client.write_behind(self.draw.randint(0, 3))
 
     def _evict(self, talker: Talker) -> None:
-        self.done["evicted"] += talker.store.pressure.give_up(self.draw.randint(1, 20))
+        self.done["evicted"] += talker.store.contents.give_up(self.draw.randint(1, 20))
 
     def _limit(self, talker: Talker) -> None:
         talker.store.limit = self.draw.choice((None, None, 40 * PAGE, 150 * PAGE))

@@ -112,7 +112,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch) -> Iterator[tup
             both.store.limit = 8 * 4096
             goes_on()
         finally:
-            both.store.pressure.nbytes = None  # as a fault must not strike here
+            both.store.contents.limit = None  # as a fault must not strike here
 
     def saves() -> None:
         goes_on()

@@ -22,7 +22,7 @@ import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks.prefix import saving
-from ballonet.hooks.prefix.fingerprint import fingerprint
+from ballonet.hooks.prefix.identity import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.policy.stored import Reading, reading
 from ballonet.offload.residency import prefix_file
@@ -125,7 +125,7 @@ def test_another_process_goes_on_from_files_bit_for_bit(tmp_path: Path, from_fil
         assert store.flush(60)
         assert store.counts.on_disk == 0
         while store.get_num_new_matched_tokens(further) > BLOCK:
-            assert store.pressure.evict()
+            assert store.contents.evict()
         assert say(model, further) == expected
         assert (store.counts.on_disk, store.counts.on_device) == (BLOCK, BLOCK)
         assert {(start, end) for _, start, end, _ in from_files} == {(BLOCK, 2 * BLOCK)}

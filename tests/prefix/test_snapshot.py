@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from ballonet.allocator import devices
 from ballonet.hooks.compat import layer_classes, layer_count
 from ballonet.hooks.device.pressure import give_up
-from ballonet.hooks.prefix import snapshot_proof
+from ballonet.hooks.prefix import sessions, snapshot
 from ballonet.hooks.prefix.snapshot import STATES
 
 from ..architectures import ARCHITECTURES
@@ -111,8 +111,8 @@ def test_models_that_are_left_alone(name: str, turns: int, why_not: dict[str, in
 def test_the_proof_is_asked_for_once(
     monkeypatch: pytest.MonkeyPatch, name: str, times: int, generator: torch.Generator
 ) -> None:
-    asked, goes_on = [], snapshot_proof.goes_on
-    monkeypatch.setattr("ballonet.hooks.prefix.sessions.goes_on", lambda *given: asked.append(1) or goes_on(*given))
+    asked, proof = [], snapshot.state_affects_logits
+    monkeypatch.setattr(sessions, "state_affects_logits", lambda *given: asked.append(1) or proof(*given))
     with sides(name) as both:
         ids = words(generator, 9)
         for _ in range(3):
@@ -137,7 +137,7 @@ def test_conversations_that_branch_under_a_limit(seed: int, generator: torch.Gen
             assert both.store.limit is None or both.store.nbytes <= both.store.limit
         assert hits > 5
         assert both.store.counts.evicted > 5
-        while both.store.pressure.give_up(1):
+        while both.store.contents.give_up(1):
             both.check()
         assert both.store.pages == both.store.states == both.store.tokens == 0
 

@@ -16,17 +16,7 @@ import torch
 from ballonet.allocator import devices
 from ballonet.hooks.kv import layer as kv_layer
 from ballonet.hooks.kv import range as kv_range
-from ballonet.hooks.prefix import (
-    block_index,
-    contents,
-    limit,
-    pins,
-    prefix_index,
-    prompt_filler,
-    sequence,
-    sequence_keeper,
-    sessions,
-)
+from ballonet.hooks.prefix import contents, index, sequence, sessions, store
 
 from ..faulting import at_each_line
 from ..pool import tiny_layers
@@ -38,9 +28,8 @@ pytestmark = pytest.mark.chaos
 
 
 PAGE = 4096
-STORE = (block_index, contents, limit, pins, prefix_index, prompt_filler, sequence, sequence_keeper, sessions)
+STORE = (contents, index, sequence, sessions, store)
 PARTS = (kv_layer, kv_range, *STORE)
-INDEX = (block_index, prefix_index)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +88,7 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
             return part(self, layer, start, end)
 
         with monkeypatch.context() as patched:
-            patched.setattr(prompt_filler, "copy_in", slowly)
+            patched.setattr(store, "copy_in", slowly)
             both.ask(torch.cat([ids[:, :60], words(generator, 5)], 1))
         assert (both.store.counts.copies, both.store.counts.moves) == (2, 0)
         with monkeypatch.context() as patched:
@@ -211,7 +200,7 @@ def test_ctrl_c_anywhere() -> None:
             ids = torch.cat([ids[:, : draw.randint(ids.shape[1] // 2, ids.shape[1])], words(generator, 5)], 1)
             talks.append(both.ask(ids, max_new_tokens=2, min_new_tokens=2))
 
-        for modules in (PARTS, INDEX):
+        for modules in (PARTS, (index,)):
             for _ in at_each_line(nullcontext, turn, *modules, most=15, least=60):
                 turn()
                 gc.collect()
@@ -234,7 +223,7 @@ def test_ctrl_c_while_blocks_are_evicted() -> None:
             ids = words(generator, 20) if ids is None else ids
             return nullcontext(both.ask(ids, max_new_tokens=1, min_new_tokens=1))
 
-        for _ in at_each_line(ask, lambda _: both.store.pressure.give_up(1), *INDEX, most=24, least=100):
+        for _ in at_each_line(ask, lambda _: both.store.contents.give_up(1), index, most=24, least=100):
             ask(pinned)
             ask()
             both.check()

@@ -23,8 +23,8 @@ from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.batching.scheduler import ElasticScheduler
-from ballonet.hooks.sectors.pages import RESERVED
 from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, Step, StepCosts
 

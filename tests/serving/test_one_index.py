@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from transformers.generation.continuous_batching.requests import RequestState
 
 import ballonet
+from ballonet.hooks.batching.blocks import KeptBlocks
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.managed import Managed
-from ballonet.hooks.prefix.block_index import PAGED
+from ballonet.hooks.prefix.index import PAGED
 from ballonet.hooks.prefix.sequence import Gone
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.hooks.sectors.prompt_blocks import KeptBlocks
 
 from ..models import build
 from ..tuned import Tuned

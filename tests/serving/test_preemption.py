@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.batching.preemption import PagePreemption
-from ballonet.hooks.batching.request_pages import RequestPages
+from ballonet.hooks.batching.pages import RequestPages
+from ballonet.hooks.batching.steps import PagePreemption
 
 PAGES = 8
 

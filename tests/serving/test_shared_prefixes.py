@@ -17,10 +17,10 @@ from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.pages import SectorPages
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.prefix import saving
-from ballonet.hooks.prefix.stored_tokens import StoredTokens
-from ballonet.hooks.sectors.pages import SectorPages
+from ballonet.hooks.prefix.sequence import StoredTokens
 
 from ..models import build
 from ..pool import take_out

@@ -18,9 +18,9 @@ import ballonet
 from ballonet import testing
 from ballonet.allocator import devices
 from ballonet.allocator.errors import DriverError
-from ballonet.hooks.batching.preemption import PagePreemption
-from ballonet.hooks.batching.request_pages import RequestPages
+from ballonet.hooks.batching.pages import RequestPages
 from ballonet.hooks.batching.scheduler import ElasticScheduler
+from ballonet.hooks.batching.steps import PagePreemption
 from ballonet.hooks.measure.histogram import Latencies
 from ballonet.offload.timeline.recorder import Recorder, recorders_of
 

@@ -130,7 +130,7 @@ def fail(calls: int) -> None:
     """Lets calls that back blocks fail, as when the driver refuses."""
     import torch
 
-    from ballonet.hooks.sectors.pages import SectorPages
+    from ballonet.hooks.batching.pages import SectorPages
 
     stock, number = SectorPages.take, count()
 

@@ -8,7 +8,7 @@ import pytest
 
 import ballonet
 from ballonet.allocator.config import Config
-from ballonet.hooks.sectors.pages import RESERVED
+from ballonet.hooks.batching.pages import RESERVED
 from ballonet.hooks.vllm.cache import EngineCache
 
 from ..pool import bytes_that_exist, installing

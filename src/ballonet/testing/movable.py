@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..allocator.errors import PoolExhausted
+from ..hooks.batching.client import SectorClient
 from ..hooks.device.streams import stream_of
 from ..hooks.kv.pages import KVPages
-from ..hooks.sectors.client import SectorClient
 
 if TYPE_CHECKING:
     from ..allocator._native import LeadsTo, Place

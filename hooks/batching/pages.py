@@ -1,4 +1,5 @@
-"""The pages under the sectors of a paged cache: backed when a request gets the sector, freed when no request has it.
+"""The pages under the sectors of a paged cache: backed when a request gets the sector, freed when no request has it;
+and those of each request, which move to the host and back at the same addresses.
 
 Words
     sector   transformers' unit of the paged cache: so many bytes for one kind of attention
@@ -12,14 +13,15 @@ Note [Guard]
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 
 from ...allocator._native import Device, Group, Range
-from ...allocator.errors import PoolExhausted
+from ...allocator.errors import DriverError, PoolExhausted
 from ...offload.residency.pieces import runs_of
 from ..device import governors
 from ..kv.find_pages import find_pages
@@ -63,7 +65,7 @@ class SectorPages:
         self.pages = 0  # under sectors in use, without the guard's
         self._sectors = sectors
         self.client = SectorClient(device, group, self.range, governors.of(device), model)
-        fixed = {piece for each in range(RESERVED) for piece in self.pieces(each)}
+        fixed = {piece for sector in range(RESERVED) for piece in self.pieces(sector)}
         self.fixed = len(fixed) * self._page  # bytes that are always backed, included in `nbytes`
         self._map(counted_runs((*range(self._front // self._page), *fixed)))
         self._use(fixed)
@@ -83,7 +85,7 @@ class SectorPages:
             range((first := self._front + offset + sector * stride) // self._page, -(-(first + nbytes) // self._page))
             for offset, stride, nbytes in self._parts
         ]
-        return found[0] if len(found) == 1 else sorted({piece for each in found for piece in each})
+        return found[0] if len(found) == 1 else sorted({piece for run in found for piece in run})
 
     def of_piece(self, piece: int) -> slice:
         """The bytes of `window` that lie on this piece."""
@@ -190,3 +192,64 @@ class SectorPool(CachePool):
             self._backed = set()
             self.used -= unused
             self._pages.give(unused)
+
+
+class RequestPages:
+    """The pages of the requests of one cache. `kinds`: transformers' allocators of its blocks, by kind of layer."""
+
+    def __init__(self, on: Device, pages: SectorPages, kinds: Mapping[str, Any]) -> None:
+        self._on = on
+        self._pages = pages
+        self._kinds = kinds
+
+    def requests(self) -> set[str]:
+        """Names of the requests that have blocks."""
+        return {name for kind in self._kinds.values() for name in kind.block_table}
+
+    def pieces(self, request: str) -> set[int]:
+        """The pieces that the blocks of the request lie on."""
+        return {
+            piece
+            for kind in self._kinds.values()
+            for block in kind.block_table.get(request, ())
+            for piece in self._pages.pieces(block // kind.blocks_per_sector)
+        }
+
+    def count(self, request: str) -> int:
+        """Pages that the blocks of the request lie on."""
+        return len(self.pieces(request))
+
+    def on_host_bytes(self, request: str) -> int:
+        """Bytes of the request's KV that lie on the host."""
+        return self._on.page_size * len(self._pages.client.away(self.pieces(request)))
+
+    def on_host_blocks(self, request: str, kind: Any, past: int, new: int) -> list[int]:
+        """Returns, by their order from 0, the request's blocks that lie on the host and that `new` tokens after `past`
+        ones fill. `kind`: the allocator whose blocks they are."""
+        size, table = kind.tokens_per_page, kind.block_table[request]
+        pieces = {
+            n: set(self._pages.pieces(table[n] // kind.blocks_per_sector))
+            for n in range(-(-past // size), (past + new) // size)
+        }
+        away = frozenset(self._pages.client.away(set().union(*pieces.values())))
+        return [n for n, found in pieces.items() if found <= away]
+
+    def to_host(self, request: str) -> bool:
+        """Moves the KV of a request to the host, except pages that it shares. False, and nothing is moved, where the
+        host is full or the driver refuses."""
+        others = {piece for name in self.requests() - {request} for piece in self.pieces(name)}
+        try:
+            self._pages.client.evict(self.pieces(request) - others)
+        except (PoolExhausted, DriverError):
+            return False
+        return True
+
+    def to_device(self, request: str) -> None:
+        """Restores the KV of a request, as far as there are pages; the rest is read on the host."""
+        client = self._pages.client
+        away = client.away(self.pieces(request))
+        lacking = len(away) - self._on.available  # read once: other threads take and free pages, and change budgets
+        if lacking > 0:
+            self._on.take(self._on.published, lacking)
+        with suppress(DriverError):
+            client.restore(away)

@@ -18,16 +18,15 @@ import torch
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...offload.policy.prefixes import chain
-from ..prefix.sequence import Gone, TokenRun
+from ..prefix.sequence import Gone, StoredTokens, TokenRun, open_runs
 from ..prefix.store import PrefixStore
-from ..prefix.stored_tokens import StoredTokens, cut, open_runs
-from .listed_blocks import ListedBlocks
+from .blocks import ListedBlocks
 
 _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError, Gone)
 Opened = Callable[[int, int], AbstractContextManager[StoredTokens | None]]  # opens the tokens [start, end)
 
 
-class Beginnings:
+class PrefixLoader:
     """Fills blocks with the beginnings of prompts. Used by the scheduling thread."""
 
     def __init__(self, listed: ListedBlocks, store: PrefixStore, renew: Callable[[], None]) -> None:
@@ -40,17 +39,17 @@ class Beginnings:
         self._readings: dict[str, _Reading] = {}
         self._one = threading.Lock()  # held by the thread that reads files
 
-    def only(self, requests: Collection[str]) -> None:
+    def keep_only(self, requests: Collection[str]) -> None:
         """Forgets all requests except these, which wait."""
         for name in [name for name in self._hashes if name not in requests]:
             del self._hashes[name]
             self._readings.pop(name, None)
 
-    def found(self, request: str) -> int:
+    def loaded_tokens(self, request: str) -> int:
         """Returns how many tokens of a request that was looked up are in blocks, without the last one."""
         return self._listed.found(self._hashes.get(request, ())) * self._blocks.tokens
 
-    def look(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> bool:
+    def look_up(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> bool:
         """Looks up once the stored beginning of a prompt. `room`: returns the bytes that its blocks may take. False
         while files are read."""
         if request not in self._hashes:
@@ -62,24 +61,24 @@ class Beginnings:
         reading = self._readings.get(request)
         if reading is None or not reading.is_alive():
             if self._readings.pop(request, None) is not None and reading is not None:
-                before = self.found(request)
+                before = self.loaded_tokens(request)
                 if reading.runs and before >= reading.runs[0].start:
                     runs = reading.runs
-                    self._fill(self._hashes[request], runs[-1].end, room, lambda *span: open_runs(cut(runs, *span)))
-                self._count(request, self.found(request) - before)
+                    self._fill(self._hashes[request], runs[-1].end, room, partial(open_runs, runs))
+                self._count(request, self.loaded_tokens(request) - before)
             return True
         return False
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for_files(self, seconds: float) -> bool:
         """Waits for the reading thread, at most so many seconds. Returns whether there is one."""
-        for each in self._readings.values():
-            each.join(seconds)
+        for reading in self._readings.values():
+            reading.join(seconds)
             return True
         return False
 
     def _count(self, request: str, from_files: int) -> None:
         """Counts the found tokens of a prompt, so many of which were read from files."""
-        counts, found = self._store.counts, self.found(request)
+        counts, found = self._store.counts, self.loaded_tokens(request)
         counts.hit(from_files, 1.0, on_disk=True)
         counts.hit(found - from_files, *self._blocks.away(self._hashes[request]))
 
@@ -89,7 +88,7 @@ class Beginnings:
         now = listed.identity
         assert now is not None
         listed.used(hashes)
-        stored = store.filler.look(ids, now, listed.found(hashes) * listed.tokens)
+        stored = store.filler.count_batched(ids, now, listed.found(hashes) * listed.tokens)
         self._fill(hashes, stored, room, partial(store.read, ids, now))
         saver, full = store.contents.saver, (len(ids) - 1) // store.block
         count = listed.found(hashes) * listed.tokens // store.block
