@@ -69,7 +69,7 @@ class SharedParts:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values: total, target, and of each pid [start, number, bytes, floor]."""
-        rows = {str(pid): [each.start, each.number, each.nbytes, each.floor] for pid, each in self.parts.items()}
+        rows = {str(pid): [part.start, part.number, part.nbytes, part.floor] for pid, part in self.parts.items()}
         return {"total": self.total, "target": self.target, "parts": rows}
 
 

@@ -61,7 +61,7 @@ class Step:
         """Attends in all layers as transformers does."""
         module: Any = self.module
         for views in self.views:
-            key, value = (each.index_select(0, self.index).transpose(0, 1)[None] for each in views)
+            key, value = (view.index_select(0, self.index).transpose(0, 1)[None] for view in views)
             sdpa_attention_forward(module, self.query, key, value, self.mask)
 
     def alone(self) -> None:
@@ -78,9 +78,9 @@ class Step:
         for views in self.views:
             if takes_tables():
                 pages = len(views[1]) // self.tokens
-                states = tuple(each[: pages * self.tokens].view(shape) for each in views)
+                states = tuple(view[: pages * self.tokens].view(shape) for view in views)
             else:  # all are copied together
-                states = tuple(each.index_select(0, self.index) for each in views)
+                states = tuple(view.index_select(0, self.index) for view in views)
                 ends = torch.tensor([0, *self.keys.counts]).cumsum(0).to(self.device, torch.int32)
                 first, used, table = ends, None, None  # type: ignore[assignment]
             attend_packed(self.query, states, (starts, first), (1, self.keys.most), 0, None, 0.0, used, table)  # type: ignore[arg-type]

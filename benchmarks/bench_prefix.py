@@ -91,7 +91,7 @@ def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -
 
     turns: dict[str, Callable[[], float]] = {way: lambda way=way: turn(way) for way in ways}
     taken = interleaved({**turns, "link": lambda: float(started["link"].ask("link"))}, ROUNDS[kind])
-    away = max(each["away"] for each in answers["host"])
+    away = max(answer["away"] for answer in answers["host"])
     bound = max(taken["device"].median, away / taken["link"].median * 1e3)
     limited = not chosen.tiny
     hand = Figure.ratio(taken["device"], taken["by hand"])
@@ -102,7 +102,7 @@ def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -
         for way in OURS
         for number, mine in enumerate(answers[way])
     )
-    reused = (f"{way} {min(each['reused'] for each in answers[way]):,}" for way in OURS)
+    reused = (f"{way} {min(answer['reused'] for answer in answers[way]):,}" for way in OURS)
     return {
         "history, tokens": history,
         "by hand, ms": taken["by hand"],

@@ -44,7 +44,7 @@ def dropping(chosen: Options) -> None:
 def row(what: str, peer: str, **figures: Figure | str) -> dict[str, Any]:
     """All rows have the same columns."""
     columns = ("value", "drop", "drops", "restores", "bubble")
-    return {"what": what, "peer": peer, **{each: figures.get(each, "") for each in columns}}
+    return {"what": what, "peer": peer, **{column: figures.get(column, "") for column in columns}}
 
 
 def made(count: int) -> Iterator[int]:
@@ -116,9 +116,9 @@ def wave(low: float, high: float, seconds: float, period: float, periods: int, a
 def coding(prompts: list[int], rate: float) -> list[RecordedArrival]:
     """Prompts of code at a rate that goes up and down by half in two minutes; answers are short."""
     random, at, found = Random(0), 0.0, list[RecordedArrival]()
-    for each in prompts:
+    for prompt in prompts:
         at += random.expovariate(rate * (1 + math.sin(at / 20) / 2))
-        found.append(RecordedArrival(at, each, 1 + round(random.expovariate(1 / 27))))
+        found.append(RecordedArrival(at, prompt, 1 + round(random.expovariate(1 / 27))))
     return found
 
 

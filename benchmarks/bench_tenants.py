@@ -125,7 +125,7 @@ def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
             continue
         finished = found["requests"] - found["failed"]
         figures = [found[name] for name in ("ttft_p99", "tbt_p99", "tokens_per_second", "stalled", "moved")]
-        figures = [None if each is None else Figure.of([each]) for each in figures]
+        figures = [None if figure is None else Figure.of([figure]) for figure in figures]
         yield [what, f"{how}, {scene.scale:g} times the speed", label, f"{finished} of {found['requests']}", *figures]
 
 

@@ -299,7 +299,7 @@ def elsewhere(worker: str, options: argparse.Namespace, turns: list[Turn]) -> li
     command += ["--model", options.model] if options.model else []
     given = json.dumps([[turn.prompt, len(turn.answer)] for turn in turns])
     done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True)
-    return [Turn(**each) for each in json.loads(done.stdout)]
+    return [Turn(**load) for load in json.loads(done.stdout)]
 
 
 def alone(worker: str, options: argparse.Namespace, given: list[tuple[list[int], int]]) -> list[Turn]:

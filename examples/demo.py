@@ -261,7 +261,7 @@ def report(console: Console, options: argparse.Namespace, results: dict[str, dic
         if "rows" in run:
             budgets = [level[1] for level in run["levels"]]
             ends = dict.fromkeys((budgets[0], budgets[-1]))  # one, where it stayed
-            budget = " → ".join(format_size(each, gap=" ") for each in ends)
+            budget = " → ".join(format_size(end, gap=" ") for end in ends)
             most = format_size(max(sum(row[2:]) for row in run["rows"]) * run["page_size"], gap=" ")
             streamed = str(run["streamed"])
             pictures[f"{name}: {budget}"] = run

@@ -61,7 +61,7 @@ def main() -> int:
     with served(options, where, secret) as server:
         place: Any = ray.remote(num_gpus=options.gpus)(Replica)
         actors = [place.remote(options.model, where, secret, given[own + 1 :]) for _ in range(options.replicas)]
-        running = [each.serve.remote() for each in actors]
+        running = [actor.serve.remote() for actor in actors]
         ended: list[Any] = []
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:

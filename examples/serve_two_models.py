@@ -52,7 +52,7 @@ def main() -> None:
                 now = figures(url)
                 sizes = [now[each] / 2**20 for each in ("weights", "kv", "activations", "host")]
                 count = len(chosen) * options.requests
-                table.add_row(name, f"{answered} of {count}", *(f"{each:.1f}" for each in sizes), f"{took:.1f}")
+                table.add_row(name, f"{answered} of {count}", *(f"{size:.1f}" for size in sizes), f"{took:.1f}")
             Console().print(table)
 
 

@@ -210,7 +210,7 @@ def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase
     }
     if not all(times.values()):
         raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")
-    return {point: median(each) for point, each in times.items()}
+    return {point: median(time_) for point, time_ in times.items()}
 
 
 def _phase(measured: Measured) -> Phase | None:

@@ -238,7 +238,7 @@ def governed(
     """A device of so many pages, and models named a, b, c."""
     device, clock = FakeDevice(pages), Clock()
     governor = Governor(device, bandwidth=options.pop("bandwidth", LINK), clock=clock, **options)
-    them = [FakeModel(device, each.pop("name", "abcdef"[n]), **each) for n, each in enumerate(models)]
+    them = [FakeModel(device, model.pop("name", "abcdef"[n]), **model) for n, model in enumerate(models)]
     for each in them:
         governor.add(each)
     return device, governor, clock, them

@@ -129,7 +129,7 @@ class Watcher(threading.Thread):
 
     def _look(self) -> dict[int, int]:
         """Bytes that each holds."""
-        return {pid: held_by(each) for pid, each in self._memfds.items()}
+        return {pid: held_by(memfd) for pid, memfd in self._memfds.items()}
 
     def __enter__(self) -> Self:
         self.start()

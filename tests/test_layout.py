@@ -28,8 +28,8 @@ def spots(layout: Layout) -> dict[int, tuple[int, int, int]]:
     """key -> (index of the range, first byte, end)"""
     return {
         spot.block.key: (index, spot.offset, spot.end)
-        for index, each in enumerate(layout.ranges)
-        for spot in each.placements
+        for index, range_ in enumerate(layout.ranges)
+        for spot in range_.placements
     }
 
 

@@ -71,12 +71,12 @@ def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int
     found = placed(models, PlanBudget(pages, PAGE, SECONDS))
     if found is None:
         return
-    used = sum(at.weights + each.last.pages - at.away for each, at in zip(models, found, strict=True))
+    used = sum(at.weights + model.last.pages - at.away for model, at in zip(models, found, strict=True))
     assert used <= pages
-    for each, at in zip(models, found, strict=True):
-        assert at.plan.pages == each.layers
-        assert at.weights == each.beside + at.plan.device_pages
-        assert 0 <= at.early <= at.away <= each.last.movable
+    for model, at in zip(models, found, strict=True):
+        assert at.plan.pages == model.layers
+        assert at.weights == model.beside + at.plan.device_pages
+        assert 0 <= at.early <= at.away <= model.last.movable
 
 
 def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
@@ -256,16 +256,16 @@ def test_an_answer_says_what_is_placed(
     models: list[Needs], pages: int, host: int | None, copy: float | None, slo: float | None, tokens: int
 ) -> None:
     """Each page is counted once, and what a copy adds is waited for; a token takes what the slowest model's does."""
-    models = [replace(each, aside=(0.5, 0.25 * number)) for number, each in enumerate(models)]
+    models = [replace(model, aside=(0.5, 0.25 * number)) for number, model in enumerate(models)]
     budget = PlanBudget(pages, PAGE, copy, slo, host, copying=0.5)
     found, answer = placed(models, budget), answered(models, budget, tokens)
     assert (answer.fits, answer.slo, answer.all) == (found is not None, slo, everything(models))
     if found is None:
         assert answer.limit == ("host" if placed(models, replace(budget, host=None)) else "memory")
         assert answer.met is (None if slo is None else False)
-        for each, said in zip(models, answer.models, strict=True):
-            assert replace(said, needs=each) == Forecast(
-                each, None, each.weights, sum(each.last.kv), each.last.activations, 0, None, None, 0.0, False
+        for model, said in zip(models, answer.models, strict=True):
+            assert replace(said, needs=model) == Forecast(
+                model, None, model.weights, sum(model.last.kv), model.last.activations, 0, None, None, 0.0, False
             )
         return
     if tokens * max(said.tpot or 0 for said in answered(models, budget).models) > DEFAULT.pages.dwell:
@@ -273,28 +273,28 @@ def test_an_answer_says_what_is_placed(
     assert found is not None
     link = (copy or 0) * max(1, sum(at.plan.copied != () for at in found))
     idle = pages - sum(
-        said.weights + said.kv + each.last.activations for each, said in zip(models, answer.models, strict=True)
+        said.weights + said.kv + model.last.activations for model, said in zip(models, answer.models, strict=True)
     )
-    for each, at, said in zip(models, found, answer.models, strict=True):
-        total = sum(each.last.kv)
+    for model, at, said in zip(models, found, answer.models, strict=True):
+        total = sum(model.last.kv)
         assert (said.plan, said.weights, said.settled) == (at.plan, at.weights, at.settled)
         assert at.away <= said.host
         assert total - said.host <= said.kv <= total - at.away
-        crowd = max(0, each.prompt.activations - each.last.activations)
-        assert said.activations == each.last.activations + min(crowd, idle // len(models))
+        crowd = max(0, model.prompt.activations - model.last.activations)
+        assert said.activations == model.last.activations + min(crowd, idle // len(models))
         for seconds, moved, known, aside in (
-            (each.decode, at.away, said.tpot, each.aside[1]),
-            (each.prefill, at.early, said.ttft, each.aside[0]),
+            (model.decode, at.away, said.tpot, model.aside[1]),
+            (model.prefill, at.early, said.ttft, model.aside[0]),
         ):
             if seconds is None or (copy is None and at.plan.copied):
                 assert known is None
                 continue
             assert known is not None
-            running = Costs(each.layers, seconds, link).expected(at.plan) if copy else seconds
+            running = Costs(model.layers, seconds, link).expected(at.plan) if copy else seconds
             running = max(running, seconds + at.plan.copied_pages * link * 0.5) + aside
             assert known == pytest.approx(running) if not moved else known >= running - 1e-12
-        if said.tpot is not None and each.decode is not None:
-            assert said.waits == pytest.approx(said.tpot - each.decode - each.aside[1])
+        if said.tpot is not None and model.decode is not None:
+            assert said.waits == pytest.approx(said.tpot - model.decode - model.aside[1])
     slowest = max(answer.models, key=lambda said: said.tpot or 0)
     assert answer.slowest == slowest
     if slowest.tpot is None:

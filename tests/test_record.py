@@ -126,7 +126,7 @@ def test_what_was_learned_is_believed_once_two_say_so(
     times: dict[tuple[int, int], list[float]] = {}
     for b, n, seconds in seen:
         times.setdefault((b, n), []).append(seconds)
-    believed = {at: sorted(each[-WINDOW:])[-2:][0] for at, each in times.items()}
+    believed = {at: sorted(time_[-WINDOW:])[-2:][0] for at, time_ in times.items()}
     found = record.time("prefill", batch, length)
     if found is None:
         assert not any(b >= batch and n >= length for b, n in believed)

@@ -38,9 +38,9 @@ def processes(draw: st.DrawFn, rested: bool = False) -> list[Sharer]:
 def after(members: Sequence[Sharer], parts: Sequence[int]) -> list[Sharer]:
     """The same processes with those parts, who use what they have use for as far as it goes."""
     found = list[Sharer]()
-    for each, part in zip(members, parts, strict=True):
-        needed = max(each.used, each.wanted)
-        found.append(replace(each, part=part, used=min(part, needed), wanted=needed if needed > part else 0))
+    for member, part in zip(members, parts, strict=True):
+        needed = max(member.used, member.wanted)
+        found.append(replace(member, part=part, used=min(part, needed), wanted=needed if needed > part else 0))
     return found
 
 
@@ -56,9 +56,9 @@ def test_together_they_never_have_more_than_the_total_or_than_before(members: li
 
 @given(processes())
 def test_floors_are_kept_and_only_who_wants_is_raised(members: list[Sharer]) -> None:
-    for part, each in zip(shares(TOTAL, members, TUNING), members, strict=True):
-        assert part >= min(each.part, each.floor)
-        assert part <= max(each.part, each.wanted)
+    for part, member in zip(shares(TOTAL, members, TUNING), members, strict=True):
+        assert part >= min(member.part, member.floor)
+        assert part <= max(member.part, member.wanted)
 
 
 @given(processes(rested=True))

@@ -355,7 +355,7 @@ class Share:
         me, page = os.getpid(), self._runtime.device.page_size
         total = min(now.total or 0, now.target or 0)
         self._free = now.free // page
-        self._others_floors = sum(each.floor for pid, each in now.parts.items() if pid != me)
+        self._others_floors = sum(part.floor for pid, part in now.parts.items() if pid != me)
         if total != self._total:
             self._total, self._refused, self._pause = total, -math.inf, self._tuning.again / 2
             self._runtime.device.hear_shortages(total // page, round(2 * self._tuning.patience * 1e9))

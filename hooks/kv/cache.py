@@ -24,7 +24,7 @@ class KVCache(DynamicCache):
         devices.require()
         super().__init__(config=config)
         self._ranges = CacheRanges.of(config, elastic_layers(config) if config else 1, max_length)
-        self.layers = [elastic_counterpart(each, self._ranges, number) for number, each in enumerate(self.layers)]
+        self.layers = [elastic_counterpart(layer, self._ranges, number) for number, layer in enumerate(self.layers)]
         if config is None:
             self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, self._ranges))
 

@@ -175,8 +175,8 @@ class Report:
         """Plain values, ready for JSON: the fields, and of each phase whether it keeps its SLO (`met`)."""
         found = asdict(self)
         found["options"]["prefix_dir"] = self.options.prefix_dir and str(self.options.prefix_dir)
-        for name, each in self.times.items():
-            found["times"][name]["met"] = each.met
+        for name, time_ in self.times.items():
+            found["times"][name]["met"] = time_.met
         return found
 
     def __str__(self) -> str:
@@ -201,8 +201,8 @@ class Report:
         if self.kept:
             layers = ", ".join(map(str, self.kept))
             yield "kept resident", f"{len(self.kept)} layers that CUDA graphs have captured ({layers})"
-        for name, each in self.times.items():
-            yield from _times(NAMES[name], each)
+        for name, time_ in self.times.items():
+            yield from _times(NAMES[name], time_)
         if self.streamed or self.link_bytes:
             speed = "" if self.bandwidth is None else f", {self.bandwidth / 1e9:.3g} GB/s"
             yield "over the link", f"{format_size(self.token_bytes)} per iteration{speed}"

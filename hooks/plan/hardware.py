@@ -196,7 +196,7 @@ def _flops(given: Any, path: Path) -> dict[int, float]:
     """Reads operations per second by bytes of an element: a number, or an object such as {"2": 989e12, "4": 67e12}."""
     numbers = given if isinstance(given, dict) else {"2": given}
     try:
-        found = {int(size): float(each) for size, each in numbers.items()}
+        found = {int(size): float(number) for size, number in numbers.items()}
         if found and all(each > 0 for each in found.values()):
             return found
     except (TypeError, ValueError):

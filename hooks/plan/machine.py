@@ -111,8 +111,8 @@ def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None =
     """Returns the requests of each of so many models, dealt one by one; or, with `turn`, all requests of `turn` seconds
     to one model, then to the next."""
     found: list[list[RecordedArrival]] = [[] for _ in range(models)]
-    for number, each in enumerate(arrivals):
-        found[(number if turn is None else int(each.at / turn)) % models].append(each)
+    for number, arrival in enumerate(arrivals):
+        found[(number if turn is None else int(arrival.at / turn)) % models].append(arrival)
     return found
 
 

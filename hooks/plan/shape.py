@@ -74,8 +74,8 @@ class ModelShape:
         wide = 8 * self.dtype.itemsize
         share = 1.0 if bits is None else min(1.0, bits / wide)
         return [
-            Block(key, max(1, each.nbytes - int(each.matrix * (1 - share))), each.layer)
-            for key, each in enumerate(self.weights)
+            Block(key, max(1, weight.nbytes - int(weight.matrix * (1 - share))), weight.layer)
+            for key, weight in enumerate(self.weights)
         ]
 
 

@@ -325,7 +325,7 @@ def _maker(tensor: Any, flat: torch.Tensor, spot: Spot, leaves: list[torch.Tenso
         inner = {name: getattr(tensor, name) for name in names}
         tensors = {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
         makers = {name: _maker(each, flat, spot, leaves) for name, each in tensors.items()}
-        return partial(_wrapper, tensor, context, inner, {name: each for name, each in makers.items() if each})
+        return partial(_wrapper, tensor, context, inner, {name: maker for name, maker in makers.items() if maker})
     offset = spot(tensor.data_ptr())
     if offset is None:
         return None

@@ -89,7 +89,7 @@ class Captured:
         model = self._model()
         if model is None:
             return []
-        layers = {id(part): index for index, each in enumerate(decoder_layers(model)) for part in each.modules()}
+        layers = {id(part): index for index, layer in enumerate(decoder_layers(model)) for part in layer.modules()}
         return [
             part.register_forward_pre_hook(Hook(self.noticed, layers.get(id(part))))
             for part in model.modules()

@@ -24,7 +24,9 @@ def model_facts(
     bytes of weights over the link; `seconds` of the last forwards and the `slo` of each, by phase; `kv` of its caches;
     `prefixes`; `latencies`: histograms in seconds."""
     batched, last = seams.batched(model), dict(residency.timings.last)
-    histograms: dict[str, Any] = {phase: each.to_dict() for phase, each in residency.timings.histograms().items()}
+    histograms: dict[str, Any] = {
+        phase: histogram.to_dict() for phase, histogram in residency.timings.histograms().items()
+    }
     if batched is not None:
         latencies = batched.latencies
         histograms |= {"ttft": latencies.ttft.to_dict(), "tpot": latencies.tpot.to_dict()}

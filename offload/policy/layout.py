@@ -116,8 +116,8 @@ class Layout:
 
     def _moves(self) -> Iterator[tuple[tuple[int, BlockPlacement], ...]]:
         layers: dict[int, list[tuple[int, BlockPlacement]]] = {}
-        for index, each in enumerate(self.ranges):
-            for placement in each.placements:
+        for index, range_ in enumerate(self.ranges):
+            for placement in range_.placements:
                 if placement.block.layer is None:
                     yield ((index, placement),)
                 else:

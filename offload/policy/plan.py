@@ -184,7 +184,7 @@ class Same:
 
     def smallest(self, pages: Sequence[int]) -> int:
         """Device pages without which no plan fits."""
-        return sum(each for layer, each in enumerate(pages) if layer not in self.streamed)
+        return sum(page for layer, page in enumerate(pages) if layer not in self.streamed)
 
 
 Rule = Fewest | Interval | Same

@@ -171,7 +171,7 @@ def _corners(points: Iterable[Point]) -> list[Point]:
 def _remembered(lessons: Sequence[Lesson], new: Lesson, window: int) -> tuple[Lesson, ...]:
     if len(lessons) < window:
         return (*lessons, new)
-    oldest = next((n for n, each in enumerate(lessons) if each.work <= new.work), None)
+    oldest = next((n for n, lesson in enumerate(lessons) if lesson.work <= new.work), None)
     return tuple(lessons) if oldest is None else (*lessons[:oldest], *lessons[oldest + 1 :], new)
 
 

@@ -72,13 +72,13 @@ def _events(recording: FleetRecording) -> Iterator[dict[str, Any]]:
         for tid, (lane, bars) in enumerate(lanes.items(), 1):
             where = {"pid": pid, "tid": tid}
             yield {"name": "thread_name", "ph": "M", **where, "args": {"name": lane}}
-            for number, each in enumerate(bars):
-                told = {"name": each.name, "cat": lane, **where, "ts": micro(each.begin)}
+            for number, bar in enumerate(bars):
+                told = {"name": bar.name, "cat": lane, **where, "ts": micro(bar.begin)}
                 if lane == REQUESTS:
                     yield {**told, "ph": "b", "id": number}
-                    yield {**told, "ph": "e", "id": number, "ts": micro(each.end)}
+                    yield {**told, "ph": "e", "id": number, "ts": micro(bar.end)}
                 else:
-                    yield {**told, "ph": "X", "dur": micro(each.end) - micro(each.begin)}
+                    yield {**told, "ph": "X", "dur": micro(bar.end) - micro(bar.begin)}
     for name, at in recording.marks:
         yield {"name": name, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": micro(at)}
 

@@ -80,7 +80,7 @@ def by_hand(layers: Sequence[Any], empty: DynamicCache) -> DynamicCache:
 
 def growing(layers: Sequence[Any]) -> list[Pair]:
     """Keys and values of the layers that keep every token."""
-    return [(each.keys, each.values) for each in layers if _grows(each)]
+    return [(layer.keys, layer.values) for layer in layers if _grows(layer)]
 
 
 def state(layers: Sequence[Any]) -> int:
@@ -231,7 +231,7 @@ class Sides:
         """The tokens, and the cache. States are noted behind the prompt and behind the answer."""
         mask = settings.get("attention_mask")
         skipped = asked.columns if computes_whole_prompt(self.empty) else 0  # such a model is given only what is new
-        states = any(type(each) is not DynamicLayer for each in self.empty.layers)
+        states = any(type(layer) is not DynamicLayer for layer in self.empty.layers)
         for new in (1, settings["max_new_tokens"]) if states else (settings["max_new_tokens"],):
             cache = copy.deepcopy(self.empty if asked.began is None else asked.began)
             given = settings | {"max_new_tokens": new, "min_new_tokens": min(new, settings["min_new_tokens"])}
@@ -268,11 +268,11 @@ class Sides:
 
     def end(self, request: Any, tokens: torch.Tensor) -> None:
         """A request ends, with what may be kept from now on."""
-        layers = [each for each in request._layers if isinstance(each, ElasticLayer) and each.is_initialized]
+        layers = [layer for layer in request._layers if isinstance(layer, ElasticLayer) and layer.is_initialized]
         if not layers:
             return
         asked, beams = self.asked[get_ident()], request._beams
-        asked.left = [(outside(each.keys), outside(each.values)) for each in layers]
+        asked.left = [(outside(layer.keys), outside(layer.values)) for layer in layers]
         asked.end = layers[0].get_seq_length()
         for number, ids in enumerate((tokens if beams == 1 else request._ids).tolist()):
             row = number * beams

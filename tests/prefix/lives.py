@@ -176,7 +176,7 @@ class Life:
             gc.collect()
             self.device.reap(wait=True)
             self.device.check()
-            kept = sum(each.store.contents.index.device_pages for each in self.talkers)
+            kept = sum(talker.store.contents.index.device_pages for talker in self.talkers)
             if self.device.snapshot()["pages"]["kv"] <= kept:
                 return
         pytest.fail(f"{kept} pages of KV are kept, and nobody gives back the others\n{in_use()}")

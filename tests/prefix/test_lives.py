@@ -42,6 +42,6 @@ def test_whatever_happens_tokens_are_right(
     life.live(90)
     assert life.done["sessions"] > 30  # 39 to 56: it depends on what is in files by then
     assert life.done["answers"] > 3 * life.done["out of memory"] + 60
-    assert sum(each.hits for each in talkers) > 100
-    assert sum(each.moves for each in talkers) > 3
-    assert sum(each.copies for each in talkers) > 3
+    assert sum(talker.hits for talker in talkers) > 100
+    assert sum(talker.moves for talker in talkers) > 3
+    assert sum(talker.copies for talker in talkers) > 3

@@ -51,12 +51,12 @@ def run(first: int, blocks: int = 1, nbytes: int = 64) -> tuple[list[bytes], lis
 def same(found: prefix_file.Saved | None, first: int, blocks: int = 1, nbytes: int = 64) -> bool:
     keys, ids, tensors = run(first, blocks, nbytes)
     assert found is not None
-    wanted = {name: (each.dtype, each.shape, each.data.tobytes()) for name, each in tensors.items()}
+    wanted = {name: (tensor.dtype, tensor.shape, tensor.data.tobytes()) for name, tensor in tensors.items()}
     return (found.part.keys, list(found.ids), arrays(found)) == (tuple(keys), ids, wanted)
 
 
 def arrays(found: prefix_file.Saved) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (each.dtype, each.shape, bytes(each.data)) for name, each in found.tensors.items()}
+    return {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in found.tensors.items()}
 
 
 def names(folder: Path) -> list[str]:
@@ -368,10 +368,10 @@ def test_whenever_a_writer_dies_there_is_a_whole_file_or_none(tmp_path: Path) ->
         files = PrefixFiles(folder, 1200, b"salt")
         found.append(keys := files.keys())
         assert keys in ({b"old"}, {b"new"}, set()), number
-        for each in keys:
-            saved = files.load(each)
+        for key in keys:
+            saved = files.load(key)
             assert saved is not None
-            assert bytes(saved.tensors["a"].data) == {b"old": bytes(400), b"new": b"n" * 400}[each]
+            assert bytes(saved.tensors["a"].data) == {b"old": bytes(400), b"new": b"n" * 400}[key]
         assert len(names(folder)) == len(keys), "nothing is left aside"
     assert left > 3, "some died in the middle"
     assert found[-1] == {b"new"}

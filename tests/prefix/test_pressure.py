@@ -83,5 +83,5 @@ def test_new_tokens_get_the_pages_of_prefixes(device: Device) -> None:
         cache.update(tokens, tokens, 0)
         assert both.store.counts.evicted > 0
         both.check()
-        for each in hogs:
-            each.close()
+        for hog in hogs:
+            hog.close()

@@ -293,7 +293,7 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
             store.clear()
             assert say(model, FIRST) == wanted
             assert (counts.on_disk, counts.faster) == (on_disk * BLOCK, faster * BLOCK), turn
-        told = [each for each in events.since().events if each.what == "files"]
+        told = [event for event in events.since().events if event.what == "files"]
         assert [each.verb for each in told] == ["load", "compute", "compute", "load", "compute"]
         assert told[0].predicted is None, "nobody had measured it"
         assert 0 < told[1].predicted < 100, "what the model took before"

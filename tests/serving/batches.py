@@ -86,7 +86,7 @@ _KNOWN: dict[Any, list[Answer]] = {}  # of stock
 def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:
     """What it answers without ballonet, with as much memory as it takes; computed once for models that are alike."""
     config = model.config.to_json_string(use_diff=False), model.config._attn_implementation
-    weights = tuple(float(each.detach().double().sum()) for each in model.parameters())
+    weights = tuple(float(parameter.detach().double().sum()) for parameter in model.parameters())
     key = config, weights, tuple(map(tuple, asked)), tokens
     if key not in _KNOWN:
         found = answers(model, asked, tokens, num_blocks=16 * len(asked))
@@ -104,9 +104,9 @@ def kv_to_the_host() -> Iterator[None]:
         demands, left = list(demands), memory.host // 2
         found = stock(demands, memory, *args)
         where = dict(found.where)
-        for each in demands:
-            if each.request in where and each.kv <= left:
-                where[each.request], left = "host", left - each.kv
+        for demand in demands:
+            if demand.request in where and demand.kv <= left:
+                where[demand.request], left = "host", left - demand.kv
         return replace(found, where=where)
 
     selection.admit = admitted

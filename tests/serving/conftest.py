@@ -56,8 +56,8 @@ def at_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[None]], None
     step = processor._generation_step
 
     def acting(self: Any, model: Any) -> None:
-        for each in tuple(acts):
-            next(each, None)
+        for act in tuple(acts):
+            next(act, None)
         step(self, model)
 
     monkeypatch.setattr(processor, "_generation_step", acting)

@@ -84,7 +84,7 @@ def test_tokens_are_stocks_however_prompts_are_cut_and_lie(
 def test_tokens_are_stocks_with_shared_beginnings_and_forks() -> None:
     """Blocks of a request that others computed lie anywhere."""
     model, begin = build("llama"), prompts(1, 60)[0] + [*range(3, 43)]
-    asked = [[*begin, *each] for each in prompts(6, 30)]
+    asked = [[*begin, *prompt] for prompt in prompts(6, 30)]
     expected = stock(model, asked)
     install(256)
     with ballonet.manage(model):

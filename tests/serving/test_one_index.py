@@ -364,7 +364,7 @@ def test_what_is_worth_least_leaves_for_requests() -> None:
 def test_a_limit_that_is_set_while_a_loop_waits_for_requests() -> None:
     """Any thread cuts what is kept while no request runs; what runs next has what it needs, and the same tokens."""
     model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
-    expected = [each.tokens for each in answers(model, asked, 6, num_blocks=128)]
+    expected = [answer.tokens for answer in answers(model, asked, 6, num_blocks=128)]
     install(256)
     with ballonet.manage(model, prefix_cache=True) as managed, looping(model, 6) as loop:
         store = managed.prefixes
@@ -388,13 +388,13 @@ def test_a_limit_that_is_set_while_a_loop_waits_for_requests() -> None:
 def test_another_cache_takes_the_place_of_the_one_before(seen: list[int]) -> None:
     """With blocks of another size; a second loop beside the first has an index of its own."""
     model, asked = build("llama"), prompts(3, 60)
-    expected = [each.tokens for each in answers(model, asked, 6, num_blocks=96)]
+    expected = [answer.tokens for answer in answers(model, asked, 6, num_blocks=96)]
     install(256)
     with ballonet.manage(model, prefix_cache=True) as managed:
         store = managed.prefixes
         assert store is not None
         for size in (16, 32, 16):
-            assert [each.tokens for each in answers(model, asked, 6, num_blocks=96, page_size=size)] == expected
+            assert [answer.tokens for answer in answers(model, asked, 6, num_blocks=96, page_size=size)] == expected
             index = store.contents.index.blocks
             assert index.paged is kept_by(model).kept
             assert index.paged is not None
@@ -413,7 +413,7 @@ def test_another_cache_takes_the_place_of_the_one_before(seen: list[int]) -> Non
 
 def test_other_threads_read_and_cut_while_a_loop_runs() -> None:
     model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
-    expected = [each.tokens for each in answers(model, asked, 6, num_blocks=128)]
+    expected = [answer.tokens for answer in answers(model, asked, 6, num_blocks=128)]
     install(256)
     ended, counts, errors = threading.Event(), Counter[str](), list[BaseException]()
     with ballonet.manage(model, prefix_cache=True) as managed, looping(model, 6) as loop:

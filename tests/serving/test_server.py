@@ -232,7 +232,7 @@ def test_figures_are_scraped_while_two_models_serve(serving: Serving) -> None:
     known = dict(sample_names(serving.get("/metrics")[1]))
     for expression in expressions():
         for name in asked(expression):
-            found = [set(each.labels) for each in known[name].samples if each.name == name]
+            found = [set(sample.labels) for sample in known[name].samples if sample.name == name]
             assert all(labels(expression) - {"instance", "le"} <= each for each in found), expression
 
     look = control.look(serving.process.pid)
@@ -244,10 +244,10 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Values of a page of figures, by name and labels. Each is there once."""
     found = dict[tuple[str, frozenset[tuple[str, str]]], float]()
     for family in text_string_to_metric_families(text):
-        for each in family.samples:
-            key = each.name, frozenset(each.labels.items())
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
             assert key not in found
-            found[key] = each.value
+            found[key] = sample.value
     return found
 
 
@@ -347,7 +347,7 @@ def test_an_answer_that_is_there_before_its_stream_is_read_is_not_lost(monkeypat
 
     def delivered(self: Any, outputs: list[Any]) -> None:
         deliver(self, outputs)
-        if any(each.is_finished() for each in outputs):
+        if any(output.is_finished() for output in outputs):
             over.set()
 
     monkeypatch.setattr(ContinuousBatchingManager, "add_request", late)
@@ -367,10 +367,10 @@ def test_a_flood_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyP
     async def scene(loop: Loop, model: Any) -> None:
         asks = [asyncio.ensure_future(asked_of(loop, False, model, str(n))) for n in range(12)]
         await asyncio.sleep(0)
-        assert [each.done() for each in asks] == [False] * 8 + [True] * 4
-        for each in asks[8:]:
+        assert [ask.done() for ask in asks] == [False] * 8 + [True] * 4
+        for ask in asks[8:]:
             with pytest.raises(HTTPException, match="8 requests wait already") as refused:
-                each.result()
+                ask.result()
             assert refused.value.status_code == 429
         monkeypatch.undo()
         loop._cb.start()
@@ -474,12 +474,12 @@ def test_chats_and_responses_say_what_completions_say(serving: Serving) -> None:
     whole = client.chat.completions.create(**chat, max_tokens=TOKENS)
     pieces = list(client.chat.completions.create(**chat, max_completion_tokens=TOKENS, stream=True))
     assert whole.choices[0].message.content == text
-    assert "".join(each.choices[0].delta.content or "" for each in pieces) == text
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
     assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "length"
     asked: dict[str, Any] = {"model": model, "input": "w3 w4", "temperature": 0, "max_output_tokens": TOKENS}
     assert client.responses.create(**asked, stream=False).output_text == text
     events = list(client.responses.create(**asked, stream=True))
-    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].type == "response.completed"
 
 
@@ -568,12 +568,14 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
         assert all(each.startswith("503") and "the server shuts down" in each for each in found[1::2]), found
     assert "Traceback" not in server.said(), server.said()
     events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
-    drawn_requests = [each["args"] for each in events if each["ph"] == "b" and each["name"] == each["args"].get("name")]
-    ends = [each["end"] for each in drawn_requests]
+    drawn_requests = [
+        event["args"] for event in events if event["ph"] == "b" and event["name"] == event["args"].get("name")
+    ]
+    ends = [request["end"] for request in drawn_requests]
     assert ends[0] == "finished"
     assert set(ends[1:]) == {"finished" if tokens == 50 else "failed"}
     assert len(ends) == 13 if tokens == 50 else len(ends) <= 13, "the loop ends before it sees all of them"
-    assert {each["loop"] for each in drawn_requests} == {"2 layers"}
+    assert {request["loop"] for request in drawn_requests} == {"2 layers"}
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def ask(client: OpenAI, model: str, prompt: str) -> str:
 
 def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.CaptureFixture[str]) -> None:
     stock = [by_stock(servers[0].models[0], each, TOKENS) for each in PROMPTS]
-    asking = {each: partial(ask, each.client(), each.models[0]) for each in servers}
+    asking = {server: partial(ask, server.client(), server.models[0]) for server in servers}
 
     def parts(*total: int) -> dict[int, int]:
         """Bytes of each process, after the total has changed."""
@@ -58,13 +58,13 @@ def test_they_share_one_budget(servers: Sequence[Serving], capsys: pytest.Captur
 
     with (
         ThreadPoolExecutor(8 * len(PROMPTS)) as threads,
-        Watcher([each.process.pid for each in servers], TOTAL) as watcher,
+        Watcher([server.process.pid for server in servers], TOTAL) as watcher,
     ):
 
         def load(*chosen: Serving) -> None:
             """Many clients at once."""
             answers = [threads.map(asking[each], 4 * PROMPTS) for each in chosen]
-            assert [list(each) for each in answers] == [4 * stock] * len(chosen)
+            assert [list(answer) for answer in answers] == [4 * stock] * len(chosen)
 
         for each, other in (servers, servers[::-1]):
             for _ in range(ROUNDS):

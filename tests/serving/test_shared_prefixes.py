@@ -48,8 +48,8 @@ def _purged_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(pages: SectorPages, sectors: Iterable[int]) -> None:
         gone = set(sectors)
         for cache in (found for each in caches if (found := each()) is not None and found.pages is pages):
-            for each in cache.cache_allocators.values():
-                assert gone.isdisjoint(block // each.blocks_per_sector for block in each.ledger.block_to_hash)
+            for allocator in cache.cache_allocators.values():
+                assert gone.isdisjoint(block // allocator.blocks_per_sector for block in allocator.ledger.block_to_hash)
         give(pages, gone)
 
     monkeypatch.setattr(ElasticPagedCache, "_hold", held)
@@ -300,12 +300,12 @@ def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
     """What one keeps goes to the peer or the host while the other needs its pages, and is found there."""
     model, other = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=6)
     asked = prompts(12, 60)
-    first, busy = batch(model, asked), [each.tokens for each in answers(other, asked, 60, num_blocks=192)]
+    first, busy = batch(model, asked), [answer.tokens for answer in answers(other, asked, 60, num_blocks=192)]
     again = longer(asked, first, 0)
     second = batch(model, again)
     with managing(model, 26, peer=peer, prefix_cache=True) as managed, ballonet.manage(other):
         assert batch(model, asked) == first
-        assert [each.tokens for each in answers(other, asked, 60, num_blocks=192)] == busy
+        assert [answer.tokens for answer in answers(other, asked, 60, num_blocks=192)] == busy
         copied, counts = ballonet.stats().copied, managed.prefixes.counts
         assert (copied.kv_d2p if peer else copied.kv_d2h) > 0
         del seen[:]

@@ -166,5 +166,7 @@ def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
 
 def anonymous() -> int:
     """Bytes of memory of this process that are not of the memfds."""
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
+    line = next(
+        splitline for splitline in Path("/proc/self/status").read_text().splitlines() if splitline.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024

@@ -209,7 +209,7 @@ def test_requests_that_wait_where_a_loop_ends_have_failed(monkeypatch: pytest.Mo
             rank = manager.distributed_helper.global_rank
             manager.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
             go_on.set()
-        assert [each.end for each in recorder.recording().requests] == ["failed"] * 3
+        assert [request.end for request in recorder.recording().requests] == ["failed"] * 3
 
 
 def test_a_request_that_comes_just_as_a_loop_is_to_end_is_told(at_steps: Callable[[Iterator[None]], None]) -> None:
@@ -332,8 +332,8 @@ def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
         assert manager.get_result(timeout=600).error is None
         schedule = manager.batch_processor.scheduler
         before = schedule.memory.refusal("huge", len(asked), 10**6)
-        for each in prompts(4, 40):
-            manager.add_request(each)
+        for prompt in prompts(4, 40):
+            manager.add_request(prompt)
         assert [manager.get_result(timeout=600).error for _ in range(4)] == [None] * 4
         client = schedule.cache.pages.client
         assert client.evict(range(1, 9)) >= 4

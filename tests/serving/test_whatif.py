@@ -58,7 +58,9 @@ def simulated(
     log: list[Decision] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    tenants = [Tenant(name, config(), costs, each) for name, each in zip("abc", arrivals or (ARRIVALS,), strict=False)]
+    tenants = [
+        Tenant(name, config(), costs, arrival) for name, arrival in zip("abc", arrivals or (ARRIVALS,), strict=False)
+    ]
     return run(tenants, at, policy, BATCHING, log=log, **more)
 
 
@@ -262,5 +264,5 @@ def test_a_policy_that_does_not_fit_has_a_row_and_the_others_go_on(
 def test_weights_are_those_of_the_model() -> None:
     model = build("llama")
     found = MachineSizes.of(model.config)
-    assert found.total == sum(each.nbytes for each in model.parameters())
-    assert found.layers == tuple(sum(each.nbytes for each in it.parameters()) for it in model.model.layers)
+    assert found.total == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.layers == tuple(sum(parameter.nbytes for parameter in it.parameters()) for it in model.model.layers)

@@ -44,7 +44,7 @@ class FleetRun:
         self.log = log
         self.silent: set[int] = set()
         self.events = EventQueue()
-        self.jobs = [Job(number, each) for number, each in enumerate(arrivals)]
+        self.jobs = [Job(number, arrival) for number, arrival in enumerate(arrivals)]
         self.links: list[VirtualLink] = []
         self.pipes: dict[Members, Pipeline] = {}
         self._left = len(self.jobs)

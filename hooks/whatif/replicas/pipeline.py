@@ -136,7 +136,7 @@ class Pipeline:
         """Resumes a request that has memory, and whose KV is here."""
         job.stalled = False
         if job.kv < job.known - (job.made > 0):
-            at = next((n for n, each in enumerate(self.prompts) if each.number > job.number), len(self.prompts))
+            at = next((n for n, prompt in enumerate(self.prompts) if prompt.number > job.number), len(self.prompts))
             self.prompts.insert(at, job)
         else:
             min(self.places, key=len).append(job)

@@ -57,7 +57,7 @@ class Stages:
         self._events = events
         self._fleet = fleet
         self._members = members
-        self._stages = [_Stage(each / sum(spans), link) for each, link in zip(spans, links, strict=True)]
+        self._stages = [_Stage(span / sum(spans), link) for span, link in zip(spans, links, strict=True)]
         self._silent = silent
         self._finished = finished
         self._freed = freed

@@ -42,7 +42,7 @@ class VirtualLink:
 
     def cancel(self, owner: object) -> None:
         """Cancels the owner's messages that have not arrived."""
-        self._forget({tag for tag, each in self._messages.items() if each.owner is owner})
+        self._forget({tag for tag, message in self._messages.items() if message.owner is owner})
 
     def pause(self) -> None:
         """Sends nothing new until `resume`, as the sender is paused."""

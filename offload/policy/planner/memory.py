@@ -216,9 +216,9 @@ class _Run:
         """Lists pages that are full by now, where pages are short, as governor/kv_tier.py does."""
         total = self._budget.pages
         if scarce(max(0, total - used - self._held), total, self._tuning.pages):
-            for each, at in zip(self._models, now, strict=True):
-                if worth_telling(at.movable - each.listed, total, self._tuning.kv_growth):
-                    each.listed = at.movable
+            for model, at in zip(self._models, now, strict=True):
+                if worth_telling(at.movable - model.listed, total, self._tuning.kv_growth):
+                    model.listed = at.movable
 
     @property
     def _held(self) -> int:

@@ -188,7 +188,7 @@ def _tells_of_one(samples: Sequence[Sample]) -> bool:
 
 def _held_out(samples: Sequence[Sample], folds: int, number: int = 0) -> tuple[list[Sample], list[Sample]]:
     """Returns (the other samples, every `folds`-th sample from `number` on)."""
-    rest = [each for n, each in enumerate(samples) if n % folds != number]
+    rest = [sample for n, sample in enumerate(samples) if n % folds != number]
     return rest, list(samples[number::folds])
 
 

@@ -39,14 +39,14 @@ def pipeline_time(seconds: Iterable[Sequence[float]]) -> PipelineTime:
     numbers of stages. See Note [The timeline]."""
     begin: list[tuple[float, ...]] = []
     end: list[tuple[float, ...]] = []
-    for number, each in enumerate(seconds):
-        stages = len(each)
+    for number, second in enumerate(seconds):
+        stages = len(second)
         if not stages or (end and len(end[-1]) != stages):
             raise ValueError(f"microbatch {number} has {stages} stages, and all need the same number from 1 on")
         free = end[-1] if end else (0.0,) * stages
         arrived = end[number - stages][-1] if number >= stages else 0.0
         begins, ends = [], []
-        for stage, took in enumerate(each):
+        for stage, took in enumerate(second):
             begins.append(max(free[stage], arrived))
             arrived = begins[-1] + took
             ends.append(arrived)

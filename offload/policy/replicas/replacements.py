@@ -69,7 +69,7 @@ class Replacements:
 
     def due(self, at: float) -> list[int]:
         """Returns the ranks whose replacement is to be started now, each once."""
-        found = [number for number, each in self._ranks.items() if not each.runs and each.due <= at]
+        found = [number for number, rank in self._ranks.items() if not rank.runs and rank.due <= at]
         for number in found:
             self._ranks[number].runs = True
         return found
