@@ -72,6 +72,8 @@ class Played:
     def end(self, rank: int) -> None:
         self.killed.append(rank)
 
+    def abandon(self, rank: int) -> None: ...
+
 
 class Scene:
     def __init__(self) -> None:
