@@ -1,21 +1,21 @@
 """What the control plane of replicas carries, and what it costs the one process that all replicas talk to.
 
 Bytes are those of a simulated run, whose messages are the live ones, each in a frame of its own. Tokens are told
-over a real connection by another process, as a replica tells them: those of one step at once.
+over a real pipe by another process, as a replica tells them: those of one step at once.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 
 from common import Figure, Options, interleaved
 
-from ballonet.hooks.replicas.channel import Wakeup
-from ballonet.hooks.replicas.connections import LOCAL, FromReplicas, ToSupervisor
+from ballonet.hooks.replicas.channel import Admission, Wakeup
+from ballonet.hooks.replicas.child_processes import PipeToSupervisor, ReplicaPipes
 from ballonet.hooks.replicas.messages import Fingerprint, Told, encoded
 from ballonet.hooks.server.arrivals import RecordedArrival
 from ballonet.hooks.whatif.replicas.fleet import VirtualFleet
@@ -27,7 +27,7 @@ from ballonet.offload.policy.replicas.events import Arrived, Finished, Left, Tic
 ENVELOPE = 4  # bytes of the length of a frame
 ANYONE = Fingerprint("", "", "", "", "")
 OWN = (Arrived, Finished, Left, Tick)  # events that the supervisor itself tells its controller
-SECRET, PATIENCE = "a secret", 600.0  # s
+PATIENCE = 600.0  # s
 TOLD = 4096  # tokens
 BATCHES = (1, 32)  # requests that decode on a replica
 
@@ -47,20 +47,21 @@ def told(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     """(what, peer, microseconds of the supervisor's CPU for a token that it is told), by how many are told at once."""
     tokens = BATCHES[-1] if chosen.tiny else TOLD
     wakeup = Wakeup()
-    replicas = FromReplicas(LOCAL, 0, SECRET, 0, wakeup, PATIENCE)
-    command = [sys.executable, __file__, str(replicas.port), str(tokens)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as replica:
-        peers = {f"{batch} at once": partial(_taken, replicas, wakeup, replica, batch, tokens) for batch in BATCHES}
-        for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
-            yield "the supervisor's CPU for a token that it is told, us", peer, found
-    replicas.close()
+    replicas, context = ReplicaPipes(Admission("", 0), wakeup), multiprocessing.get_context("spawn")
+    pipe, (asks, asked) = replicas.open(context), context.Pipe()
+    replica = context.Process(target=_tell, args=(pipe, asked, tokens), daemon=True)
+    replica.start()
+    pipe.close()
+    peers = {f"{batch} at once": partial(_taken, replicas, wakeup, asks, batch, tokens) for batch in BATCHES}
+    for peer, found in interleaved(peers, 1 if chosen.tiny else 5).items():
+        yield "the supervisor's CPU for a token that it is told, us", peer, found
+    asks.send(0)
+    replica.join()
 
 
-def _taken(replicas: FromReplicas, wakeup: Wakeup, replica: subprocess.Popen[str], batch: int, tokens: int) -> float:
-    assert replica.stdin is not None
+def _taken(replicas: ReplicaPipes, wakeup: Wakeup, asks: Connection, batch: int, tokens: int) -> float:
     left = tokens
-    replica.stdin.write(f"{batch}\n")
-    replica.stdin.flush()
+    asks.send(batch)
     assert wakeup.wait(lambda: replicas.has() or None, PATIENCE), "nobody tells"
     begin = time.process_time()
     while left:
@@ -70,16 +71,12 @@ def _taken(replicas: FromReplicas, wakeup: Wakeup, replica: subprocess.Popen[str
     return (time.process_time() - begin) / tokens * 1e6
 
 
-def _tell(port: int, tokens: int) -> None:
-    """What a replica does, for each line of a number of requests: in each step it has a token of each of them."""
-    supervisor = ToSupervisor(LOCAL, port, SECRET, Wakeup(), PATIENCE)
+def _tell(pipe: Connection, asked: Connection, tokens: int) -> None:
+    """What a replica does, for each number of requests that it is asked: in each step it has a token of each of them;
+    0: it ends."""
+    supervisor = PipeToSupervisor(pipe, Wakeup(), PATIENCE, print)
+    supervisor.serving.set()
     supervisor.join(ANYONE)
-    for line in sys.stdin:
-        batch = int(line)
+    while batch := asked.recv():
         for first in range(0, tokens, batch):
             supervisor.post(*(Told(f"cmpl-{each}", 1, first, (1000 + each,)) for each in range(batch)))
-    supervisor.close()
-
-
-if __name__ == "__main__":
-    _tell(*map(int, sys.argv[1:]))

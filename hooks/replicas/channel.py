@@ -108,9 +108,9 @@ class Wakeup:
 
 
 class ToSupervisor:
-    """A replica's end, a SupervisorChannel; implementations add `post`, `close`, and call `arrive` and `lose` on threads
-    of theirs. All else is for one thread. `wakeup`: notified when a message comes, and when the supervisor is lost;
-    `serving`: set once the replica serves."""
+    """A replica's end, a SupervisorChannel; implementations add `post` and `close`, and call `arrive` and `lose` on
+    threads of theirs. All else is for one thread. `wakeup`: notified when a message comes, and when the supervisor is
+    lost; `serving`: set once the replica serves."""
 
     def __init__(self, wakeup: Wakeup, timeout: float) -> None:
         """`timeout`: seconds that the answer to a joining replica may take."""

@@ -68,61 +68,32 @@ class PipeToSupervisor(ToSupervisor):
         with suppress(OSError, EOFError, ValueError):
             while True:
                 self.arrive(decoded(self._pipe.recv_bytes()))
-        self.lose()
         if not self.serving.is_set():
             self._say("a replica ends before it serves: its supervisor has gone")
             os._exit(1)
+        self.lose()
 
 
-class ChildProcesses:
-    """Replicas of this machine, a channel.ReplicaChannel and Processes. One thread takes, starts and ends; any may
-    post. To be closed."""
+class ReplicaPipes:
+    """The supervisor's ends of all pipes, a channel.ReplicaChannel. One thread takes and opens; any may post."""
 
-    def __init__(self, options: ReplicaOptions, devices: int, admission: Admission, wakeup: Wakeup) -> None:
-        """`devices`: GPUs of this machine; `wakeup`: notified when a message comes, or a process ends."""
-        self._options = options
-        self._devices = devices
+    def __init__(self, admission: Admission, wakeup: Wakeup) -> None:
+        """`wakeup`: notified when a message comes, and when a pipe ends."""
         self._admission = admission
         self._wakeup = wakeup
         self._lock = threading.Lock()  # of the members
-        self._members: dict[int, _Child] = {}
-        self._running: dict[int, _Child] = {}  # by rank
+        self._members: dict[int, _Pipe] = {}
+        self._open: list[_Pipe] = []
         self._received: deque[tuple[int, Message]] = deque()
-        # Any: BaseContext lacks the attributes in which contexts differ, such as Process
-        self._context: Any = multiprocessing.get_context("spawn" if devices else "forkserver")
-        if not devices:
-            self._context.set_forkserver_preload([*_IMPORTED])
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of the running processes."""
-        return tuple(child.process.pid for child in self._running.values() if child.process.pid is not None)
-
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank. OSError."""
-        mine, its = self._context.Pipe()
-        environ = dict(self._options.environment) | placed(rank, self._devices)
-        # a daemon: if this process ends without `close`, its end does not wait for replicas
-        process = self._context.Process(target=_serve, args=(its, self._options, rank, cost, environ), daemon=True)
-        process.start()
-        its.close()  # else the pipe would not end with that process
-        child = self._running[rank] = _Child(process, mine)
-        threading.Thread(target=self._read, args=(child,), name="ballonet replica in", daemon=True).start()
-
-    def ended(self) -> list[tuple[int, str]]:
-        """Returns the ranks of the processes that have ended since the last call, and how each did."""
-        codes = {rank: child.process.exitcode for rank, child in self._running.items()}
-        gone = {rank: code for rank, code in codes.items() if code is not None}
-        self._running = {rank: child for rank, child in self._running.items() if rank not in gone}
-        return [(rank, _how(code)) for rank, code in gone.items()]
-
-    def end(self, rank: int) -> None:
-        """Kills the process of a rank, if there is one."""
-        if rank in self._running:
-            self._running[rank].process.kill()
-
-    def abandon(self, rank: int) -> None:
-        """Does nothing: a process that has ended starts no other."""
+    def open(self, context: Any = multiprocessing) -> Connection:
+        """Makes a pipe, and returns the end for a replica. `context`: of multiprocessing."""
+        mine, its = context.Pipe()
+        pipe = _Pipe(mine)
+        self._open = [*(other for other in self._open if not other.ended.is_set()), pipe]
+        threading.Thread(target=self._read, args=(pipe,), name="ballonet replica in", daemon=True).start()
+        found: Connection = its
+        return found
 
     def take(self) -> tuple[int, Message] | None:
         """Removes and returns the next message, (member, message); None where none has come."""
@@ -133,66 +104,116 @@ class ChildProcesses:
         return bool(self._received)
 
     def post(self, member: int, message: Message) -> None:
-        """Sends a message to one replica, without waiting. Nothing where its process has ended."""
+        """Sends a message to one replica, without waiting. Nothing where its pipe has ended."""
         with self._lock:
-            child = self._members.get(member)
-        if child is not None:
-            child.outgoing.put(message)
+            pipe = self._members.get(member)
+        if pipe is not None:
+            pipe.outgoing.put(message)
 
     def close(self, patience: float) -> None:
-        """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""
-        for child in self._running.values():
-            child.process.join(patience)
-            if child.process.exitcode is None:
-                child.process.kill()
-                child.process.join()
-            child.reader_ended.wait(patience)
-        self._running.clear()
+        """Waits until all messages of replicas that have ended are there, at most so many seconds each."""
+        for pipe in self._open:
+            pipe.ended.wait(patience)
 
-    def _read(self, child: _Child) -> None:
+    def _read(self, pipe: _Pipe) -> None:
         """Admits a replica, and takes in its messages until it ends."""
         with suppress(OSError, EOFError, ValueError):
             while True:
-                for message in decoded(child.pipe.recv_bytes()):
+                for message in decoded(pipe.connection.recv_bytes()):
                     if isinstance(message, Join):
-                        self._admit(child, message)
-                    elif child.member is not None:
-                        self._received.append((child.member, message))
+                        self._admit(pipe, message)
+                    elif pipe.member is not None:
+                        self._received.append((pipe.member, message))
                 self._wakeup.notify()
         with self._lock:
-            self._members = {member: other for member, other in self._members.items() if other is not child}
-        child.outgoing.put(None)
-        child.reader_ended.set()
+            self._members = {member: other for member, other in self._members.items() if other is not pipe}
+        pipe.outgoing.put(None)
+        pipe.ended.set()
         self._wakeup.notify()
 
-    def _admit(self, child: _Child, join: Join) -> None:
+    def _admit(self, pipe: _Pipe, join: Join) -> None:
         with self._lock:
             answer = self._admission.answer(join.fingerprint)
-            self._members.pop(-1 if child.member is None else child.member, None)
+            self._members.pop(-1 if pipe.member is None else pipe.member, None)
             if isinstance(answer, Welcome):
-                child.member = answer.member
-                self._members[answer.member] = child
-        child.outgoing.put(answer)
+                pipe.member = answer.member
+                self._members[answer.member] = pipe
+        pipe.outgoing.put(answer)
 
 
-class _Child:
-    """A process and its pipe. `member`: its latest number, None before it is admitted; `outgoing`: messages to it,
-    None: the end."""
+class _Pipe:
+    """A pipe. `member`: the replica's latest number, None before it is admitted; `outgoing`: messages to it, None: the
+    end."""
 
-    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
-        self.process = process
-        self.pipe = pipe
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.member: int | None = None
         self.outgoing: SimpleQueue[Message | None] = SimpleQueue()
-        self.reader_ended = threading.Event()
+        self.ended = threading.Event()  # of what the replica says
         threading.Thread(target=self._send, name="ballonet replica out", daemon=True).start()
 
     def _send(self) -> None:
         with suppress(OSError):
             while (message := self.outgoing.get()) is not None:
-                self.pipe.send_bytes(encoded(message))
-        self.reader_ended.wait()
-        self.pipe.close()
+                self.connection.send_bytes(encoded(message))
+        self.ended.wait()
+        self.connection.close()
+
+
+class ChildProcesses:
+    """Processes of this machine, a channel.Processes. Used by one thread. To be closed."""
+
+    def __init__(self, options: ReplicaOptions, devices: int, pipes: ReplicaPipes) -> None:
+        """`devices`: GPUs of this machine."""
+        self._options = options
+        self._devices = devices
+        self._pipes = pipes
+        self._running: dict[int, BaseProcess] = {}  # by rank
+        # Any: BaseContext lacks the attributes in which contexts differ, such as Process
+        self._context: Any = multiprocessing.get_context("spawn" if devices else "forkserver")
+        if not devices:
+            self._context.set_forkserver_preload([*_IMPORTED])
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the running processes."""
+        return tuple(process.pid for process in self._running.values() if process.pid is not None)
+
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. OSError."""
+        pipe, environ = self._pipes.open(self._context), placed(rank, self._devices)
+        # a daemon: if this process ends without `close`, its end does not wait for replicas
+        process = self._context.Process(target=_serve, args=(pipe, self._options, rank, cost, environ), daemon=True)
+        try:
+            process.start()
+        finally:
+            pipe.close()  # else it would not end with that process
+        self._running[rank] = process
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Returns the ranks of the processes that have ended since the last call, and how each did."""
+        codes = {rank: process.exitcode for rank, process in self._running.items()}
+        gone = {rank: code for rank, code in codes.items() if code is not None}
+        self._running = {rank: process for rank, process in self._running.items() if rank not in gone}
+        return [(rank, _how(code)) for rank, code in gone.items()]
+
+    def end(self, rank: int) -> None:
+        """Kills the process of a rank, if there is one."""
+        if rank in self._running:
+            self._running[rank].kill()
+
+    def abandon(self, rank: int) -> None:
+        """Does nothing: a process that has ended starts no other."""
+
+    def close(self, patience: float) -> None:
+        """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""
+        for process in self._running.values():
+            process.join(patience)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        self._running.clear()
+        self._pipes.close(patience)
 
 
 def placed(number: int, devices: int) -> dict[str, str]:

@@ -201,7 +201,7 @@ ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End, 
 # and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
 ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
 
-_KINDS: Final[Any] = Union[  # noqa: UP007 (of unions that are made of lists)
+_KINDS: Final[Any] = Union[
     *(Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen),
     *(Ask, Forget, Answered, Line, ACTIONS, EVENTS),
 ]

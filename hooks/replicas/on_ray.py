@@ -22,7 +22,7 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,7 @@ from .pair import Store
 from .process import ReplicaOptions, installed, run
 from .ray_node import RayNode
 from .requests import Request
-from .supervisor import Fleet, FleetState, FleetSupervisor
+from .supervisor import Fleet, FleetState, FleetSupervisor, state_of
 
 if TYPE_CHECKING:
     from .http_frontend import FrontendManager
@@ -240,15 +240,14 @@ class ReplicaActor:
 
 
 class RayProcesses:
-    """The actors of replicas, a channel.Processes. Used by one thread. `cost`: of chunks, None where it is not known."""
+    """The actors of replicas, a channel.Processes. Used by one thread. `cost`: of chunks; None: it is not known."""
 
-    def __init__(self, fleet: Fleet, name: str, wakeup: Wakeup, actor: Any = ReplicaActor) -> None:
-        """`name`: of the supervisor; `wakeup`: notified when one has ended; `actor`: for tests, its class."""
+    def __init__(self, fleet: Fleet, name: str, wakeup: Wakeup) -> None:
+        """`name`: of the supervisor; `wakeup`: notified when one has ended."""
         self.cost: ChunkCost | None = fleet.cost
         self._fleet = fleet
         self._name = name
         self._wakeup = wakeup
-        self._actor = actor
         self._group: Any = None
         self._actors: dict[int, Any] = {}  # by rank
         self._ended: deque[tuple[int, str]] = deque()
@@ -276,7 +275,7 @@ class RayProcesses:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         placed = {"num_cpus": 1, "num_gpus": self._fleet.gpus, "scheduling_strategy": strategy}
         more = {"name": f"{self._name} replica {rank}", "get_if_exists": True, "max_concurrency": 4}
-        made: Any = ray.remote(self._actor)
+        made: Any = ray.remote(ReplicaActor)
         self._actors[rank] = made.options(**_KEPT, **placed, **more).remote(self._fleet.options, self._name, rank)
         if rank in self._idle:
             self._kill(rank, no_restart=False)
@@ -603,6 +602,7 @@ class SupervisorActor:
 
         self._parts.close(end)
 
+
 class RayFleet:
     """A fleet as one of its front ends has it, a replica_server.ServedFleet and a RequestSink. See Note [Who ends]."""
 
@@ -618,6 +618,7 @@ class RayFleet:
         self._node = node
         self._front: FrontendManager | None = None
         self._wire: ActorWire | None = None
+        self._state = state_of(None, 0, Counter(), {}, {}, 0)
         self._open: dict[str, Request] = {}
         self._why: str | None = None  # nothing is taken any more
         self._lock = threading.Lock()  # of the open requests
@@ -679,13 +680,10 @@ class RayFleet:
         self._end("the server shuts down")
 
     def state(self) -> FleetState:
-        """Returns a snapshot of the replicas and their counts. SupervisorLost."""
-        supervisor = _actor(self._name)
-        try:
-            found: FleetState = ray.get(supervisor.state.remote())
-        except (RayError, AttributeError) as error:
-            raise SupervisorLost("the supervisor is being started again, or has ended") from error
-        return found
+        """Returns a snapshot of the replicas and their counts; the latest one while the supervisor is started again."""
+        with suppress(RayError, AttributeError):
+            self._state = ray.get(_actor(self._name).state.remote())
+        return self._state
 
     def close(self) -> None:
         """Ends the requests of this front end, the fleet if this started it, and leaves Ray. Idempotent."""

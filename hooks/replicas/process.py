@@ -93,12 +93,14 @@ def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | No
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
             batching = dict(options.batching)
-            settings = GroupSettings.of(model, batching.pop("max_batch_tokens", None) or tuning.chunk, **batching)
+            settings = GroupSettings.of(model, batching.pop("max_batch_tokens", tuning.chunk), **batching)
             torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
             welcome = channel.join(fingerprint)  # before it measures, as it may be refused
-            cost = cost or welcome.cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
+            cost = (
+                cost or welcome.cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
+            )
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)

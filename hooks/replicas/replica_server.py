@@ -12,7 +12,7 @@ from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ..server.application import Address, Application
 from ..watch.registry import Addition
 from .channel import Admission, Wakeup
-from .child_processes import ChildProcesses
+from .child_processes import ChildProcesses, ReplicaPipes
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
 from .pair import Store
 from .requests import Request
@@ -90,9 +90,11 @@ class FleetMetrics(Addition):
 
 
 class ServedFleet(Protocol):
-    """A fleet of replicas, as its server has it. `cost`: of chunks on them, None where it is not known."""
+    """A fleet of replicas, as its server has it."""
 
-    cost: ChunkCost | None
+    @property
+    def cost(self) -> ChunkCost | None:
+        """The cost of chunks on these replicas; None where it is not known."""
 
     @property
     def clients(self) -> RequestSink:
@@ -118,8 +120,9 @@ class LocalFleet:
         self._front: FrontendManager | None = None
         self._links = Store.host(LOCAL, timeout=self._tuning.store)  # ends with this object
         wakeup = Wakeup()
-        self._children = ChildProcesses(fleet.options, fleet.devices, Admission(LOCAL, self._links.port), wakeup)
-        self._parts = FleetSupervisor(fleet, self._children, self._children, wakeup, self._told, say)
+        pipes = ReplicaPipes(Admission(LOCAL, self._links.port), wakeup)
+        self._children = ChildProcesses(fleet.options, fleet.devices, pipes)
+        self._parts = FleetSupervisor(fleet, pipes, self._children, wakeup, self._told, say)
         self.supervisor = self.clients = self._parts.supervisor
         self._count = fleet.replicas
 

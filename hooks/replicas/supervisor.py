@@ -2,8 +2,9 @@
 
 Note [One supervisor]
     Only its thread uses the ledger and the controller; clients' threads put requests into a queue. If its process ends,
-    so do the replicas and the requests; on Ray it is started again, and asks them (on_ray.py). A decision of the controller is O(log N) for a request
-    and O(N log N) for a drop; a replica sends some hundred bytes per second, and its tokens.
+    so do processes of replicas and the requests; on Ray it is started again, and asks the replicas (on_ray.py). There
+    is no election. A decision of the controller is O(log N) for a request and O(N log N) for a drop; a replica sends
+    some hundred bytes per second, and its tokens.
 """
 
 from __future__ import annotations

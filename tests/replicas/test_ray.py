@@ -103,7 +103,7 @@ class AnotherFront(OnRay):
 
 def killed_in_requests(server: OnRay, process: int) -> None:
     """The answers are those of stock, whatever is killed while they are computed."""
-    asked = drawn(24)
+    asked = drawn(12)
     right = Stock(server.model).answers(asked)
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(server.burst, asked)

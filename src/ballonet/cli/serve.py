@@ -120,4 +120,3 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}
     return Server(args.models, devices.require(), options, address, say, **batching).run
-
