@@ -18,11 +18,19 @@ from common import Figure, Options
 from llama import build, few
 
 import ballonet
-from ballonet.hooks.replicas.cost_measurement import Unlearned, measure_cost
-from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request
+from ballonet.hooks.replicas.process import Unlearned, measure_cost
+from ballonet.hooks.replicas.replica_model import (
+    CudaTimeMarks,
+    GroupSettings,
+    HostTimeMarks,
+    Mark,
+    Ran,
+    ReplicaModel,
+    SplicedLayers,
+    StageTimes,
+)
 from ballonet.hooks.replicas.stage import Stage
-from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Mark, Ran, StageTimes
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit

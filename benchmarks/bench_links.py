@@ -19,8 +19,7 @@ from common import MIB, Figure, Options, Row, options, report
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.errors import LinkClosed
 from ballonet.hooks.replicas.link import Link, LinkState
-from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
-from ballonet.hooks.replicas.pair import Store
+from ballonet.hooks.replicas.pair import NcclConnect, Store, gpu_name, stream_of
 
 SECONDS = 60.0  # that anything may take
 STATE, BULK = 256 * 4096 * 2, 64 * MIB  # bytes: a microbatch of 256 tokens of an 8B model; layers

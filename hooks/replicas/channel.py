@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from .errors import NoAnswer, OtherModel, SupervisorLost
 from .messages import Fingerprint, Join, JoinRefusal, Message, SupervisorRestarted, Welcome, decoded
-from .requests import Request
+from .microbatch_plan import Request
 
 _Found = TypeVar("_Found")
 

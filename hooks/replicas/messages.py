@@ -18,7 +18,7 @@ from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import ACTIONS, EVENTS
 from ..device.key import key_of
 from ..prefix.fingerprint import samples
-from .requests import Request
+from .microbatch_plan import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Told(Struct, frozen=True, tag=True):
 
 class Counted(Struct, frozen=True, tag=True):
     """From a replica, periodically: bytes of KV and of layers that it has sent in all, and the number of layers that it
-    holds. `busy`, `open`, `error`: see stage_times.py."""
+    holds. `busy`, `open`, `error`: see `StageTimes`."""
 
     kv_bytes: int
     layer_bytes: int
@@ -161,7 +161,7 @@ class Forget(Struct, frozen=True, tag=True):
     request: str
 
 
-class Answered(Struct, frozen=True, tag=True):
+class NewTokens(Struct, frozen=True, tag=True):
     """To a front end on Ray: tokens of an answer, after `before` earlier ones. `error`: why the request has ended."""
 
     request: str
@@ -190,7 +190,7 @@ Message = (
     | SupervisorRestarted
     | Ask
     | Forget
-    | Answered
+    | NewTokens
     | Line
     | actions.Action
     | events.Event
@@ -203,7 +203,7 @@ ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
 
 _KINDS: Final[Any] = Union[
     *(Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen),
-    *(Ask, Forget, Answered, Line, ACTIONS, EVENTS),
+    *(Ask, Forget, NewTokens, Line, ACTIONS, EVENTS),
 ]
 _encoder: Final = msgspec.msgpack.Encoder()  # keeps an infinite number of seconds, which JSON has not
 _decoder: Final = msgspec.msgpack.Decoder(tuple[_KINDS, ...])

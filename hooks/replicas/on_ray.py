@@ -36,24 +36,25 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...allocator.config import change_environment
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.tuning import DEFAULT, Replicas
+from ...offload.policy.tuning import Replicas
 from .channel import Admission, InOrder, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import (
-    Answered,
     Ask,
     Forget,
     Join,
     Line,
     Message,
+    NewTokens,
     SupervisorRestarted,
     Welcome,
+    decoded,
     encoded,
 )
+from .microbatch_plan import Request
 from .pair import Store
 from .process import ReplicaOptions, installed, run
 from .ray_node import RayNode
-from .requests import Request
 from .supervisor import Fleet, FleetState, FleetSupervisor, state_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 _NAMESPACE: Final = "ballonet"
 _FOREVER: Final = -1  # restarts of an actor
-_CALLS: Final = 10_000  # at the same time, to the supervisor
+_FRONT: Final = "front"  # the names of front ends begin so; those of replicas are their ranks and sessions
 # of both kinds of actors; a message whose call failed is sent again here, see Note [Calls to the supervisor]
 _KEPT: Final = {"namespace": _NAMESPACE, "lifetime": "detached", "max_restarts": _FOREVER, "max_task_retries": 0}
 
@@ -76,7 +77,7 @@ class ActorWire:
         heard: Callable[[Sequence[Message]], object],
         restarted: Callable[[], object],
         lost: Callable[[], object],
-        tuning: Replicas = DEFAULT.replicas,
+        tuning: Replicas,
     ) -> None:
         """`fleet`: the supervisor's name; `me`: of this end. Called on threads of this object: `heard` with messages;
         `restarted` once the supervisor has lost all that was said; `lost` once it has ended. SupervisorLost."""
@@ -385,6 +386,7 @@ class SupervisorActor:
         self._members: dict[int, str] = {}
         self._routes: dict[str, _Route] = {}
         self._received: deque[tuple[int, Message]] = deque()
+        self._unsaid: list[str] = []  # lines for the first front end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: str | None = None
         self._attended = time.monotonic()
@@ -465,9 +467,14 @@ class SupervisorActor:
 
     def _caller(self, who: str, session: int) -> _Caller:
         """Returns the caller of a session; for one that is over, a caller that nobody hears."""
-        found = self._callers.get(who)
+        found = before = self._callers.get(who)
         if found is None or found.session < session:
             found = self._callers[who] = _Caller(session)
+            if who.startswith(_FRONT):
+                early = [message for _, packed in before.sent for message in decoded(packed)] if before else []
+                unsaid, self._unsaid = self._unsaid, []
+                for message in [*early, *map(Line, unsaid)]:
+                    self._send(who, message)
         return found if found.session == session else _Caller(session)
 
     def _hear(self, who: str, message: Message) -> None:
@@ -512,7 +519,7 @@ class SupervisorActor:
             if route is None:
                 self._routes[name] = _Route(request, front, 0.0, had)
             elif not self._is_gone(route.front) or route.request.prompt != request.prompt:
-                self._send(front, Answered(name, had, (), f"a request {name!r} has not ended yet: give another name"))
+                self._send(front, NewTokens(name, had, (), f"a request {name!r} has not ended yet: give another name"))
             else:
                 route.front, route.told = front, had
                 self._tell(route)
@@ -538,15 +545,17 @@ class SupervisorActor:
         if route.front is None:
             return
         told, route.told = route.told, max(route.told, len(request.delivered))
-        self._send(route.front, Answered(request.name, told, request.delivered[told:], route.error))
+        self._send(route.front, NewTokens(request.name, told, request.delivered[told:], route.error))
         if request.over or route.error is not None:
             self._routes.pop(request.name, None)
 
     def _say(self, line: str) -> None:
         with self._lock:
-            for who in self._callers:
-                if who.startswith("front "):
-                    self._send(who, Line(line))
+            fronts = [who for who in self._callers if who.startswith(_FRONT)]
+            for who in fronts:
+                self._send(who, Line(line))
+            if not fronts:
+                self._unsaid = [*self._unsaid[-self._tuning.unsaid :], line]
 
     def _send(self, who: str, message: Message) -> None:
         caller = self._callers[who]
@@ -573,7 +582,7 @@ class SupervisorActor:
         """Cancels the requests of front ends that are gone. Returns whether there was none for long."""
         now = time.monotonic()
         with self._lock:
-            fronts = [who for who in self._callers if who.startswith("front ")]
+            fronts = [who for who in self._callers if who.startswith(_FRONT)]
             gone = [who for who in fronts if self._is_gone(who)]
             if len(gone) < len(fronts):
                 self._attended = now
@@ -606,7 +615,9 @@ class SupervisorActor:
 class RayFleet:
     """A fleet as one of its front ends has it, a replica_server.ServedFleet and a RequestSink. See Note [Who ends]."""
 
-    def __init__(self, model: str, fleet: Fleet | None, node: RayNode, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: str, fleet: Fleet | None, node: RayNode, say: Callable[[str], None], tuning: Replicas
+    ) -> None:
         """`fleet`: is started unless it runs, and ends with this object; None: it is another's; `node`: is closed with
         this object; `say`: prints a line."""
         self.cost: ChunkCost | None = None if fleet is None else fleet.cost
@@ -614,7 +625,7 @@ class RayFleet:
         self._name = f"ballonet {model}"
         self._fleet = fleet
         self._say = say
-        self._tuning = DEFAULT.replicas if fleet is None else fleet.options.tuning
+        self._tuning = tuning
         self._node = node
         self._front: FrontendManager | None = None
         self._wire: ActorWire | None = None
@@ -628,7 +639,7 @@ class RayFleet:
         self._front = front
         if self._fleet is not None:
             self._make(self._fleet)
-        me = f"front {secrets.token_hex(8)}"
+        me = f"{_FRONT} {secrets.token_hex(8)}"
         self._wire = ActorWire(self._name, me, self._heard, self._again, self._lose, self._tuning)
         while (supervisor := _actor(self._name)) is not None:
             try:
@@ -646,7 +657,13 @@ class RayFleet:
         gpus = 0.0
         if fleet.devices:
             gpus = min(1.0, int(1e4 * ray.cluster_resources().get("GPU", 0.0) / fleet.replicas) / 1e4)
-        place = {"num_cpus": 0, "num_gpus": 0, "name": self._name, "get_if_exists": True, "max_concurrency": _CALLS}
+        place = {
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "name": self._name,
+            "get_if_exists": True,
+            "max_concurrency": self._tuning.calls,
+        }
         self._say(f"{fleet.replicas} replicas start on Ray, at {ray.get_runtime_context().gcs_address}")
         made: Any = ray.remote(SupervisorActor)
         made.options(**_KEPT, **place).remote(replace(fleet, gpus=gpus), self._name)
@@ -705,10 +722,10 @@ class RayFleet:
         for message in messages:
             if isinstance(message, Line):
                 self._say(message.text)
-            elif isinstance(message, Answered):
+            elif isinstance(message, NewTokens):
                 self._take(message)
 
-    def _take(self, told: Answered) -> None:
+    def _take(self, told: NewTokens) -> None:
         with self._lock:
             request = self._open.get(told.request)
             if request is None:

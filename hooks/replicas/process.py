@@ -1,4 +1,14 @@
-"""The process of one replica: loads the model, joins the supervisor, and runs until that ends."""
+"""The process of one replica: loads the model, measures what batches cost, joins, and runs until its supervisor ends.
+
+Note [Measured as served]
+    A forward of the whole model with one prompt says little about a batch, in which KV lies in blocks, chunks of
+    several requests are computed together, and other requests decode. A cost fitted to such forwards was wrong by 56 %
+    of the batches' times, one fitted to batches by 11 % (a loaded machine, benchmarks/batch_cost.py). So a group of one
+    replica serves synthetic requests, which arrive one after the other, as its stages will.
+
+    Disturbances only make a run longer, so the least time of several rounds counts. The batches have to be the same in
+    each round; a scheduler that learns the costs of steps would choose others each time, so it does not learn here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +17,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, cast
 
 import torch
@@ -16,9 +27,12 @@ import torch
 from ...allocator import devices
 from ...allocator._native import Device
 from ...allocator.config import Config
-from ...allocator.errors import ManageError
+from ...allocator.errors import ManageError, RequestTooLarge
 from ...allocator.install import install
 from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
+from ...offload.policy.replicas.groups import alone
+from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
@@ -28,20 +42,90 @@ from ..server.loading import loaded
 from ..server.page_size import suitable
 from ..splice.splice import Splice
 from .channel import SupervisorChannel, ToSupervisor
-from .cost_measurement import measure_cost
 from .errors import SupervisorLost
 from .held_layers import HeldLayers
+from .layer_moves import ReplicaSetup
 from .link import Link
 from .messages import Hello, Welcome, fingerprint_of
-from .microbatch_plan import split_by_cost
-from .nccl import NcclConnect, gpu_name, stream_of
-from .pair import GlooConnect, Store
+from .microbatch_plan import Request, split_by_cost
+from .pair import GlooConnect, NcclConnect, Store, gpu_name, stream_of
 from .recording import Notes
 from .replica import Replica
-from .replica_model import GroupSettings, ReplicaModel, RunsLayers, SplicedLayers, cache_of
-from .replica_setup import ReplicaSetup
-from .requests import Request
-from .stage_times import Ran, StageTimes, marks_of
+from .replica_model import (
+    GroupSettings,
+    Mark,
+    Ran,
+    ReplicaModel,
+    RunsLayers,
+    SplicedLayers,
+    StageTimes,
+    cache_of,
+    marks_of,
+)
+from .stage import Stage
+
+
+def measure_cost(
+    member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas
+) -> Fit:
+    """Serves the same requests several times, and fits a cost to the least time of each batch. Repeats that where no
+    cost can be fitted, as all rounds may have been disturbed. `layers`: of the model; `mark`: records marks on the
+    device. ValueError where no cost can be fitted in the end; torch.OutOfMemoryError."""
+    least: dict[tuple[tuple[int, int], ...], float] = {}
+    for left in reversed(range(tuning.tries_measured)):
+        for _ in range(tuning.rounds_measured):
+            for each in _batches(member, layers, mark, tuning):
+                least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+        try:
+            return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
+        except ValueError:
+            if not left:
+                raise
+    raise AssertionError("it is tried at least once")
+
+
+def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
+    """Yields the batches of one round, the same in each round."""
+    ran: list[Ran] = []
+    times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
+    stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
+    stage.cache.model = replace(stage.cache.model, costs=Unlearned())
+    leader = stage.leader
+    assert leader is not None
+    for request in sample_requests(tuning, int(member.settings.batching.max_batch_tokens)):
+        try:
+            leader.requests.add(request)
+        except RequestTooLarge:
+            continue
+        stage.step()
+    while not leader.idle:
+        stage.step()
+    while not times.all_timed:
+        times.poll()
+    yield from ran
+
+
+class Unlearned(StepCosts):
+    """Costs of steps that learn nothing, so batches do not depend on earlier times, and that keep the layers resident,
+    so their copies are not measured."""
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learns nothing."""
+
+    def faster(self, one: Step, other: Step) -> bool:
+        """Prefers the step for which no layers are evicted."""
+        return True
+
+
+def sample_requests(tuning: Replicas, most: int) -> Iterator[Request]:
+    """Yields synthetic requests: most prompts are short, the longest have some batches of `most` tokens. The last
+    request outlives the others, so there are batches with one row."""
+    random, longest, last = Random(0), tuning.answer_measured, tuning.requests_measured - 1
+    for number in range(tuning.requests_measured):
+        prompt = max(2, round(most * tuning.batches_measured * random.random() ** 4))
+        new = random.randrange(longest) if number < last else longest + longest // 4
+        yield Request(f"measured {number}", (0,) * prompt, 2 + new)
+
 
 # (number, layers, channel) -> the same, changed, and what makes links: the one place where tests attach faults
 Attach = Callable[[int, RunsLayers, SupervisorChannel], tuple[RunsLayers, SupervisorChannel, Callable[..., Link]]]

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
-from ...offload.policy.tuning import DEFAULT
 from .errors import SecretRefused, SupervisorLost
 
 _STORE: Final = 75 * 2**20  # bytes of Ray's memory of objects, its minimum
@@ -59,18 +58,18 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 class RayNode:
-    """This process's connection to Ray. To be closed. See the notes above."""
+    """A connection to Ray, one per process. To be closed. See the notes above."""
 
-    def __init__(self, address: str | None, replicas: int, gpus: int) -> None:
-        """Starts a Ray, or joins the cluster at `address`. `replicas`, `gpus`: that a started one has room for. At most
-        one per process; to be made on the main thread. SecretRefused; SupervisorLost: no cluster answers;
-        ModuleNotFoundError."""
+    def __init__(self, address: str | None, replicas: int, gpus: int, patience: float) -> None:
+        """Starts a Ray, or joins the cluster at `address`. `replicas`, `gpus`: that a started one has room for;
+        `patience`: seconds that one to be joined has to answer. To be made on the main thread. SecretRefused;
+        SupervisorLost: no cluster answers; ModuleNotFoundError."""
         self._keeper: subprocess.Popen[bytes] | None = None
         change_environment(_ALWAYS)
         if address is None:
             self._start(replicas, gpus)
         else:
-            self._join(address)
+            self._join(address, patience)
 
     def close(self) -> None:
         """Leaves Ray, and ends it where it was started here. Idempotent."""
@@ -104,7 +103,7 @@ class RayNode:
         finally:
             change_environment({_OF_THIS: before.get(_OF_THIS)})
 
-    def _join(self, address: str) -> None:
+    def _join(self, address: str, patience: float) -> None:
         has = environment()
         path = Path(has.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
         if not has.get(_TOKEN) and not path.exists():
@@ -116,7 +115,7 @@ class RayNode:
         if host in _LOCAL:
             change_environment(_LOOPBACK)
         try:
-            socket.create_connection((host, int(port)), DEFAULT.replicas.joining).close()  # Ray would try for minutes
+            socket.create_connection((host, int(port)), patience).close()  # Ray would try for minutes
             _init(address=address)
         except (ValueError, OSError, RuntimeError) as error:
             raise SupervisorLost(

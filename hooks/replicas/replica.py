@@ -26,12 +26,11 @@ from .channel import Wakeup
 from .epochs import EpochChange, EpochState, LedRequests
 from .errors import Interrupted, LinkClosed, LinkError, SupervisorLost
 from .follower import OutOfStep
-from .layer_moves import LayerMoves
+from .layer_moves import LayerMoves, ReplicaSetup
 from .link import Link
 from .messages import Counted, End, Message, Seen, Start, StartTimeline, SupervisorRestarted
+from .microbatch_plan import Request
 from .recording import machine
-from .replica_setup import ReplicaSetup
-from .requests import Request
 from .stage import Stage
 
 

@@ -14,8 +14,8 @@ from ..watch.registry import Addition
 from .channel import Admission, Wakeup
 from .child_processes import ChildProcesses, ReplicaPipes
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
+from .microbatch_plan import Request
 from .pair import Store
-from .requests import Request
 from .supervisor import Fleet, FleetState, FleetSupervisor
 
 LOCAL: Final = "127.0.0.1"

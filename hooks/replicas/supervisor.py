@@ -32,9 +32,9 @@ from ...offload.timeline.fleet import write
 from .channel import Processes, ReplicaChannel, ReplicaSink, Wakeup
 from .client_requests import ClientRequests
 from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
+from .microbatch_plan import Request
 from .process import ReplicaOptions
 from .recording import DecisionFile, Recording
-from .requests import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class FleetState:
     """A snapshot. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers sent between
     replicas; `drops`, `restores`: committed so far; `declined`: number of declined drops by reason; `held`: requests
     that no group takes now; `replaced`: number of replacements for lost replicas; `layers`: resident ones of each
-    replica; `busy`, `open`: seconds of the stages of pipelines; `errors`: of predictions, by replica (stage_times.py).
+    replica; `busy`, `open`: seconds of the stages of pipelines; `errors`: of predictions, by replica (`StageTimes`).
     """
 
     epoch: int

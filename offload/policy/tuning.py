@@ -516,6 +516,10 @@ class Replicas:
     # made again after so long. Chosen.
     news: float = 1.0
     retried: float = 0.1
+    # Calls to the supervisor at the same time, two of each replica and front end, and lines that a first front end is
+    # told later. Chosen.
+    calls: int = 10_000
+    unsaid: int = 99
     # Bytes of a file of the log of decisions, of which two are kept. Measured: a replica adds 2 kB a second, so five
     # have half a day in each.
     log_bytes: int = 2**29

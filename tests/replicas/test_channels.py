@@ -31,7 +31,7 @@ from ballonet.hooks.replicas.messages import (
     encoded,
     fingerprint_of,
 )
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.offload.policy.replicas import actions
 
 from ..pool import take_out

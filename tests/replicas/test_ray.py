@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 HOLDS = """
 import fcntl, json, os, sys
 from ballonet.hooks.replicas.ray_node import RayNode
-node = RayNode(None, 4, 0)
+node = RayNode(None, 4, 0, 60.0)
 import ray
 with open(sys.argv[1] + ".new", "w") as file:
     json.dump([ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"]], file)

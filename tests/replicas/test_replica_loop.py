@@ -17,12 +17,12 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
-from ballonet.hooks.replicas.replica_setup import ReplicaSetup
-from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore

@@ -20,8 +20,7 @@ from ballonet.hooks.replicas.messages import (
     decoded,
     encoded,
 )
-from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.groups import Group, Span

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..hooks.replicas.supervisor import Fleet
     from ..hooks.server.application import Address
     from ..offload.policy.replicas.chunk_cost import ChunkCost
+    from ..offload.policy.tuning import Replicas
 
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 _OFF: Final = "off"
@@ -54,6 +55,8 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
     on_ray = args.ray != _OFF and (args.ray is not None or importlib.util.find_spec("ray") is not None)
     devices = 0 if Config.from_env().device == "cpu" else _devices()
     cost, fleet = _cost(args.costs), None
+    tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
+    tuning = replace(tuning, start_wait=0.0) if on_ray else tuning  # Ray starts lost replicas again at once
     if args.replicas is not None:
         budget = args.budget if args.ray not in (None, _OFF) else _budget_of_each(args, args.replicas, devices)
         options = ReplicaOptions(
@@ -66,12 +69,12 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
             environment={k: v for k, v in environment().items() if k.startswith(_FORWARDED)},
             attach=faults_of,
             say=say,
-            tuning=DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent),
+            tuning=tuning,
         )
         fleet = Fleet(args.replicas, options, devices, cost=cost, log=args.log, timeline=args.timeline)
     served: ServedFleet
     if on_ray:
-        served = _on_ray(args, fleet, devices, say)
+        served = _on_ray(args, fleet, devices, say, tuning)
     else:
         assert fleet is not None
         served = LocalFleet(fleet, say)
@@ -81,21 +84,20 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
     return found.run
 
 
-def _on_ray(args: argparse.Namespace, fleet: Fleet | None, devices: int, say: Callable[[str], None]) -> ServedFleet:
+def _on_ray(
+    args: argparse.Namespace, fleet: Fleet | None, devices: int, say: Callable[[str], None], tuning: Replicas
+) -> ServedFleet:
     """Returns the fleet of a Ray, which is started here where no address is given. ManageError where it is not
     installed."""
     from ..hooks.replicas.ray_node import RayNode
 
     try:
-        node = RayNode(args.ray, args.replicas or 0, devices)
+        node = RayNode(args.ray, args.replicas or 0, devices, tuning.joining)
     except ModuleNotFoundError as error:
         raise ManageError(f"--ray needs {error.name}: pip install 'ballonet[replicas]'") from error
     from ..hooks.replicas.on_ray import RayFleet  # only now: importing Ray reads what the node has set
 
-    if fleet is not None:  # Ray starts lost replicas again at once
-        tuning = replace(fleet.options.tuning, start_wait=0.0)
-        fleet = replace(fleet, options=replace(fleet.options, tuning=tuning))
-    return RayFleet(args.models[0], fleet, node, say)
+    return RayFleet(args.models[0], fleet, node, say, tuning)
 
 
 def faults_of(settings: Config) -> Attach | None:
