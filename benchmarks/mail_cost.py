@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from common import Figure, Options, interleaved
 
-from ballonet.hooks.replicas.channel import Admission, Wakeup
+from ballonet.hooks.replicas.channel import MemberAdmission, Wakeup
 from ballonet.hooks.replicas.child_processes import PipeToSupervisor, ReplicaPipes
 from ballonet.hooks.replicas.messages import Fingerprint, Told, encoded
 from ballonet.hooks.server.arrivals import RecordedArrival
@@ -47,7 +47,7 @@ def told(chosen: Options) -> Iterator[tuple[str, str, Figure]]:
     """(what, peer, microseconds of the supervisor's CPU for a token that it is told), by how many are told at once."""
     tokens = BATCHES[-1] if chosen.tiny else TOLD
     wakeup = Wakeup()
-    replicas, context = ReplicaPipes(Admission("", 0), wakeup), multiprocessing.get_context("spawn")
+    replicas, context = ReplicaPipes(MemberAdmission("", 0), wakeup), multiprocessing.get_context("spawn")
     pipe, (asks, asked) = replicas.open(context), context.Pipe()
     replica = context.Process(target=_tell, args=(pipe, asked, tokens), daemon=True)
     replica.start()

@@ -190,7 +190,7 @@ class InOrder:
         return found
 
 
-class Admission:
+class MemberAdmission:
     """Who is a member. Thread-safe as far as its user is. See Note [Joining]."""
 
     def __init__(self, host: str, links: int) -> None:

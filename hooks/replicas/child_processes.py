@@ -31,7 +31,7 @@ from typing import Any, Final
 from ...allocator.config import change_environment, environment
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from .channel import Admission, ToSupervisor, Wakeup
+from .channel import MemberAdmission, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import Join, Message, Welcome, decoded, encoded
 from .process import ReplicaOptions, serve
@@ -77,7 +77,7 @@ class PipeToSupervisor(ToSupervisor):
 class ReplicaPipes:
     """The supervisor's ends of all pipes, a channel.ReplicaChannel. One thread takes and opens; any may post."""
 
-    def __init__(self, admission: Admission, wakeup: Wakeup) -> None:
+    def __init__(self, admission: MemberAdmission, wakeup: Wakeup) -> None:
         """`wakeup`: notified when a message comes, and when a pipe ends."""
         self._admission = admission
         self._wakeup = wakeup

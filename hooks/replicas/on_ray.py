@@ -37,7 +37,7 @@ from ...allocator.config import change_environment
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import Replicas
-from .channel import Admission, InOrder, ToSupervisor, Wakeup
+from .channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
 from .errors import SupervisorLost
 from .messages import (
     Ask,
@@ -394,7 +394,7 @@ class SupervisorActor:
         self._wakeup = Wakeup()
         host = ray.util.get_node_ip_address()
         self._links = Store.host(host, timeout=self._tuning.store)  # ends with this process
-        self._admission = Admission(host, self._links.port)
+        self._admission = MemberAdmission(host, self._links.port)
         self._processes = RayProcesses(fleet, name, self._wakeup)
         self._parts = FleetSupervisor(fleet, self, self._processes, self._wakeup, self._deliver, self._say)
         self._supervisor = self._parts.supervisor

@@ -11,7 +11,7 @@ from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ..server.application import Address, Application
 from ..watch.registry import Addition
-from .channel import Admission, Wakeup
+from .channel import MemberAdmission, Wakeup
 from .child_processes import ChildProcesses, ReplicaPipes
 from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
 from .microbatch_plan import Request
@@ -120,7 +120,7 @@ class LocalFleet:
         self._front: FrontendManager | None = None
         self._links = Store.host(LOCAL, timeout=self._tuning.store)  # ends with this object
         wakeup = Wakeup()
-        pipes = ReplicaPipes(Admission(LOCAL, self._links.port), wakeup)
+        pipes = ReplicaPipes(MemberAdmission(LOCAL, self._links.port), wakeup)
         self._children = ChildProcesses(fleet.options, fleet.devices, pipes)
         self._parts = FleetSupervisor(fleet, pipes, self._children, wakeup, self._told, say)
         self.supervisor = self.clients = self._parts.supervisor

@@ -15,7 +15,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.replicas.channel import Admission, InOrder, ToSupervisor, Wakeup
+from ballonet.hooks.replicas.channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
 from ballonet.hooks.replicas.child_processes import PipeToSupervisor, ReplicaPipes
 from ballonet.hooks.replicas.errors import OtherModel, SupervisorLost
 from ballonet.hooks.replicas.messages import (
@@ -46,7 +46,7 @@ class Office:
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
-        self.replicas = ReplicaPipes(Admission("here", LINKS), self.wakeup)
+        self.replicas = ReplicaPipes(MemberAdmission("here", LINKS), self.wakeup)
 
     def connect(self) -> PipeToSupervisor:
         end = PipeToSupervisor(self.replicas.open(), Wakeup(), LONG, print)
