@@ -115,7 +115,7 @@ class Seen(Struct, frozen=True, tag=True):
 class Hello(Struct, frozen=True, tag=True):
     """From a replica that has joined. `process`, `host`: for log lines; `pages`: for layers and KV together; `layers`:
     pages of each; `token`: bytes of a token's KV in all layers; `page`: bytes of a page; `cost`: of chunks on this
-    replica; `rank`: its number among those that the supervisor starts."""
+    replica; `rank`: its number among those that the supervisor starts, None where it did not."""
 
     process: int
     host: str
@@ -124,7 +124,7 @@ class Hello(Struct, frozen=True, tag=True):
     token: int
     page: int
     cost: ChunkCost
-    rank: int
+    rank: int | None = None
 
 
 class Told(Struct, frozen=True, tag=True):

@@ -432,7 +432,7 @@ class Supervisor:
             self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
             self._replicas.post(member, End())
             return
-        if not self._ranks.joined(hello.rank, member, hello.cost):
+        if hello.rank is not None and not self._ranks.joined(hello.rank, member, hello.cost):
             self._say(f"replica {member} is ended: no process of rank {hello.rank} runs that could have joined")
             self._replicas.post(member, End())
             return
