@@ -52,7 +52,10 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
         raise ManageError(f"replicas need {error.name}: pip install 'ballonet[replicas]'") from error
     from ..offload.policy.tuning import DEFAULT
 
-    on_ray = args.ray != _OFF and (args.ray is not None or importlib.util.find_spec("ray") is not None)
+    has_ray = importlib.util.find_spec("ray") is not None
+    if args.ray not in (None, _OFF) and not has_ray:
+        raise ManageError("--ray needs ray: pip install 'ballonet[replicas]'")
+    on_ray = has_ray and args.ray != _OFF
     devices = 0 if Config.from_env().device == "cpu" else _devices()
     cost, fleet = _cost(args.costs), None
     tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
@@ -87,14 +90,10 @@ def server(args: argparse.Namespace, address: Address, say: Callable[[str], None
 def _on_ray(
     args: argparse.Namespace, fleet: Fleet | None, devices: int, say: Callable[[str], None], tuning: Replicas
 ) -> ServedFleet:
-    """Returns the fleet of a Ray, which is started here where no address is given. ManageError where it is not
-    installed."""
+    """Returns the fleet of a Ray, which is started here where no address is given."""
     from ..hooks.replicas.ray_node import RayNode
 
-    try:
-        node = RayNode(args.ray, args.replicas or 0, devices, tuning.joining)
-    except ModuleNotFoundError as error:
-        raise ManageError(f"--ray needs {error.name}: pip install 'ballonet[replicas]'") from error
+    node = RayNode(args.ray, args.replicas or 0, devices, tuning.joining)
     from ..hooks.replicas.on_ray import RayFleet  # only now: importing Ray reads what the node has set
 
     return RayFleet(args.models[0], fleet, node, say, tuning)
