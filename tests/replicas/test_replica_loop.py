@@ -379,7 +379,7 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
     loops.ask(0, 3, *asked)
     loops.step(6)
     loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
-    assert loops.loops[1].run()
+    assert loops.loops[1].run() == ()
     assert loops.loops[1]._state.stage is None
     assert loops.loops[1]._state.links == {}
 
