@@ -159,7 +159,8 @@ def test_requests_of_a_killed_front_end_are_those_of_another(cluster: Cluster, t
         assert second.end() == 0, second.said()
         wait_gone([*first.processes(), first.supervisor])
     finally:
-        second.kill()
+        if second.process.poll() is None:
+            second.kill()
 
 
 def signal_all(processes: list[int], number: signal.Signals) -> None:
