@@ -124,10 +124,12 @@ FACTS = {
     "hooks/pieces/recipe.py": {"OUTSIDE"},
     "hooks/plan/moments.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
-    "hooks/replicas/ready_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
+    "hooks/replicas/held_layers.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/batching/attention.py": {"TABLE", "_WIDEST"},  # of torch's kernel
     "hooks/replicas/link.py": {"HEADER_BYTES"},
-    "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size
+    "hooks/replicas/on_ray.py": {"_FOREVER"},  # Ray's word
+    "hooks/replicas/ray_node.py": {"_STORE"},  # Ray's minimum
+    "hooks/replicas/pair.py": {"_ID"},  # bytes of a message of a fixed size
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/batching/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},

@@ -1,16 +1,26 @@
-"""The port through which the supervisor and its replicas exchange messages, and the wait for all that a main loop has.
+"""The ports between the supervisor, its replicas and their processes, and the wait for all that a main loop has.
 
-Implementations: connections.py, between processes; tests have one within a process.
+Two implementations: processes.py, processes of this machine and pipes; on_ray.py, actors of Ray and their calls. A
+replica's end and who is admitted are the same in both.
+
+Note [Joining]
+    A replica sends its fingerprint, and again after it was taken for lost, or after the supervisor was started again.
+    The supervisor compares it with that of the first replica, and answers with a member number that was never used, or
+    with the differences. What comes from the replica counts as of the latest number.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .messages import Message
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from .errors import NoAnswer, OtherModel, SupervisorLost
+from .messages import Fingerprint, Join, JoinRefusal, Message, SupervisorRestarted, Welcome, decoded
+from .microbatch_plan import Request
 
 _Found = TypeVar("_Found")
 
@@ -48,6 +58,22 @@ class ReplicaChannel(ReplicaSink, Protocol):
         """Returns whether a message has come."""
 
 
+class Processes(Protocol):
+    """The processes of replicas, one of each rank."""
+
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. `cost`: of chunks; None: the replica measures it. OSError."""
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Returns the ranks of the processes that have ended since the last call, and how each did."""
+
+    def end(self, rank: int) -> None:
+        """Kills the process of a rank, if there is one."""
+
+    def abandon(self, rank: int) -> None:
+        """Notes that no other process of this rank will be started."""
+
+
 class Wakeup:
     """A condition that links and channels notify when something may have changed, so a main loop can wait for any of
     them, and for a deadline. Thread-safe."""
@@ -79,3 +105,105 @@ class Wakeup:
             with self._condition:
                 if self._notified == notified:
                     self._condition.wait(left)
+
+
+class ToSupervisor:
+    """A replica's end, a SupervisorChannel; implementations add `post` and `close`, and call `arrive` and `lose` on
+    threads of theirs. All else is for one thread. `wakeup`: notified when a message comes, and when the supervisor is
+    lost; `serving`: set once the replica serves."""
+
+    def __init__(self, wakeup: Wakeup, timeout: float) -> None:
+        """`timeout`: seconds that the answer to a joining replica may take."""
+        self.wakeup = wakeup
+        self.serving = threading.Event()
+        self._timeout = timeout
+        self._received: deque[Message] = deque()
+        self._lost = False
+
+    def join(self, fingerprint: Fingerprint, requests: Sequence[Request] = ()) -> Welcome:
+        """Joins, also anew, and returns the supervisor's answer; drops messages to an earlier member. `requests`: see
+        messages.Join. OtherModel; SupervisorLost; NoAnswer."""
+        self.post(Join(fingerprint, tuple(requests)))
+        until = time.monotonic() + self._timeout
+        while (left := until - time.monotonic()) > 0:
+            message = self.wakeup.wait(self.take, left)
+            if isinstance(message, SupervisorRestarted):  # before it had this, or before it has answered
+                self.post(Join(fingerprint, tuple(requests)))
+            if isinstance(message, JoinRefusal):
+                raise OtherModel(message.differences)
+            if isinstance(message, Welcome):
+                return message
+        raise NoAnswer("the supervisor's answer to a joining replica", self._timeout)
+
+    def take(self) -> Message | None:
+        """Removes and returns the next message; None where none has come. SupervisorLost."""
+        if self._received:
+            return self._received.popleft()
+        if self._lost:
+            raise SupervisorLost("the supervisor has ended, or the network between. Its replicas end with it")
+        return None
+
+    def has(self) -> bool:
+        """Returns whether a message has come, or the supervisor is lost."""
+        return bool(self._received) or self._lost
+
+    def has_kind(self, kinds: tuple[type[Any], ...]) -> bool:
+        """Returns whether a message of one of these kinds has come. SupervisorLost."""
+        if self._lost and not self._received:
+            self.take()
+        return any(isinstance(message, kinds) for message in tuple(self._received))
+
+    def post(self, *messages: Message) -> None:
+        """Sends messages to the supervisor. SupervisorLost."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the connection once the supervisor has everything that was posted. Idempotent."""
+        raise NotImplementedError
+
+    def arrive(self, messages: Sequence[Message]) -> None:
+        """Takes in messages, in order."""
+        self._received.extend(messages)
+        self.wakeup.notify()
+
+    def lose(self) -> None:
+        """Notes that the supervisor is lost: after the messages that have come, each `take` says so."""
+        self._lost = True
+        self.wakeup.notify()
+
+
+class InOrder:
+    """Takes numbered messages in order, and once."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._early: dict[int, bytes] = {}
+
+    def take(self, number: int, packed: bytes) -> list[Message]:
+        """Takes in what has a number, and returns the messages that are next."""
+        if number > self._last:
+            self._early[number] = packed
+        found: list[Message] = []
+        while (following := self._early.pop(self._last + 1, None)) is not None:
+            self._last += 1
+            found += decoded(following)
+        return found
+
+
+class MemberAdmission:
+    """Who is a member. Thread-safe as far as its user is. See Note [Joining]."""
+
+    def __init__(self, host: str, links: int) -> None:
+        """`host`, `links`: see messages.Welcome."""
+        self._host = host
+        self._links = links
+        self._admitted = 0
+        self._served: Fingerprint | None = None  # of the first replica
+
+    def answer(self, fingerprint: Fingerprint) -> Welcome | JoinRefusal:
+        """Returns the answer to a replica that joins."""
+        self._served = self._served or fingerprint
+        if differences := self._served.differences(fingerprint):
+            return JoinRefusal(differences)
+        self._admitted += 1
+        return Welcome(self._admitted - 1, self._host, self._links)

@@ -1,10 +1,16 @@
-"""The replicas on this machine: their processes, started, replaced where one is lost, and ended with the supervisor.
+"""Replicas as processes of this machine, each at the end of a pipe: without Ray, and what tests use.
 
 Note [Forks]
     torch and transformers take seconds to import. So replicas are forks of one process that has only imported them
     (Python's forkserver): a replacement starts at once, and all share the memory of imported modules. CUDA does not
     survive a fork, and is initialized by any code that looks for devices: with GPUs each replica is spawned and imports
     for itself, which takes less time there than loading a model.
+
+Note [Pipes]
+    A pipe has two ends that only these two processes have, so nobody else comes in. It keeps the order of messages, and
+    ends with either process, which the other one notices at once. A message is a msgspec struct and never a pickled
+    object. A stopped process reads nothing, so the supervisor has a thread and a queue for each replica, and never
+    waits for one; a replica sends at once, as the supervisor has a thread that reads.
 """
 
 from __future__ import annotations
@@ -12,146 +18,183 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import runpy
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.process import BaseProcess, parent_process
-from typing import Any, Final, Protocol
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import Any, Final
 
 from ...allocator.config import change_environment, environment
+from ...allocator.errors import BallonetError, PoolExhausted
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.replacements import Replacements
-from ...offload.policy.tuning import Replicas
+from .channel import MemberAdmission, ToSupervisor, Wakeup
+from .errors import SupervisorLost
+from .messages import Join, Message, Welcome, decoded, encoded
+from .process import ReplicaOptions, serve
 
-
-class Processes(Protocol):
-    """The processes of replicas on this machine, one of each rank."""
-
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank. `cost`: of chunks; None: the replica measures it. OSError."""
-
-    def ended(self) -> list[tuple[int, str]]:
-        """Returns the ranks of the processes that have ended since the last call, and how each did."""
-
-    def end(self, rank: int) -> None:
-        """Kills the process of a rank, if there is one."""
-
-
-class Ranks:
-    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
-
-    def __init__(
-        self,
-        count: int,
-        processes: Processes,
-        cost: ChunkCost | None,
-        clock: Callable[[], float],
-        say: Callable[[str], object],
-        tuning: Replicas,
-    ) -> None:
-        """`count`: of ranks; `cost`: of chunks; None: the first replicas measure it. `say`: prints a line."""
-        self.replaced = 0
-        self._ranks = range(count)
-        self._processes = processes
-        self._cost = cost
-        self._clock = clock
-        self._say = say
-        self._replacements = Replacements(count, tuning)
-        self._members: dict[int, int] = {}  # by rank
-
-    @property
-    def expected(self) -> bool:
-        """Whether a replica is starting, or will be started."""
-        return self._replacements.expected
-
-    def start(self) -> None:
-        """Starts the replicas of all ranks. OSError where a process cannot be started."""
-        for rank in self._ranks:
-            self._processes.start(rank, self._cost)
-
-    def joined(self, rank: int, member: int, cost: ChunkCost) -> bool:
-        """Notes that the replica of a rank has joined as a member, with its cost of chunks. False where that cannot be:
-        no process of the rank runs, or its replica has joined already."""
-        if not self._replacements.joined(rank, self._clock()):
-            return False
-        self._cost = self._cost or cost
-        self._members[rank] = member
-        return True
-
-    def lost(self) -> Iterator[tuple[int | None, str]]:
-        """Yields the members whose processes have ended, and how; None: the replica had not joined. Starts the
-        replacements that are due."""
-        for rank, how in self._processes.ended():
-            yield self._gone(rank, how)
-        for rank in self._replacements.due(self._clock()):
-            self.replaced += 1
-            try:
-                self._processes.start(rank, self._cost)
-            except OSError as error:
-                yield self._gone(rank, f"it could not be started: {error}")
-
-    def end(self, member: int) -> bool:
-        """Kills the process of a member. False where this machine runs none."""
-        ranks = [rank for rank, each in self._members.items() if each == member]
-        for rank in ranks:
-            self._processes.end(rank)
-        return bool(ranks)
-
-    def end_starting(self) -> None:
-        """Kills the processes of replicas that have not joined, and so cannot be sent a message."""
-        for rank in self._ranks:
-            if rank not in self._members:
-                self._processes.end(rank)
-
-    def _gone(self, rank: int, how: str) -> tuple[int | None, str]:
-        member = self._members.pop(rank, None)
-        who = "a replica that had not joined yet" if member is None else f"replica {member}"
-        wait = self._replacements.ended(rank, self._clock())
-        then = "" if wait is None else "; another one is started" + (f" in {wait:.1f} s" if wait else "")
-        self._say(f"{who} has ended: {how}{then}")
-        return member, how
-
-
-SECRET: Final = "BALLONET_REPLICA_SECRET"  # the environment variable with the supervisor's secret
-STARTED: Final = "BALLONET_REPLICA_STARTED"  # that with the messages.Started of a started replica
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _IMPORTED: Final = ("ballonet.hooks.replicas.process", "ballonet.allocator.install")
 
-# (rank, cost of chunks) -> (arguments of `python -m ballonet serve`, environment) of the replica of this rank
-Recipe = Callable[[int, ChunkCost | None], tuple[Sequence[str], Mapping[str, str]]]
+
+class PipeToSupervisor(ToSupervisor):
+    """A replica's end of its pipe. See Note [Pipes]. Until `serving` is set, the process exits at once when the
+    supervisor ends, whatever it waits for; later it notices by its messages, and unwinds."""
+
+    def __init__(self, pipe: Connection, wakeup: Wakeup, timeout: float, say: Callable[[str], object]) -> None:
+        """`pipe`: is taken over. `timeout`: see ToSupervisor; `say`: prints a line."""
+        super().__init__(wakeup, timeout)
+        self._pipe = pipe
+        self._say = say
+        self._sending = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="ballonet supervisor in", daemon=True)
+        self._reader.start()
+
+    def post(self, *messages: Message) -> None:
+        """Sends messages to the supervisor. SupervisorLost."""
+        try:
+            with self._sending:
+                self._pipe.send_bytes(encoded(*messages))
+        except OSError as error:
+            raise SupervisorLost("the supervisor has ended. Its replicas end with it") from error
+
+    def close(self) -> None:
+        """Does nothing: the pipe ends with this process, and the supervisor has what was written to it."""
+
+    def _read(self) -> None:
+        with suppress(OSError, EOFError, ValueError):
+            while True:
+                self.arrive(decoded(self._pipe.recv_bytes()))
+        if not self.serving.is_set():
+            self._say("a replica ends before it serves: its supervisor has gone")
+            os._exit(1)
+        self.lose()
+
+
+class ReplicaPipes:
+    """The supervisor's ends of all pipes, a channel.ReplicaChannel. One thread takes and opens; any may post."""
+
+    def __init__(self, admission: MemberAdmission, wakeup: Wakeup) -> None:
+        """`wakeup`: notified when a message comes, and when a pipe ends."""
+        self._admission = admission
+        self._wakeup = wakeup
+        self._lock = threading.Lock()  # of the members
+        self._members: dict[int, _Pipe] = {}
+        self._open: list[_Pipe] = []
+        self._received: deque[tuple[int, Message]] = deque()
+
+    def open(self, context: Any = multiprocessing) -> Connection:
+        """Makes a pipe, and returns the end for a replica. `context`: of multiprocessing."""
+        mine, its = context.Pipe()
+        pipe = _Pipe(mine)
+        self._open = [*(other for other in self._open if not other.ended.is_set()), pipe]
+        threading.Thread(target=self._read, args=(pipe,), name="ballonet replica in", daemon=True).start()
+        found: Connection = its
+        return found
+
+    def take(self) -> tuple[int, Message] | None:
+        """Removes and returns the next message, (member, message); None where none has come."""
+        return self._received.popleft() if self._received else None
+
+    def has(self) -> bool:
+        """Returns whether a message has come."""
+        return bool(self._received)
+
+    def post(self, member: int, message: Message) -> None:
+        """Sends a message to one replica, without waiting. Nothing where its pipe has ended."""
+        with self._lock:
+            pipe = self._members.get(member)
+        if pipe is not None:
+            pipe.outgoing.put(message)
+
+    def close(self, patience: float) -> None:
+        """Waits until all messages of replicas that have ended are there, at most so many seconds each."""
+        for pipe in self._open:
+            pipe.ended.wait(patience)
+
+    def _read(self, pipe: _Pipe) -> None:
+        """Admits a replica, and takes in its messages until it ends."""
+        with suppress(OSError, EOFError, ValueError):
+            while True:
+                for message in decoded(pipe.connection.recv_bytes()):
+                    if isinstance(message, Join):
+                        self._admit(pipe, message)
+                    elif pipe.member is not None:
+                        self._received.append((pipe.member, message))
+                self._wakeup.notify()
+        with self._lock:
+            self._members = {member: other for member, other in self._members.items() if other is not pipe}
+        pipe.outgoing.put(None)
+        pipe.ended.set()
+        self._wakeup.notify()
+
+    def _admit(self, pipe: _Pipe, join: Join) -> None:
+        with self._lock:
+            answer = self._admission.answer(join.fingerprint)
+            self._members.pop(-1 if pipe.member is None else pipe.member, None)
+            if isinstance(answer, Welcome):
+                pipe.member = answer.member
+                self._members[answer.member] = pipe
+        pipe.outgoing.put(answer)
+
+
+class _Pipe:
+    """A pipe. `member`: the replica's latest number, None before it is admitted; `outgoing`: messages to it, None: the
+    end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.member: int | None = None
+        self.outgoing: SimpleQueue[Message | None] = SimpleQueue()
+        self.ended = threading.Event()  # of what the replica says
+        threading.Thread(target=self._send, name="ballonet replica out", daemon=True).start()
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self.outgoing.get()) is not None:
+                self.connection.send_bytes(encoded(message))
+        self.ended.wait()
+        self.connection.close()
 
 
 class ChildProcesses:
-    """Child processes, a ranks.Processes. Used by one thread at a time. To be closed."""
+    """Processes of this machine, a channel.Processes. Used by one thread. To be closed."""
 
-    def __init__(self, recipe: Recipe, forks: bool = True) -> None:
-        """`recipe`: makes arguments and environment of a process; `forks`: see Note [Forks]."""
-        self._recipe = recipe
+    def __init__(self, options: ReplicaOptions, devices: int, pipes: ReplicaPipes) -> None:
+        """`devices`: GPUs of this machine."""
+        self._options = options
+        self._devices = devices
+        self._pipes = pipes
         self._running: dict[int, BaseProcess] = {}  # by rank
         # Any: BaseContext lacks the attributes in which contexts differ, such as Process
-        self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
-        if forks:
+        self._context: Any = multiprocessing.get_context("spawn" if devices else "forkserver")
+        if not devices:
             self._context.set_forkserver_preload([*_IMPORTED])
-
-    def start(self, rank: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a rank. OSError."""
-        arguments, environ = self._recipe(rank, cost)
-        # a daemon: if this process ends without `close`, its end does not wait for replicas
-        process = self._context.Process(target=_serve, args=(list(arguments), dict(environ)), daemon=True)
-        process.start()
-        self._running[rank] = process
 
     @property
     def processes(self) -> tuple[int, ...]:
         """Ids of the running processes."""
-        return tuple(each.pid for each in self._running.values() if each.pid is not None)
+        return tuple(process.pid for process in self._running.values() if process.pid is not None)
+
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. OSError."""
+        pipe, environ = self._pipes.open(self._context), placed(rank, self._devices)
+        # a daemon: if this process ends without `close`, its end does not wait for replicas
+        process = self._context.Process(target=_serve, args=(pipe, self._options, rank, cost, environ), daemon=True)
+        try:
+            process.start()
+        finally:
+            pipe.close()  # else it would not end with that process
+        self._running[rank] = process
 
     def ended(self) -> list[tuple[int, str]]:
         """Returns the ranks of the processes that have ended since the last call, and how each did."""
-        gone = {rank: each.exitcode for rank, each in self._running.items() if each.exitcode is not None}
-        self._running = {rank: each for rank, each in self._running.items() if rank not in gone}
+        codes = {rank: process.exitcode for rank, process in self._running.items()}
+        gone = {rank: code for rank, code in codes.items() if code is not None}
+        self._running = {rank: process for rank, process in self._running.items() if rank not in gone}
         return [(rank, _how(code)) for rank, code in gone.items()]
 
     def end(self, rank: int) -> None:
@@ -159,14 +202,18 @@ class ChildProcesses:
         if rank in self._running:
             self._running[rank].kill()
 
+    def abandon(self, rank: int) -> None:
+        """Does nothing: a process that has ended starts no other."""
+
     def close(self, patience: float) -> None:
         """Waits for the processes to end, at most `patience` seconds each, and kills those that have not."""
-        for each in self._running.values():
-            each.join(patience)
-            if each.exitcode is None:
-                each.kill()
-                each.join()
+        for process in self._running.values():
+            process.join(patience)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
         self._running.clear()
+        self._pipes.close(patience)
 
 
 def placed(number: int, devices: int) -> dict[str, str]:
@@ -178,35 +225,23 @@ def placed(number: int, devices: int) -> dict[str, str]:
     return environ
 
 
-def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
-    """Runs `ballonet serve` as the process of a replica."""
+def _serve(
+    pipe: Connection, options: ReplicaOptions, rank: int, cost: ChunkCost | None, environ: Mapping[str, str]
+) -> None:
+    """The process of a replica."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     os.setsid()  # Ctrl-C is for the supervisor, which ends replicas when requests have ended
     tqdm.set_lock(threading.RLock())  # tqdm's own has a named semaphore, which a killed process leaves behind
     change_environment({**dict.fromkeys(environment()), **environ})
-    sys.argv = ["ballonet", "serve", *arguments]
+    channel = PipeToSupervisor(pipe, Wakeup(), options.tuning.joining, options.say)
     try:
-        runpy.run_module("ballonet", run_name="__main__", alter_sys=True)
+        serve(options, rank, cost, channel)
+    except (BallonetError, PoolExhausted) as error:
+        options.say(str(error))
+        raise SystemExit(2) from None
     finally:
         atexit._run_exitfuncs()  # multiprocessing skips them
-
-
-def end_with_parent(say: Callable[[str], object]) -> Callable[[], object]:
-    """Has this process exit at once when the supervisor that started it ends. Returns a function that stops this, for a
-    replica that has joined: it notices the end by its connection, and unwinds."""
-    parent, joined = parent_process(), threading.Event()
-
-    def watch() -> None:
-        assert parent is not None
-        parent.join()
-        if not joined.is_set():
-            say("a replica ends before it serves: its supervisor has gone")
-            os._exit(1)
-
-    if parent is not None:
-        threading.Thread(target=watch, name="ballonet parent", daemon=True).start()
-    return joined.set
 
 
 def _how(code: int) -> str:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from ...offload.policy.replicas import events
 from ...offload.policy.replicas.events import Event
 from .messages import Start, Told
+from .microbatch_plan import Request
 from .recording import Recording
-from .requests import Request
 
 
 @dataclass(slots=True)

@@ -23,13 +23,11 @@ from ...offload.policy.replicas.groups import Group
 from .channel import SupervisorChannel
 from .errors import Interrupted, LinkError
 from .kv_exchange import Handed, HandedOver, Handover
-from .layer_moves import LayerMoves, reason_of
+from .layer_moves import LayerMoves, ReplicaSetup, reason_of
 from .leader import Leader
 from .link import Link, LinkState
 from .messages import ENDS_GROUP, Start, Told
-from .microbatch_plan import record_of, tensor_of
-from .replica_setup import ReplicaSetup
-from .requests import Request
+from .microbatch_plan import Request, record_of, tensor_of
 from .stage import Stage, WatchedLink
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...allocator.errors import BallonetError, PortInUse
+from ...allocator.errors import BallonetError
 from ...allocator.units import format_time
 
 
@@ -78,16 +78,12 @@ class SupervisorLost(ReplicaError):
     """The supervisor no longer answers: its process has ended, or the network is down."""
 
 
-class SupervisorPortInUse(ReplicaError, PortInUse):
-    """The port that the supervisor was to listen on is in use."""
-
-
 class JoinRefused(ReplicaError):
     """The supervisor does not admit this replica."""
 
 
 class SecretRefused(JoinRefused):
-    """The secret is missing, or differs from the supervisor's; or the answer is not from the supervisor."""
+    """The token of a Ray is missing, or that Ray asks for none."""
 
 
 class OtherModel(JoinRefused):

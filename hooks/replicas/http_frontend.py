@@ -20,8 +20,7 @@ from ..server import length
 from ..server.loading import Models, parts_of
 from ..server.names import check_ended
 from ..server.tenants import asked_seed, asked_slo
-from .microbatch_plan import Sampling
-from .requests import Request
+from .microbatch_plan import Request, Sampling
 
 _SLO = SLOError.__name__  # begin of a replica's error message where an SLO cannot be kept
 _options: ContextVar[Any] = ContextVar("options")  # the GenerationConfig of the request that is handled

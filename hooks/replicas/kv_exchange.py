@@ -36,9 +36,8 @@ from ...offload.policy.replicas.groups import Group
 from ..forward.lease import GroupLease
 from .errors import ChecksumError
 from .link import Link
-from .microbatch_plan import record_of, tensor_of
+from .microbatch_plan import Request, record_of, tensor_of
 from .replica_model import SpanCache
-from .requests import Request
 from .stage import Stage
 
 

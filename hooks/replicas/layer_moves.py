@@ -11,7 +11,9 @@ Note [Pulled layers]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -21,14 +23,34 @@ from ...offload.policy.replicas import events
 from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group
 from ...offload.policy.replicas.restore_plan import Pull
+from ...offload.policy.tuning import DEFAULT, Replicas
 from ..weights.layers import decoder_layers
+from .channel import SupervisorChannel
 from .errors import Interrupted, LinkError
-from .held_layers import Source
+from .held_layers import HeldLayers, Source
 from .link import Link
 from .messages import ENDS_PULL
-from .microbatch_plan import record_of, tensor_of
-from .replica_setup import ReplicaSetup
+from .microbatch_plan import SplitPolicy, record_of, split_by_tokens, tensor_of
+from .recording import Notes
+from .replica_model import ReplicaModel
 from .stage import WatchedLink
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSetup:
+    """The parts of a replica, the same in all epochs. `me`: its number; `layers`: of the model; `connect(epoch, peer)`:
+    starts to form a link; `clock`: in seconds; `split`: makes microbatches; `notes`: bars of a timeline."""
+
+    me: int
+    replica: ReplicaModel
+    layers: int
+    holds: HeldLayers
+    supervisor: SupervisorChannel
+    connect: Callable[[int, int], Link]
+    clock: Callable[[], float]
+    split: SplitPolicy = split_by_tokens
+    tuning: Replicas = DEFAULT.replicas
+    notes: Notes = field(default_factory=lambda: Notes(time.monotonic))
 
 
 class LayerMoves:

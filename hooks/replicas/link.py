@@ -40,7 +40,7 @@ from ...allocator import install
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .channel import Wakeup
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
-from .pair import Connect, TwoRanks
+from .pair import Connect, TwoRanks, device_buffer
 
 HEADER_BYTES: Final = 256  # of every message, before its payload: a receiver has to know the size of what comes
 _BYE: Final = ""  # the tag with which an end closes the link
@@ -392,11 +392,6 @@ def host_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     """Returns uint8[nbytes] on the host, uninitialized, outside of the pool."""
     with install.stock():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Returns uint8[nbytes] on a device, uninitialized: an activation, whose pages do not move while it lives."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def checksum(data: torch.Tensor) -> int:

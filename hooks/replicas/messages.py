@@ -18,7 +18,7 @@ from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.decisions import ACTIONS, EVENTS
 from ..device.key import key_of
 from ..prefix.identity import samples
-from .requests import Request
+from .microbatch_plan import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,21 @@ def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
 
 
 class Join(Struct, frozen=True, tag=True):
-    """From a replica: it wants to join, also anew after it was taken for lost."""
+    """From a replica: it wants to join, also anew after it was taken for lost. `requests`: what it computed as the
+    first stage of a group, for a supervisor that was started again, and has no other ledger."""
 
     fingerprint: Fingerprint
+    requests: tuple[Request, ...] = ()
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """To a replica that joins: its number, which no other one ever had. `links`: port of the store in which links form,
-    on the supervisor's host."""
+    """To a replica that joins: its number, which no other one ever had. `host`, `links`: address and port of the store
+    in which links form; `cost`: of chunks, where the supervisor knows it."""
 
     member: int
+    host: str
     links: int
+    cost: ChunkCost | None = None
 
 
 class JoinRefusal(Struct, frozen=True, tag=True):
@@ -90,6 +94,11 @@ class End(Struct, frozen=True, tag=True):
     """To a replica: end."""
 
 
+class SupervisorRestarted(Struct, frozen=True, tag=True):
+    """To a replica, from its own channel: the supervisor was started again, so it joins anew, and says what it
+    computes."""
+
+
 class StartTimeline(Struct, frozen=True, tag=True):
     """To a replica: send `Seen` for a timeline from now on."""
 
@@ -106,7 +115,7 @@ class Seen(Struct, frozen=True, tag=True):
 class Hello(Struct, frozen=True, tag=True):
     """From a replica that has joined. `process`, `host`: for log lines; `pages`: for layers and KV together; `layers`:
     pages of each; `token`: bytes of a token's KV in all layers; `page`: bytes of a page; `cost`: of chunks on this
-    replica; `rank`: on the supervisor's machine, None where the supervisor did not start it."""
+    replica; `rank`: its number among those that the supervisor starts, None where it did not."""
 
     process: int
     host: str
@@ -116,14 +125,6 @@ class Hello(Struct, frozen=True, tag=True):
     page: int
     cost: ChunkCost
     rank: int | None = None
-
-
-class Started(Struct, frozen=True):
-    """To a process that the supervisor starts, in its environment: its `rank`, and the `cost` of chunks on this
-    machine; None: measure it. A replacement starts under load, where a measurement would be wrong."""
-
-    rank: int
-    cost: ChunkCost | None
 
 
 class Told(Struct, frozen=True, tag=True):
@@ -138,7 +139,7 @@ class Told(Struct, frozen=True, tag=True):
 
 class Counted(Struct, frozen=True, tag=True):
     """From a replica, periodically: bytes of KV and of layers that it has sent in all, and the number of layers that it
-    holds. `busy`, `open`, `error`: see stage_times.py."""
+    holds. `busy`, `open`, `error`: see `StageTimes`."""
 
     kv_bytes: int
     layer_bytes: int
@@ -146,6 +147,33 @@ class Counted(Struct, frozen=True, tag=True):
     busy: float = 0.0
     open: float = 0.0
     error: float | None = None
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """From a front end on Ray: a client's request, perhaps after delivered tokens."""
+
+    request: Request
+
+
+class Forget(Struct, frozen=True, tag=True):
+    """From a front end on Ray: the client of a request has gone away."""
+
+    request: str
+
+
+class NewTokens(Struct, frozen=True, tag=True):
+    """To a front end on Ray: tokens of an answer, after `before` earlier ones. `error`: why the request has ended."""
+
+    request: str
+    before: int
+    tokens: tuple[int, ...]
+    error: str | None = None
+
+
+class Line(Struct, frozen=True, tag=True):
+    """From a replica on Ray, and to front ends: a line for people."""
+
+    text: str
 
 
 Message = (
@@ -159,17 +187,23 @@ Message = (
     | Counted
     | StartTimeline
     | Seen
+    | SupervisorRestarted
+    | Ask
+    | Forget
+    | NewTokens
+    | Line
     | actions.Action
     | events.Event
 )
 
 # Messages that end a replica's part in its group, and so its waits there
-ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End)
+ENDS_GROUP: Final[tuple[type[Any], ...]] = (actions.Alone, actions.Rejoin, End, SupervisorRestarted)
 # and those that end its waits for layers: also the end of an epoch in preparation, while the present group goes on
 ENDS_PULL: Final[tuple[type[Any], ...]] = (*ENDS_GROUP, actions.Discard)
 
-_KINDS: Final[Any] = Union[  # noqa: UP007 (of unions that are made of lists)
-    Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen, ACTIONS, EVENTS
+_KINDS: Final[Any] = Union[
+    *(Join, Welcome, JoinRefusal, Hello, Start, End, Told, Counted, StartTimeline, Seen),
+    *(Ask, Forget, NewTokens, Line, ACTIONS, EVENTS),
 ]
 _encoder: Final = msgspec.msgpack.Encoder()  # keeps an infinite number of seconds, which JSON has not
 _decoder: Final = msgspec.msgpack.Decoder(tuple[_KINDS, ...])

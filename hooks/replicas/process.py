@@ -1,102 +1,206 @@
-"""The process of one replica: loads the model, joins the supervisor, and runs until that ends."""
+"""The process of one replica: loads the model, measures what batches cost, joins, and runs until its supervisor ends.
+
+Note [Measured as served]
+    A forward of the whole model with one prompt says little about a batch, in which KV lies in blocks, chunks of
+    several requests are computed together, and other requests decode. A cost fitted to such forwards was wrong by 56 %
+    of the batches' times, one fitted to batches by 11 % (a loaded machine). So a group of one
+    replica serves synthetic requests, which arrive one after the other, as its stages will.
+
+    Disturbances only make a run longer, so the least time of several rounds counts. The batches have to be the same in
+    each round; a scheduler that learns the costs of steps would choose others each time, so it does not learn here.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, cast
 
-import msgspec
 import torch
 
+from ...allocator import devices
 from ...allocator._native import Device
-from ...allocator.errors import ManageError
+from ...allocator.config import Config
+from ...allocator.errors import ManageError, RequestTooLarge
+from ...allocator.install import install
 from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
+from ...offload.policy.replicas.groups import alone
+from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..batching.memory import memory_of
 from ..manage import managed
 from ..managed import Managed, residency_of, weights_of
 from ..options import ManageOptions
 from ..server.loading import loaded
+from ..server.page_size import suitable
 from ..splice.splice import Splice
-from .channel import SupervisorChannel, Wakeup
-from .child_processes import end_with_parent
-from .connections import ToSupervisor
-from .cost_measurement import measure_cost
+from .channel import SupervisorChannel, ToSupervisor
 from .errors import SupervisorLost
 from .held_layers import HeldLayers
+from .layer_moves import ReplicaSetup
 from .link import Link
-from .messages import Hello, Started, fingerprint_of
-from .microbatch_plan import split_by_cost
-from .nccl import NcclConnect, gpu_name, stream_of
-from .pair import GlooConnect, Store
+from .messages import Hello, Welcome, fingerprint_of
+from .microbatch_plan import Request, split_by_cost
+from .pair import GlooConnect, NcclConnect, Store, gpu_name, stream_of
 from .recording import Notes
 from .replica import Replica
-from .replica_model import GroupSettings, ReplicaModel, RunsLayers, SplicedLayers, cache_of
-from .replica_setup import ReplicaSetup
-from .stage_times import Ran, StageTimes, marks_of
+from .replica_model import (
+    GroupSettings,
+    Mark,
+    Ran,
+    ReplicaModel,
+    RunsLayers,
+    SplicedLayers,
+    StageTimes,
+    cache_of,
+    marks_of,
+)
+from .stage import Stage
+
+
+def measure_cost(
+    member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas
+) -> Fit:
+    """Serves the same requests several times, and fits a cost to the least time of each batch. Repeats that where no
+    cost can be fitted, as all rounds may have been disturbed. `layers`: of the model; `mark`: records marks on the
+    device. ValueError where no cost can be fitted in the end; torch.OutOfMemoryError."""
+    least: dict[tuple[tuple[int, int], ...], float] = {}
+    for left in reversed(range(tuning.tries_measured)):
+        for _ in range(tuning.rounds_measured):
+            for each in _batches(member, layers, mark, tuning):
+                least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+        try:
+            return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
+        except ValueError:
+            if not left:
+                raise
+    raise AssertionError("it is tried at least once")
+
+
+def _batches(member: ReplicaModel, layers: int, mark: Callable[[], Mark], tuning: Replicas) -> Iterator[Ran]:
+    """Yields the batches of one round, the same in each round."""
+    ran: list[Ran] = []
+    times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
+    stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
+    stage.cache.model = replace(stage.cache.model, costs=Unlearned())
+    leader = stage.leader
+    assert leader is not None
+    for request in sample_requests(tuning, int(member.settings.batching.max_batch_tokens)):
+        try:
+            leader.requests.add(request)
+        except RequestTooLarge:
+            continue
+        stage.step()
+    while not leader.idle:
+        stage.step()
+    while not times.all_timed:
+        times.poll()
+    yield from ran
+
+
+class Unlearned(StepCosts):
+    """Costs of steps that learn nothing, so batches do not depend on earlier times, and that keep the layers resident,
+    so their copies are not measured."""
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learns nothing."""
+
+    def faster(self, one: Step, other: Step) -> bool:
+        """Prefers the step for which no layers are evicted."""
+        return True
+
+
+def sample_requests(tuning: Replicas, most: int) -> Iterator[Request]:
+    """Yields synthetic requests: most prompts are short, the longest have some batches of `most` tokens. The last
+    request outlives the others, so there are batches with one row."""
+    random, longest, last = Random(0), tuning.answer_measured, tuning.requests_measured - 1
+    for number in range(tuning.requests_measured):
+        prompt = max(2, round(most * tuning.batches_measured * random.random() ** 4))
+        new = random.randrange(longest) if number < last else longest + longest // 4
+        yield Request(f"measured {number}", (0,) * prompt, 2 + new)
+
 
 # (number, layers, channel) -> the same, changed, and what makes links: the one place where tests attach faults
 Attach = Callable[[int, RunsLayers, SupervisorChannel], tuple[RunsLayers, SupervisorChannel, Callable[..., Link]]]
 
 
-def run(
-    name: str,
-    device: Device,
-    options: ManageOptions,
-    host: str,
-    port: int,
-    secret: str | None,
-    say: Callable[[str], object],
-    max_batch_tokens: int | None = None,
-    started: str | None = None,
-    cost: ChunkCost | None = None,
-    attach: Attach | None = None,
-    tuning: Replicas = DEFAULT.replicas,
-    **batching: Any,
-) -> None:
-    """Serves as a replica of the supervisor at `host` and `port`, until that ends. `say`: prints a line; `started`: a
-    messages.Started as JSON, from a supervisor that has started this process; `cost`: of chunks, where `started` has
-    none; None: it is measured; `attach`: for tests, changes what a replica runs with; `batching`: arguments of
-    ContinuousBatchingConfig, the same on all replicas. ManageError, SpliceError; JoinRefused, SupervisorLost where
-    there is no supervisor; torch.OutOfMemoryError."""
-    keep_running = end_with_parent(say)
-    wakeup = Wakeup()
-    connection = ToSupervisor(host, port, secret, wakeup, tuning.joining)
+def to_stderr(line: str) -> None:
+    """Prints a line for people."""
+    print(f"ballonet: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """What each replica of a fleet is started with, in another process, so all of it can be pickled. `budget`,
+    `page_size`, `host_budget`: as of `install()`, and `manage`: as of `manage()`; `batching`: arguments of
+    ContinuousBatchingConfig, the same on all replicas; `environment`: variables, beside those of the process; `attach`:
+    for tests, changes what a replica runs with; `say`: prints a line."""
+
+    model: str
+    budget: int | str | None = None
+    page_size: int | str | None = None
+    host_budget: int | str | None = None
+    manage: Mapping[str, Any] = field(default_factory=dict)
+    batching: Mapping[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    attach: Callable[[Config], Attach | None] | None = None
+    say: Callable[[str], object] = to_stderr
+    tuning: Replicas = DEFAULT.replicas
+
+
+def installed(options: ReplicaOptions) -> Device:
+    """Puts the pool of a replica under torch, and returns its device. ConfigError, InstallError."""
+    page_size = options.page_size or suitable([options.model], options.budget, options.say)
+    install(budget=options.budget, page_size=page_size, host_budget=options.host_budget)
+    return devices.require()
+
+
+def serve(options: ReplicaOptions, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
+    """Serves as the replica of a rank until its supervisor ends, see `run`; the pool is put under torch first."""
+    run(options, installed(options), rank, cost, channel)
+
+
+def run(options: ReplicaOptions, device: Device, rank: int, cost: ChunkCost | None, channel: ToSupervisor) -> None:
+    """Serves as a replica until its supervisor ends. `cost`: of chunks; None: it is measured. ManageError, SpliceError;
+    JoinRefused; SupervisorLost before it serves; torch.OutOfMemoryError."""
+    name, say, tuning = options.model, options.say, options.tuning
     model = loaded(name, device, say)
-    handle = managed(model, options)
+    handle = managed(model, ManageOptions.of(options.manage))
     try:
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
-            settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
+            batching = dict(options.batching)
+            settings = GroupSettings.of(model, batching.pop("max_batch_tokens", tuning.chunk), **batching)
             torch_device = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
             layers, marks = len(splice.layers), marks_of(torch_device)
             fingerprint = fingerprint_of(model, device)
-            welcome = connection.join(fingerprint)  # before it measures, as it may be refused
-            store = Store.connect(host, welcome.links, timeout=tuning.joining)
-            told = None if started is None else msgspec.json.decode(started, type=Started)
-            cost = (None if told is None else told.cost) or cost
-            cost = cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
+            welcome = channel.join(fingerprint)  # before it measures, as it may be refused
+            cost = (
+                cost or welcome.cost or _measured(ReplicaModel(name, model, runs, settings), layers, marks, say, tuning)
+            )
             say(f"{name}: {handle!r}")
             notes = Notes(time.monotonic)
             times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
             replica = ReplicaModel(name, model, runs, settings, times)
-            hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
-            keep_running()
-            member = _Member(connection, store, wakeup, replica, handle, torch_device, hello, notes, attach, tuning)
-            me = welcome.member
+            hello = _hello(replica, handle, device, cost, rank)
+            channel.serving.set()
+            attach = None if options.attach is None else options.attach(Config.from_env())
+            member = _Member(channel, replica, handle, torch_device, hello, notes, attach, tuning)
             try:
-                while member.run(me):
-                    say(f"replica {me} was taken for lost, and joins anew")
-                    me = connection.join(fingerprint).member
+                while (requests := member.run(welcome)) is not None:
+                    say(f"replica {welcome.member} joins anew")
+                    welcome = channel.join(fingerprint, requests)
             except SupervisorLost:
-                say(f"replica {me} ends: its supervisor has gone")
+                say(f"replica {welcome.member} ends: its supervisor has gone")
     finally:
-        connection.close()
+        channel.close()
         handle.release()
 
 
@@ -104,9 +208,7 @@ def run(
 class _Member:
     """What a replica runs with, whatever its number."""
 
-    connection: ToSupervisor
-    store: Store
-    wakeup: Wakeup
+    channel: ToSupervisor
     replica: ReplicaModel
     handle: Managed
     device: torch.device
@@ -115,9 +217,11 @@ class _Member:
     attach: Attach | None
     tuning: Replicas
 
-    def run(self, me: int) -> bool:
-        """Runs as member `me`, until the supervisor ends it. Returns whether it has to join anew. SupervisorLost."""
-        supervisor: SupervisorChannel = self.connection
+    def run(self, welcome: Welcome) -> tuple[Request, ...] | None:
+        """Runs as the member that was welcomed, until the supervisor ends it. Returns None; where it has to join anew,
+        the requests to join with. SupervisorLost."""
+        me, supervisor = welcome.member, cast(SupervisorChannel, self.channel)
+        store = Store.connect(welcome.host, welcome.links, timeout=self.tuning.joining)
         replica, tuning = self.replica, self.tuning
         make: Callable[..., Link] = Link
         if self.attach is not None:
@@ -127,16 +231,16 @@ class _Member:
         stream = stream_of(self.device) if gpu else None
 
         def connect(epoch: int, peer: int) -> Link:
-            connects = GlooConnect(self.store, epoch, me, peer, tuning.forming)
+            connects = GlooConnect(store, epoch, me, peer, tuning.forming)
             if stream is not None:
                 ways: dict[str, Any] = {"gpu": gpu, "device": self.device, "stream": stream, "bulk": tuning.bulk}
-                connects = NcclConnect(self.store, epoch, me, peer, tuning.forming, **ways)
-            return make(connects, epoch, peer, self.wakeup, device=self.device, tuning=tuning)
+                connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
+            return make(connects, epoch, peer, self.channel.wakeup, device=self.device, tuning=tuning)
 
         supervisor.post(self.hello)
         split, held, layers = split_by_cost(self.hello.cost), HeldLayers(self.handle), len(self.hello.layers)
         setup = ReplicaSetup(me, replica, layers, held, supervisor, connect, time.monotonic, split, tuning, self.notes)
-        loop = Replica(setup, self.wakeup)
+        loop = Replica(setup, self.channel.wakeup)
         try:
             return loop.run()
         finally:
@@ -162,7 +266,7 @@ def _note(notes: Notes, ran: Ran) -> None:
     notes.bar("microbatches", f"{len(ran.sizes)} requests, {tokens} tokens", ran.begin, ran.end)
 
 
-def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
+def _hello(replica: ReplicaModel, handle: Managed, device: Device, cost: ChunkCost, rank: int) -> Hello:
     """Returns this replica's Hello."""
     layers = tuple(residency_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))

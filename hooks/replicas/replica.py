@@ -26,11 +26,11 @@ from .channel import Wakeup
 from .epochs import EpochChange, EpochState, LedRequests
 from .errors import Interrupted, LinkClosed, LinkError, SupervisorLost
 from .follower import OutOfStep
-from .layer_moves import LayerMoves
+from .layer_moves import LayerMoves, ReplicaSetup
 from .link import Link
-from .messages import Counted, End, Message, Seen, Start, StartTimeline
+from .messages import Counted, End, Message, Seen, Start, StartTimeline, SupervisorRestarted
+from .microbatch_plan import Request
 from .recording import machine
-from .replica_setup import ReplicaSetup
 from .stage import Stage
 
 
@@ -144,15 +144,16 @@ class Replica:
         self._moves = LayerMoves(setup, self._beat, self._links)
         self._change = EpochChange(setup, self._state, self._moves, self._requests)
         self._counts = CountReport(setup, self._state, self._moves)
-        self._ended = self._rejoins = False
+        self._ended = False
+        self._rejoins: tuple[Request, ...] | None = None
         setup.holds.offer(self._load.add_wish)
         setup.holds.pieces.on_progress = self._load.beat_mid_step
 
     # -- the loop
 
-    def run(self) -> bool:
-        """Runs until the supervisor ends this replica. Returns whether it has to join anew, without KV and requests.
-        SupervisorLost."""
+    def run(self) -> tuple[Request, ...] | None:
+        """Runs until the supervisor ends this replica. Returns None; where it has to join anew, without KV, the
+        requests that a supervisor which was started again has to know of. SupervisorLost."""
         try:
             while not self._ended:
                 self.step()
@@ -268,9 +269,16 @@ class Replica:
             case StartTimeline():
                 self._setup.notes.on = True
             case actions.Rejoin():
-                self._ended = self._rejoins = True
+                self._ended, self._rejoins = True, ()
+            case SupervisorRestarted():
+                self._ended, self._rejoins = True, self._led()
             case End():
                 self._ended = True
+
+    def _led(self) -> tuple[Request, ...]:
+        """Returns the requests of the group that this replica leads."""
+        leader = self._state.leader
+        return () if leader is None else tuple(leader.requests.by_name.values())
 
     def _cancel(self, request: str) -> None:
         self._requests.cancel(request)

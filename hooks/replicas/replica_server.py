@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
-import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
-from ...offload.policy.replicas.controller import Controller
-from ...offload.policy.replicas.decisions import Entry, Setup
-from ...offload.policy.replicas.demand import KVSize
-from ...offload.policy.tuning import DEFAULT, Replicas
-from ...offload.timeline.file import check
-from ...offload.timeline.fleet import write
 from ..server.application import Address, Application
 from ..watch.registry import Addition
-from .channel import Wakeup
-from .child_processes import SECRET, STARTED, ChildProcesses, placed
-from .connections import LOCAL, FromReplicas
-from .http_frontend import FrontendLoop, FrontendManager, FrontendState, ShapeOnly
-from .messages import Hello, Started
+from .channel import MemberAdmission, Wakeup
+from .child_processes import ChildProcesses, ReplicaPipes
+from .http_frontend import FrontendLoop, FrontendManager, FrontendState, RequestSink, ShapeOnly
+from .microbatch_plan import Request
 from .pair import Store
-from .recording import DecisionFile, Recording
-from .requests import Request
-from .supervisor import FleetState, Supervisor
+from .supervisor import Fleet, FleetState, FleetSupervisor
+
+LOCAL: Final = "127.0.0.1"
 
 
 class FleetMetrics(Addition):
@@ -100,94 +89,95 @@ class FleetMetrics(Addition):
         yield requests
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The replicas of a server. `here`: number that this machine starts, with these `arguments` of `ballonet serve`
-    each and `devices` GPUs in all; `host`, `port`: where they and others join, 0: any free port; `secret`: None: a
-    random one; `cost`: of chunks; None: the first replicas measure it."""
+class ServedFleet(Protocol):
+    """A fleet of replicas, as its server has it."""
 
-    here: int
-    arguments: Sequence[str]
-    host: str = LOCAL
-    port: int = 0
-    devices: int = 0
-    secret: str | None = None
-    cost: ChunkCost | None = None
+    @property
+    def cost(self) -> ChunkCost | None:
+        """The cost of chunks on these replicas; None where it is not known."""
+
+    @property
+    def clients(self) -> RequestSink:
+        """What takes clients' requests."""
+
+    def start(self, front: FrontendManager) -> None:
+        """Starts the replicas, and waits until one of them serves. `front`: is given answers. ManageError."""
+
+    def state(self) -> FleetState:
+        """Returns a snapshot of the replicas and their counts."""
+
+    def close(self) -> None:
+        """Ends requests and replicas, unless they are another's. Idempotent."""
+
+
+class LocalFleet:
+    """Replicas that are processes of this machine, with their supervisor in this process: a ServedFleet."""
+
+    def __init__(self, fleet: Fleet, say: Callable[[str], None]) -> None:
+        """`say`: prints a line. ManageError; ConfigError where a file cannot be written."""
+        self._tuning = fleet.options.tuning
+        self._say = say
+        self._front: FrontendManager | None = None
+        self._links = Store.host(LOCAL, timeout=self._tuning.store)  # ends with this object
+        wakeup = Wakeup()
+        pipes = ReplicaPipes(MemberAdmission(LOCAL, self._links.port), wakeup)
+        self._children = ChildProcesses(fleet.options, fleet.devices, pipes)
+        self._parts = FleetSupervisor(fleet, pipes, self._children, wakeup, self._told, say)
+        self.supervisor = self.clients = self._parts.supervisor
+        self._count = fleet.replicas
+
+    @property
+    def cost(self) -> ChunkCost | None:
+        """The cost of chunks on these replicas; None until one has joined."""
+        return self._parts.cost
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes of replicas."""
+        return self._children.processes
+
+    def start(self, front: FrontendManager) -> None:
+        """Starts the replicas, and waits until one of them serves. ManageError."""
+        self._front = front
+        self._say(f"{self._count} replicas start as processes of this machine")
+        self.supervisor.start()
+        self.supervisor.ready.wait()
+        if (why := self.supervisor.failed) is not None:
+            raise ManageError(why)
+
+    def state(self) -> FleetState:
+        """Returns a snapshot of the replicas and their counts."""
+        return self.supervisor.state()
+
+    def close(self) -> None:
+        """Ends requests and replicas. Idempotent."""
+        self._parts.close(lambda: self._children.close(self._tuning.joining))
+
+    def _told(self, request: Request, error: str | None) -> None:
+        if self._front is not None:
+            self._front.deliver(request, error)
 
 
 class ReplicaServer:
     """A server. Call `run`."""
 
-    def __init__(
-        self,
-        name: str,
-        fleet: Fleet,
-        address: Address,
-        say: Callable[[str], None],
-        tuning: Replicas = DEFAULT.replicas,
-        log: Path | None = None,
-        timeline: str | None = None,
-    ) -> None:
-        """Starts the replicas, and waits until one of them serves. `say`: prints a line; `log`: file of the
-        controller's decisions; `timeline`: file of the timeline of all processes, written at the end. PortInUse,
-        ManageError; ConfigError where that file cannot be written."""
-        if timeline is not None:
-            check(timeline)
-        self._timeline = timeline
-        self._recording = None if timeline is None else Recording(time.monotonic)
-        self._say = say
+    def __init__(self, name: str, fleet: ServedFleet, address: Address, say: Callable[[str], None]) -> None:
+        """Starts the fleet, and waits until one of its replicas serves. `say`: prints a line. PortInUse, ManageError;
+        ConfigError where a file cannot be written."""
         self.address = address
-        self.cost = fleet.cost  # later that of the first replica
-        self._tuning = tuning
-        self._log = None if log is None else DecisionFile(log, say, tuning.log_bytes)
-        self._wakeup = Wakeup()
-        secret = fleet.secret or secrets.token_hex()
-        self._links = Store.host(fleet.host, timeout=tuning.store)  # ends with this object
-        self._replicas = FromReplicas(fleet.host, fleet.port, secret, self._links.port, self._wakeup, tuning.joining)
-        self.port = self._replicas.port
-        where = f"{fleet.host}:{self.port}"
-
-        def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
-            told = {SECRET: secret, STARTED: msgspec.json.encode(Started(rank, cost)).decode()}
-            return [name, "--join", where, *fleet.arguments], placed(rank, fleet.devices) | told
-
-        self._children = ChildProcesses(recipe, forks=not fleet.devices)
-        self.supervisor = Supervisor(
-            self._controller,
-            self._replicas,
-            self._children,
-            self._wakeup,
-            time.monotonic,
-            self._told,
-            say,
-            fleet.here,
-            fleet.cost,
-            tuning,
-            self._note,
-            self._recording,
-        )
-        self._figures = FleetMetrics(self.supervisor.state)
-        self._front = FrontendManager(self.supervisor)
-        loop = FrontendLoop(self._front, self.supervisor, address.waiting)
-        state = FrontendState(loop, self._front)
+        self.fleet = fleet
+        self._figures = FleetMetrics(fleet.state)
+        front = FrontendManager(fleet.clients)
+        state = FrontendState(FrontendLoop(front, fleet.clients, address.waiting), front)
         try:
             models = ShapeOnly([name], "cpu")
             models.load_model_and_processor(models.process_model_name(name))
             self._application = Application(models, state, address, say)
             self.app = self._application.app
-            say(f"{fleet.here} replicas start; others join at {where}")
-            self.supervisor.start()
-            self.supervisor.ready.wait()
-            if (why := self.supervisor.failed) is not None:
-                raise ManageError(why)
+            fleet.start(front)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Ids of the processes of replicas on this machine."""
-        return self._children.processes
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM. Running requests may end within a while, then fail; then replicas end."""
@@ -196,32 +186,4 @@ class ReplicaServer:
     def close(self) -> None:
         """Ends all requests, the supervisor and the replicas. Idempotent."""
         self._figures.close()
-        self.supervisor.close()
-        self._children.close(self._tuning.joining)
-        self._write()
-        self._replicas.close()
-        if self._log is not None:
-            self._log.close()
-
-    def _write(self) -> None:
-        """Writes the timeline, once."""
-        path, self._timeline = self._timeline, None
-        if path is None or self._recording is None:
-            return
-        self.supervisor.collect()
-        write(self._recording.recording(), path)
-        self._say(f"the timeline is in {path}")
-
-    def _controller(self, hello: Hello) -> Controller:
-        self.cost = hello.cost
-        kv = KVSize(hello.token, hello.page)
-        setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
-        self._note(setup)
-        return setup.controller()
-
-    def _note(self, entry: Entry) -> None:
-        if self._log is not None:
-            self._log(entry)
-
-    def _told(self, request: Request, error: str | None) -> None:
-        self._front.deliver(request, error)
+        self.fleet.close()

@@ -9,8 +9,7 @@ import torch
 from ...offload.policy.replicas.groups import Group
 from .errors import NoAnswer
 from .follower import Follower
-from .group_requests import Notify
-from .leader import Leader
+from .leader import Leader, Notify
 from .link import Link
 from .microbatch_plan import SplitPolicy, record_of, split_by_tokens, tensor_of
 from .replica_model import ReplicaModel, cache_of, most_tokens, room_of, runner_of

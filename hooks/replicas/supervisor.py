@@ -2,16 +2,19 @@
 
 Note [One supervisor]
     Only its thread uses the ledger and the controller; clients' threads put requests into a queue. If its process ends,
-    so do the replicas and the requests: there is no election. A decision of the controller is O(log N) for a request
-    and O(N log N) for a drop; a replica sends some hundred bytes per second, and its tokens.
+    so do processes of replicas and the requests; on Ray it is started again, and asks the replicas (on_ray.py). There
+    is no election. A decision of the controller is O(log N) for a request and O(N log N) for a drop; a replica sends
+    some hundred bytes per second, and its tokens.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -19,15 +22,19 @@ from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.cluster import Cluster
 from ...offload.policy.replicas.controller import Controller
-from ...offload.policy.replicas.decisions import Note, decide
+from ...offload.policy.replicas.decisions import Entry, Note, Setup, decide
+from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.replicas.events import Event, Reason
+from ...offload.policy.replicas.replacements import Replacements
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .channel import ReplicaChannel, ReplicaSink, Wakeup
-from .child_processes import Processes, Ranks
+from ...offload.timeline.file import check
+from ...offload.timeline.fleet import write
+from .channel import Processes, ReplicaChannel, ReplicaSink, Wakeup
 from .client_requests import ClientRequests
 from .messages import Counted, End, Hello, Message, Seen, StartTimeline, Told
-from .recording import Recording
-from .requests import Request
+from .microbatch_plan import Request
+from .process import ReplicaOptions
+from .recording import DecisionFile, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class FleetState:
     """A snapshot. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers sent between
     replicas; `drops`, `restores`: committed so far; `declined`: number of declined drops by reason; `held`: requests
     that no group takes now; `replaced`: number of replacements for lost replicas; `layers`: resident ones of each
-    replica; `busy`, `open`: seconds of the stages of pipelines; `errors`: of predictions, by replica (stage_times.py).
+    replica; `busy`, `open`: seconds of the stages of pipelines; `errors`: of predictions, by replica (`StageTimes`).
     """
 
     epoch: int
@@ -98,6 +105,83 @@ def state_of(
         open=sum(each.open for each in told.values()),
         errors={member: each.error for member, each in told.items() if member in spans and each.error is not None},
     )
+
+
+class Ranks:
+    """Starts and replaces replicas. Used by one thread. `replaced`: number of replacements so far."""
+
+    def __init__(
+        self,
+        count: int,
+        processes: Processes,
+        cost: ChunkCost | None,
+        clock: Callable[[], float],
+        say: Callable[[str], object],
+        tuning: Replicas,
+    ) -> None:
+        """`count`: of ranks; `cost`: of chunks; None: the first replicas measure it. `say`: prints a line."""
+        self.replaced = 0
+        self._ranks = range(count)
+        self._processes = processes
+        self._cost = cost
+        self._clock = clock
+        self._say = say
+        self._replacements = Replacements(count, tuning)
+        self._members: dict[int, int] = {}  # by rank
+
+    @property
+    def expected(self) -> bool:
+        """Whether a replica is starting, or will be started."""
+        return self._replacements.expected
+
+    def start(self) -> None:
+        """Starts the replicas of all ranks. OSError where a process cannot be started."""
+        for rank in self._ranks:
+            self._processes.start(rank, self._cost)
+
+    def joined(self, rank: int, member: int, cost: ChunkCost) -> bool:
+        """Notes that the replica of a rank has joined as a member, with its cost of chunks. False where that cannot be:
+        no process of the rank runs, or its replica has joined already."""
+        if not self._replacements.joined(rank, self._clock()):
+            return False
+        self._cost = self._cost or cost
+        self._members[rank] = member
+        return True
+
+    def lost(self) -> Iterator[tuple[int | None, str]]:
+        """Yields the members whose processes have ended, and how; None: the replica had not joined. Starts the
+        replacements that are due."""
+        for rank, how in self._processes.ended():
+            yield self._gone(rank, how)
+        for rank in self._replacements.due(self._clock()):
+            self.replaced += 1
+            try:
+                self._processes.start(rank, self._cost)
+            except OSError as error:
+                yield self._gone(rank, f"it could not be started: {error}")
+
+    def end(self, member: int) -> bool:
+        """Kills the process of a member. False where there is none."""
+        ranks = [rank for rank, its in self._members.items() if its == member]
+        for rank in ranks:
+            self._processes.end(rank)
+        return bool(ranks)
+
+    def end_starting(self) -> None:
+        """Kills the processes of replicas that have not joined, and so cannot be sent a message."""
+        for rank in self._ranks:
+            if rank not in self._members:
+                self._processes.end(rank)
+
+    def _gone(self, rank: int, how: str) -> tuple[int | None, str]:
+        member = self._members.pop(rank, None)
+        who = "a replica that had not joined yet" if member is None else f"replica {member}"
+        wait = self._replacements.ended(rank, self._clock())
+        if wait is None:
+            self._processes.abandon(rank)
+        then = "" if wait is None else "; another one is started" + (f" in {wait:.1f} s" if wait else "")
+        self._say(f"{who} has ended: {how}{then}")
+        return member, how
 
 
 class ActionPerformer:
@@ -416,3 +500,80 @@ class Supervisor:
         controller = self._controller
         for member in () if controller is None else tuple(controller.cluster.replicas):
             self._replicas.post(member, End())
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The replicas of a server. `replicas`: number of them; `devices`: GPUs of this machine, which processes share;
+    `gpus`: of each actor on Ray; `cost`: of chunks; None:
+    the first replicas measure it; `log`: file of the controller's decisions; `timeline`: file of the timeline of all
+    processes, written at the end."""
+
+    replicas: int
+    options: ReplicaOptions
+    devices: int = 0
+    gpus: float = 0.0
+    cost: ChunkCost | None = None
+    log: Path | None = None
+    timeline: str | None = None
+
+
+class FleetSupervisor:
+    """The supervisor of a fleet, with what it writes down. Call `close` at the end. `cost`: of chunks, None until a
+    replica has joined."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        replicas: ReplicaChannel,
+        processes: Processes,
+        wakeup: Wakeup,
+        notify_client: Callable[[Request, str | None], object],
+        say: Callable[[str], object],
+    ) -> None:
+        """The arguments are those of Supervisor. ManageError, ConfigError where a file cannot be written."""
+        if fleet.timeline is not None:
+            check(fleet.timeline)
+        self.cost = fleet.cost
+        self._timeline = fleet.timeline
+        self._say = say
+        self._tuning = tuning = fleet.options.tuning
+        self._recording = None if fleet.timeline is None else Recording(time.monotonic)
+        self._log = None if fleet.log is None else DecisionFile(fleet.log, say, tuning.log_bytes)
+        self.supervisor = Supervisor(
+            self._controller,
+            replicas,
+            processes,
+            wakeup,
+            time.monotonic,
+            notify_client,
+            say,
+            fleet.replicas,
+            fleet.cost,
+            tuning,
+            self._note,
+            self._recording,
+        )
+
+    def close(self, end_processes: Callable[[], object]) -> None:
+        """Ends all requests, the replicas and the supervisor. `end_processes`: waits for the processes. Idempotent."""
+        self.supervisor.close()
+        end_processes()
+        path, self._timeline = self._timeline, None
+        if path is not None and self._recording is not None:
+            self.supervisor.collect()
+            write(self._recording.recording(), path)
+            self._say(f"the timeline is in {path}")
+        if self._log is not None:
+            self._log.close()
+
+    def _controller(self, hello: Hello) -> Controller:
+        self.cost = hello.cost
+        kv = KVSize(hello.token, hello.page)
+        setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
+        self._note(setup)
+        return setup.controller()
+
+    def _note(self, entry: Entry) -> None:
+        if self._log is not None:
+            self._log(entry)

@@ -32,8 +32,7 @@ from torch import nn
 from ...allocator.errors import DriverError, PoolExhausted, SpliceError
 from ...offload.policy.replicas.groups import Span
 from ..compat import plain_attention, reads_all_tokens, settings_of
-from .forms import Hidden, LayerForm, Logits, same_bits
-from .learn import forms_of, record
+from .forms import Hidden, LayerForm, Logits, forms_of, record, same_bits
 from .splice import Splice, SpliceStage
 
 _PROMPT: Final = ((3, 4, 5, 6, 7), (0, 0, 3, 8, 9))  # tokens that every vocabulary has; 0 is a pad

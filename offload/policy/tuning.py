@@ -507,6 +507,19 @@ class Replicas:
     looked_last: float = 1e-3
     # The store has to answer a call within this. Chosen: a round trip, on a loaded machine.
     store: float = 60.0
+    # On Ray: a front end that has asked for no news for so long is gone, and so are, later, its requests, and a fleet
+    # without any front end. Chosen: another front end may be started meanwhile, and clients ask again.
+    front_gone: float = 3.0
+    orphaned: float = 120.0
+    unattended: float = 300.0
+    # A call for news returns after so long without any. A call that failed, as an actor is being started again, is
+    # made again after so long. Chosen.
+    news: float = 1.0
+    retried: float = 0.1
+    # Calls to the supervisor at the same time, two of each replica and front end, and lines that a first front end is
+    # told later. Chosen.
+    calls: int = 10_000
+    unsaid: int = 99
     # Bytes of a file of the log of decisions, of which two are kept. Measured: a replica adds 2 kB a second, so five
     # have half a day in each.
     log_bytes: int = 2**29

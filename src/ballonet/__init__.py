@@ -80,7 +80,6 @@ if TYPE_CHECKING:
         ReplicaError,
         SecretRefused,
         SupervisorLost,
-        SupervisorPortInUse,
     )
     from .hooks.session import Session
     from .hooks.watch.notebook import watch
@@ -96,7 +95,6 @@ _HOMES = {
     "NoAnswer": "hooks.replicas.errors",
     "Interrupted": "hooks.replicas.errors",
     "SupervisorLost": "hooks.replicas.errors",
-    "SupervisorPortInUse": "hooks.replicas.errors",
     "JoinRefused": "hooks.replicas.errors",
     "SecretRefused": "hooks.replicas.errors",
     "OtherModel": "hooks.replicas.errors",
@@ -164,7 +162,6 @@ __all__ = [
     "SpliceError",
     "Stats",
     "SupervisorLost",
-    "SupervisorPortInUse",
     "TraceError",
     "UnsupportedVersion",
     "WeightsFileChanged",

@@ -19,8 +19,7 @@ pytest.importorskip("msgspec", reason="ballonet[replicas] is not installed")
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link
-from ballonet.hooks.replicas.nccl import NcclConnect, gpu_name, stream_of
-from ballonet.hooks.replicas.pair import Store
+from ballonet.hooks.replicas.pair import NcclConnect, Store, gpu_name, stream_of
 
 pytest.importorskip("uvicorn", reason="ballonet[serve] is not installed")
 

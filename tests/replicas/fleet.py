@@ -22,8 +22,10 @@ import uvicorn
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.control import look
-from ballonet.hooks.replicas.replica_server import Fleet as ReplicaFleet
-from ballonet.hooks.replicas.replica_server import ReplicaServer
+from ballonet.cli.serve_replicas import faults_of
+from ballonet.hooks.replicas.process import ReplicaOptions
+from ballonet.hooks.replicas.replica_server import LocalFleet, ReplicaServer
+from ballonet.hooks.replicas.supervisor import Fleet as ReplicaFleet
 from ballonet.hooks.server.application import Address
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT, Replicas
@@ -42,7 +44,6 @@ LOOKS = 200  # at host pages that are nobody's: after so many they are not about
 # `make kills`: all of it, which takes a quarter of an hour; else what a suite can afford
 ALL = "BALLONET_KILLS" in os.environ
 NEEDS_ALL = pytest.mark.skipif(not ALL, reason="make kills")
-SECRET = "known to those that join"
 # the smallest whose layers can stream
 SHAPE = {
     "hidden_size": 256,
@@ -163,8 +164,10 @@ def post(url: str, model: str, asked: Asked) -> Any:
 class Fleet:
     """A server of a model on so many replicas. `faults`: see `fault`."""
 
-    def __init__(self, server: ReplicaServer, said: list[str], model: str, file: Path) -> None:
+    def __init__(self, server: ReplicaServer, local: LocalFleet, said: list[str], model: str, file: Path) -> None:
         self.server = server
+        self.supervisor = local.supervisor
+        self._local = local
         self.said = said
         self.model = model
         self._file = file
@@ -177,20 +180,20 @@ class Fleet:
 
     def wait(self, until: Callable[[], object]) -> None:
         """Returns once that is so; how long that takes is not judged."""
-        wait(until, lambda: self.server.supervisor.failed and self.said)
+        wait(until, lambda: self.supervisor.failed and self.said)
 
     @property
     def members(self) -> list[int]:
         """The replicas that serve, by their numbers."""
-        return sorted(self.server.supervisor.state().spans)
+        return sorted(self.supervisor.state().spans)
 
     @property
     def processes(self) -> tuple[int, ...]:
-        return self.server.processes
+        return self._local.processes
 
     def whole(self, replicas: int) -> None:
         """Waits until so many replicas serve, each with all layers, and nothing of requests is left."""
-        state = self.server.supervisor.state
+        state = self.supervisor.state
         self.wait(lambda: [*state().spans.values()] == [(0, LAYERS)] * replicas and not state().requests)
 
     def at_rest(self) -> list[dict[str, Any]]:
@@ -284,12 +287,6 @@ def answered(fleet: Fleet, stock: Stock) -> None:
     assert [each.text for each in found] == stock.answers(asked)
 
 
-def arguments(budget: str = "37MiB") -> list[str]:
-    """Arguments of `ballonet serve`, for each replica."""
-    sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
-    return [*sizes, "--batch-tokens", "128"]
-
-
 @contextmanager
 def serving(
     model: str,
@@ -301,7 +298,7 @@ def serving(
     timeline: Path | None = None,
     **more: str,
 ) -> Iterator[Fleet]:
-    """A fleet; at its end no process of it is left. `log`, `timeline`: as of ReplicaServer; `more`: environment."""
+    """A fleet; at its end no process of it is left. `log`, `timeline`: as of its Fleet; `more`: environment."""
     file, said = folder / "faults", list[str]()
     replica_faults.write(file, ())
     with pytest.MonkeyPatch.context() as environment:
@@ -312,10 +309,19 @@ def serving(
             **more,
         }.items():
             environment.setenv(name, value)
-        wanted = ReplicaFleet(replicas, arguments(budget), secret=SECRET, cost=COST)
+        options = ReplicaOptions(
+            model=model,
+            budget=budget,
+            page_size="64KiB",
+            host_budget="64MiB",
+            batching={"page_size": 16, "max_batch_tokens": 128},
+            attach=faults_of,
+            tuning=tuning,
+        )
         drawing = None if timeline is None else str(timeline)
-        server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning, log, drawing)
-        fleet = Fleet(server, said, model, file)
+        local = LocalFleet(ReplicaFleet(replicas, options, cost=COST, log=log, timeline=drawing), said.append)
+        server = ReplicaServer(model, local, Address(port=free_port()), said.append)
+        fleet = Fleet(server, local, said, model, file)
         seen = {*fleet.processes}
         try:
             fleet.wait(lambda: len(fleet.members) == replicas)

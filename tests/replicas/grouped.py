@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.microbatch_plan import Sampling, SplitPolicy, split_by_tokens
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling, SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
-from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.layers import decoder_layers
 

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from ballonet.hooks.replicas.follower import Follower
-from ballonet.hooks.replicas.group_requests import Notify
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover
-from ballonet.hooks.replicas.leader import Leader
+from ballonet.hooks.replicas.leader import Leader, Notify
 from ballonet.hooks.replicas.link import LinkState
-from ballonet.hooks.replicas.microbatch_plan import SplitPolicy, split_by_tokens
+from ballonet.hooks.replicas.microbatch_plan import Request, SplitPolicy, split_by_tokens
 from ballonet.hooks.replicas.replica_model import ReplicaModel, SpanCache
-from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.stage import Stage, WatchedLink
 from ballonet.offload.policy.replicas.groups import Group, Span
 

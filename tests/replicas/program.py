@@ -48,7 +48,11 @@ class Running:
 
 
 class Program(Running):
-    """The server of a model of 8 layers (`made`) on so many replicas, which have joined. `folder`: of the model."""
+    """The server of a model of 8 layers (`made`) on so many replicas, which have joined. `folder`: of the model; `RAY`:
+    arguments that say where replicas are."""
+
+    RAY: tuple[str, ...] = ("--ray", "off")
+    sizes = SIZES + PATIENT
 
     def __init__(self, folder: Path, replicas: int) -> None:
         self.model = made(folder)
@@ -60,9 +64,10 @@ class Program(Running):
 
     def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes] | Fork:
         """Starts it."""
-        command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *SIZES]
+        command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *self.sizes]
+        command += self.RAY
         log = Path(self._said.name)
-        return programs.begun([*command, *PATIENT, *self.options(folder)], {**os.environ, **ENVIRONMENT}, log)
+        return programs.begun([*command, *self.options(folder)], {**os.environ, **ENVIRONMENT}, log)
 
     def options(self, folder: Path) -> list[str]:
         """More arguments of `ballonet serve`."""

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.replicas.http_frontend import FrontendLoop, FrontendManager
 from ballonet.hooks.replicas.messages import Start
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.stage import Stage
 from ballonet.hooks.server.tenants import asked_slo
 from ballonet.offload.policy.replicas.groups import alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ballonet.hooks.replicas.ready_layers import checksum
+from ballonet.hooks.replicas.held_layers import checksum
 
 
 def test_checksums_see_every_byte_and_where_it_is() -> None:

@@ -12,24 +12,25 @@ from .processes import wait
 
 STARTING = """
 import multiprocessing, os, sys, threading
-from ballonet.hooks.replicas.child_processes import end_with_parent
+from ballonet.hooks.replicas.channel import Wakeup
+from ballonet.hooks.replicas.child_processes import PipeToSupervisor
 
 def say(line):
     os.write(said, f"{line}\\n".encode())
 
 def replica():
-    serves = end_with_parent(say)
-    watching = [each for each in threading.enumerate() if each.name == "ballonet parent"]
+    mine.close()
+    channel = PipeToSupervisor(its, Wakeup(), 60.0, say)
     if joined:
-        serves()
+        channel.serving.set()
     say(os.getpid())
-    multiprocessing.parent_process().join()
-    for each in watching:
-        each.join()
+    channel.wakeup.wait(lambda: channel.has() or None, None)
     say("goes on")
 
 said, joined = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND), sys.argv[2] == "joined"
-multiprocessing.get_context("fork").Process(target=replica).start()
+context = multiprocessing.get_context("fork")
+mine, its = context.Pipe()
+context.Process(target=replica).start()
 threading.Event().wait()
 """
 

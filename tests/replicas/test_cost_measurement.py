@@ -10,12 +10,10 @@ import pytest
 
 from ballonet.hooks.batching.seams import batched
 from ballonet.hooks.device import governors
-from ballonet.hooks.replicas import cost_measurement
-from ballonet.hooks.replicas.cost_measurement import measure_cost, sample_requests
-from ballonet.hooks.replicas.microbatch_plan import Chunk
-from ballonet.hooks.replicas.replica_model import SpanRunner
-from ballonet.hooks.replicas.requests import Request
-from ballonet.hooks.replicas.stage_times import HostTimeMarks
+from ballonet.hooks.replicas import process
+from ballonet.hooks.replicas.microbatch_plan import Chunk, Request
+from ballonet.hooks.replicas.process import measure_cost, sample_requests
+from ballonet.hooks.replicas.replica_model import HostTimeMarks, SpanRunner
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.tuning import DEFAULT
 
@@ -64,7 +62,7 @@ def test_the_cost_is_that_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although what a batch takes, by the clock that its scheduler learns from, differs from one round to the next."""
     now, rounds = [0.0], list[list[tuple[tuple[int, int], ...]]]()
-    run, stock = SpanRunner._run, cost_measurement._batches
+    run, stock = SpanRunner._run, process._batches
 
     def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
         sizes = tuple((each.before, len(each.ids)) for each in chunks)
@@ -78,7 +76,7 @@ def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> No
         return stock(*given)
 
     monkeypatch.setattr(SpanRunner, "_run", computed)
-    monkeypatch.setattr(cost_measurement, "_batches", batches)
+    monkeypatch.setattr(process, "_batches", batches)
     install()
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         known: Any = batched(member.model)
@@ -90,7 +88,7 @@ def test_all_rounds_have_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     huge = Request("huge", (0,) * 100_000, 2)
-    monkeypatch.setattr(cost_measurement, "sample_requests", lambda *given: [huge, *sample_requests(*given)])
+    monkeypatch.setattr(process, "sample_requests", lambda *given: [huge, *sample_requests(*given)])
     now, stock = [0.0], SpanRunner._run
 
     def run(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
@@ -107,7 +105,7 @@ def test_a_request_that_can_never_run_is_left_out(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rounds", [4, 6])
 def test_what_was_disturbed_is_measured_again(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as all batches take the same nothing is known; after three tries that is an error."""
-    now, stock, begun, tuning = [0.0], cost_measurement._batches, [0], replace(FEW, tries_measured=3)
+    now, stock, begun, tuning = [0.0], process._batches, [0], replace(FEW, tries_measured=3)
     run = SpanRunner._run
 
     def computed(self: SpanRunner, chunks: Sequence[Chunk], *rest: Any) -> Any:
@@ -119,7 +117,7 @@ def test_what_was_disturbed_is_measured_again(rounds: int, monkeypatch: pytest.M
         return stock(*given)
 
     monkeypatch.setattr(SpanRunner, "_run", computed)
-    monkeypatch.setattr(cost_measurement, "_batches", batches)
+    monkeypatch.setattr(process, "_batches", batches)
     install()
     with Replicas([build("llama", num_hidden_layers=LAYERS)]) as (member,):
         if rounds == 6:

@@ -33,7 +33,7 @@ class Widest:
 
     def _look(self) -> None:
         while not self._over.wait(0.02):
-            self.found = max(self.found, *map(len, self._fleet.server.supervisor.state().groups))
+            self.found = max(self.found, *map(len, self._fleet.supervisor.state().groups))
 
 
 @NEEDS_ALL
@@ -45,17 +45,17 @@ def test_tokens_stay_and_memory_comes_back(ranks: int, tmp_path: Path, capsys: p
     with serving(model, tmp_path, ranks, BALLONET_CHAOS="7") as fleet, Widest(fleet) as widest:
         cycles = 0
         while cycles < CYCLES:
-            drops = fleet.server.supervisor.state().restores
+            drops = fleet.supervisor.state().restores
             found = fleet.burst(asked)
             assert [each.text for each in found] == right, fleet.said
             assert [each.ends for each in found] == [1] * len(asked)
             fleet.whole(ranks)
-            cycles += fleet.server.supervisor.state().restores > drops
+            cycles += fleet.supervisor.state().restores > drops
             rest = fleet.at_rest()
             # twins of layers are kept ready, and a page that stands for those in files; nothing else is on the host
             assert max(each["host_pages"] - each["host_free"] for each in rest) <= WEIGHTS + 1
             with capsys.disabled():
                 print(f"cycle {cycles}: groups of up to {widest.found}", flush=True)
-        state = fleet.server.supervisor.state()
+        state = fleet.supervisor.state()
         assert (state.replaced, state.fenced) == (0, 0), fleet.said
         assert widest.found == ranks

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.replicas.messages import Hello
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.recording import DecisionFile, read_decisions
-from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
 from ballonet.offload.policy.replicas.actions import Commit, Decline, Dispatch, Fence, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost

@@ -66,16 +66,16 @@ def fleet(stock: tuple[str, Stock], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("row", [each for each in ROWS if ALL or each.quick], ids=lambda row: row.name)
 def test_row(fleet: Fleet, stock: tuple[str, Stock], row: Row) -> None:
     fleet.whole(REPLICAS)
-    before = fleet.server.supervisor.state()
+    before = fleet.supervisor.state()
     wanted = Fault(fleet.members[row.which], row.point, row.count, row.how)
     fleet.fault(wanted)
     while not fleet.happened:
         answered(fleet, stock[1])
         fleet.whole(REPLICAS)  # the restore may be where it happens
     assert fleet.happened == [wanted]
-    fleet.wait(lambda: fleet.server.supervisor.state().replaced >= before.replaced + row.lost)
+    fleet.wait(lambda: fleet.supervisor.state().replaced >= before.replaced + row.lost)
     fleet.whole(REPLICAS)
-    after = fleet.server.supervisor.state()
+    after = fleet.supervisor.state()
     assert (wanted.member in fleet.members) == (not row.lost), fleet.said
     assert after.replaced - before.replaced == row.lost, fleet.said
     if row.discarded:
@@ -93,7 +93,7 @@ def test_who_stands_still_is_ended_and_replaced(stock: tuple[str, Stock], tmp_pa
         fleet.fault(stopped)
         answered(fleet, stock[1])
         assert fleet.happened == [stopped]
-        fleet.wait(lambda: fleet.server.supervisor.state().fenced > 0)
+        fleet.wait(lambda: fleet.supervisor.state().fenced > 0)
         fleet.wait(lambda: len(fleet.members) == REPLICAS)
         assert stopped.member not in fleet.members
 
@@ -111,8 +111,8 @@ def test_a_file_of_weights_that_changes_is_no_source(tmp_path: Path) -> None:
         os.utime(file, (time.time() + 5, time.time() + 5))
         for _ in range(2):
             answered(fleet, stock)
-            fleet.wait(lambda: not fleet.server.supervisor.state().requests)
-        assert fleet.server.supervisor.state().replaced == 0, fleet.said
+            fleet.wait(lambda: not fleet.supervisor.state().requests)
+        assert fleet.supervisor.state().replaced == 0, fleet.said
 
 
 @NEEDS_ALL

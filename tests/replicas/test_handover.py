@@ -13,7 +13,7 @@ import torch
 
 from ballonet.hooks.replicas import kv_exchange as handover
 from ballonet.hooks.replicas.kv_exchange import Handed, HandedOver, Handover, Piece
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
 
 

@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from transformers import GenerationConfig, LlamaConfig
 
 from ballonet.hooks.replicas.http_frontend import FrontendLoop, FrontendManager
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request
 
 from .test_asked_slos import Takes
 

@@ -66,7 +66,7 @@ def noticed(log: Path, deaths: Sequence[tuple[float, int]]) -> tuple[list[float]
 
 def grouped(fleet: Fleet) -> list[int]:
     """The replicas that hold some of the layers only."""
-    spans = fleet.server.supervisor.state().spans
+    spans = fleet.supervisor.state().spans
     return sorted(member for member, span in spans.items() if span != (0, LAYERS))
 
 
@@ -81,7 +81,7 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
             begun = time.monotonic()
             asked = draw.sample(pool, REQUESTS)
             right = stock.answers(asked)
-            before = fleet.server.supervisor.state()
+            before = fleet.supervisor.state()
             with ThreadPoolExecutor(1) as beside:
                 answers = beside.submit(fleet.burst, asked)
                 if in_group := seed % 2 == 1:
@@ -90,7 +90,7 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
                 victim = Fault(chosen, "microbatch", draw.randint(1, MICROBATCHES), "kill")
                 fleet.fault(victim)
                 found = judged(answers.result(), right)
-            after = fleet.server.supervisor.state()
+            after = fleet.supervisor.state()
             found["killed"] = len(fleet.happened)
             if fleet.happened:
                 deaths.append((fleet.happened_at(), victim.member))
@@ -101,7 +101,7 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
                 print(f"seed {seed}: {victim.member} at {victim.count}: {dict(found)} in {took:.1f} s", flush=True)
             total += found
         fleet.whole(REPLICAS)
-        assert fleet.server.supervisor.state().replaced == total["killed"], fleet.said
+        assert fleet.supervisor.state().replaced == total["killed"], fleet.said
     heard, followed = noticed(log, deaths)
     with capsys.disabled():
         print(f"{SEEDS} seeds: {dict(total)}")

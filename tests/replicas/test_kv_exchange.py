@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from ballonet.hooks.replicas import kv_exchange as handover
 from ballonet.hooks.replicas.kv_exchange import checksum, moves
-from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
 
 from ..models import build
 from ..serving.batches import prompts

@@ -56,7 +56,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Lived:
     folder = tmp_path_factory.mktemp("lived")
     model, asked, log, timeline = made(folder), drawn(BURST, 50, 110, TOKENS), folder / "log", folder / "timeline.json"
     with serving(model, folder, 2, "44MiB", TUNING, log=log, timeline=timeline) as fleet:
-        state = fleet.server.supervisor.state
+        state = fleet.supervisor.state
         answers = fleet.burst(asked)
         fleet.wait(lambda: state().restores)
         fleet.whole(2)

@@ -10,11 +10,11 @@ from ballonet.hooks.replicas.microbatch_plan import (
     Chunk,
     MicrobatchPlan,
     Passing,
+    Request,
     Sampling,
     record_of,
     tensor_of,
 )
-from ballonet.hooks.replicas.requests import Request
 from ballonet.offload.policy.replicas.groups import Group, Span
 
 GROUP = Group((2, 0), (Span(0, 3), Span(3, 8)))

@@ -15,8 +15,7 @@ import torch
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.link import Link, LinkState
-from ballonet.hooks.replicas.nccl import NcclConnect, NcclPair
-from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, Store
+from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, NcclConnect, NcclPair, Store
 from ballonet.offload.policy.tuning import DEFAULT
 
 LONG = 120.0

@@ -1,33 +1,13 @@
-"""Where the supervisor is said to be, and the GPU of each replica."""
+"""The GPU of each replica, and which servers with replicas are refused."""
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 
 import pytest
 
 from ballonet.__main__ import main
-from ballonet.cli.serve_replicas import Placement, placed
-from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.replicas import child_processes
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({}, None),
-        ({"replicas": 2}, Placement("127.0.0.1", 0, hosts=True)),
-        ({"replicas": 2, "listen": "node0:29400"}, Placement("node0", 29400, hosts=True)),
-        ({"join": "node0:29400"}, Placement("node0", 29400, hosts=False)),
-        ({"join": "[fe80::1]:1"}, Placement("fe80::1", 1, hosts=False)),
-    ],
-)
-def test_options_say_where_the_supervisor_is(
-    given: dict[str, str], found: Placement | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BALLONET_REPLICA_SECRET", "a secret")
-    args = argparse.Namespace(models=["model"], **{"join": None, "listen": None, "replicas": None} | given)
-    assert placed(args, ManageOptions()) == found
 
 
 def test_gpus_are_dealt_to_replicas_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,13 +23,6 @@ def test_gpus_are_dealt_to_replicas_in_turns(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "environ", "why"),
     [
-        *[
-            (["--join", where], {}, "no HOST:PORT")
-            for where in ("node0", ":29400", "node0:0", "node0:65536", "a:²", "")
-        ],
-        (["--replicas", "1", "--listen", "node0"], {}, "--listen is 'node0', which is no HOST:PORT"),
-        (["--join", "node0:1"], {}, "set BALLONET_REPLICA_SECRET"),
-        (["--replicas", "2", "--listen", "node0:1"], {}, "set BALLONET_REPLICA_SECRET"),
         (["another", "--replicas", "2"], {}, "of one model"),
         (["--replicas", "2", "--prefix-cache"], {}, "share no prefixes"),
         (["--replicas", "2"], {"BALLONET_PREFIX_DIR": "/tmp"}, "share no prefixes"),
@@ -66,3 +39,9 @@ def test_what_cannot_start_is_refused_before_anything_is_loaded(
         monkeypatch.setenv(name, value)
     assert main(["serve", "/no/model", *options]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_where_ray_is_not_installed_it_is_said_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/model", "--ray", "127.0.0.1:6379"]) == 1
+    assert "pip install 'ballonet[replicas]'" in capsys.readouterr().err

@@ -1,66 +1,216 @@
-"""The example that places replicas as actors of Ray, with a Ray that starts processes on this machine."""
+"""A fleet on a real Ray: whatever is killed, requests go on, and nobody comes in who has no token.
+
+One Ray serves all pytest workers; the scene of what is left has its own.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from .fleet import Stock, drawn
-from .processes import ENVIRONMENT, free_port
-from .program import PATIENT, SIZES, Program, given_costs, wait_gone
+from .. import programs
+from .fleet import Asked, Stock, drawn, text_of
+from .processes import ENVIRONMENT, free_port, wait
+from .program import Program, given_costs, wait_gone
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = str(ROOT / "examples/serve_on_ray.py")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'ballonet[replicas]'")
+
+# Starts the Ray, says where it is, and ends it once nobody holds the file any more.
+HOLDS = """
+import fcntl, json, os, sys
+from ballonet.hooks.replicas.ray_node import RayNode
+node = RayNode(None, 4, 0, 60.0)
+import ray
+with open(sys.argv[1] + ".new", "w") as file:
+    json.dump([ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"]], file)
+os.rename(file.name, sys.argv[1])
+with open(sys.argv[2]) as held:
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.unlink(sys.argv[1])
+node.close()
+"""
 
 
-class Placed(Program):
-    """The server and its replicas as the example starts them."""
+class Cluster(NamedTuple):
+    address: str
+    token: str
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    said, held, begun = base / "ray", base / "ray.held", base / "ray.begun"
+    with held.open("w") as holding:
+        fcntl.flock(holding, fcntl.LOCK_SH)
+        with begun.open("a") as first:
+            fcntl.flock(first, fcntl.LOCK_EX)
+            if not said.exists():
+                command = [sys.executable, "-c", HOLDS, str(said), str(held)]
+                holder = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, start_new_session=True)
+                wait(said.exists, holder.poll)
+        yield Cluster(*json.loads(said.read_text()))
+
+
+class OnRay(Program):
+    """A server whose replicas are actors. `cluster`: None: a Ray of its own."""
+
+    def __init__(self, folder: Path, replicas: int, cluster: Cluster | None = None) -> None:
+        self.cluster = cluster
+        super().__init__(folder, replicas)
+        self.wait(lambda: "ready: " in self.said())
+
+    def options(self, folder: Path) -> list[str]:
+        where = [] if self.cluster is None else ["--ray", self.cluster.address]
+        return [*super().options(folder), *given_costs(folder), *where]
+
+    RAY = ()
 
     def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
-        ports = ["--port", str(port), "--join-port", str(free_port())]
-        own = ["--replicas", str(replicas), "--gpus", "0", *PATIENT, *ports]
-        command = [sys.executable, EXAMPLE, self.model, *own, "--", *SIZES, *given_costs(folder)]
-        return self.popen(command, PYTHONPATH=paths("tests/replicas/fake"))
+        """Starts it; not as a fork, whose environment is another's."""
+        command = [sys.executable, "-m", "ballonet", "serve", self.model, "--replicas", str(replicas)]
+        token = {} if self.cluster is None else {"RAY_AUTH_TOKEN": self.cluster.token}
+        return self.popen([*command, "--port", str(port), *self.sizes, *self.options(folder)], **token)
+
+    @property
+    def supervisor(self) -> int:
+        """The process of the supervisor when it began."""
+        return int(re.findall(r"the supervisor is process (\d+)", self.said())[0])
 
 
-def paths(*more: str) -> str:
-    """PYTHONPATH."""
-    return os.pathsep.join(str(ROOT / each) for each in ("src", *more))
+class AnotherFront(OnRay):
+    """One more front end of a fleet, which ends with this one."""
+
+    def __init__(self, first: OnRay, said: Path) -> None:
+        self.cluster, self.model, port = first.cluster, first.model, free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._said = said.open("w+")
+        self.process = self.start(Path(self.model), 2, port)
+        self.wait(lambda: "ready: " in self.said())
 
 
-@pytest.fixture
-def placed(tmp_path: Path) -> Iterator[Placed]:
-    server = Placed(tmp_path, 2)
+def killed_in_requests(server: OnRay, process: int) -> None:
+    """The answers are those of stock, whatever is killed while they are computed."""
+    asked = drawn(12)
+    right = Stock(server.model).answers(asked)
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(server.burst, asked)
+        server.wait(lambda: server.figure("ballonet_replica_requests") > 0)
+        os.kill(process, signal.SIGKILL)
+        assert answers.result() == right
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
+    found = OnRay(tmp_path_factory.mktemp("model"), 2, cluster)
     try:
-        yield server
+        yield found
+        assert found.end() == 0, found.said()
+        wait_gone([*found.processes(), found.supervisor])
     finally:
-        if server.process.poll() is None:
-            server.kill()
+        if found.process.poll() is None:
+            found.kill()
 
 
-def test_actors_of_ray_are_replicas(placed: Placed) -> None:
+def test_killed_replica_is_replaced_and_its_requests_go_on(server: OnRay) -> None:
+    killed_in_requests(server, server.processes()[0])
+    server.wait(lambda: server.figure("ballonet_replicas_replaced_total") and server.figure("ballonet_replicas ") == 2)
+    assert "another one is started" in server.said()
+
+
+def test_killed_supervisor_asks_its_replicas_and_goes_on(server: OnRay) -> None:
+    before = server.processes()
+    killed_in_requests(server, server.supervisor)
+    server.wait(lambda: server.said().count("has joined") >= len(before) + 2)
+    assert {*server.processes()[len(before) :]} <= {*before}, "no replica was started again"
+    assert "the supervisor was started again" in server.said()
+
+
+def test_requests_of_a_killed_front_end_are_those_of_another(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    first = OnRay(tmp_path / "model", 2, cluster)
+    long = Asked(drawn(1)[0].prompt, 1500)
+    with ThreadPoolExecutor(1) as pool:
+        broken = pool.submit(named, first, long)
+        first.wait(lambda: first.figure("ballonet_replica_requests") > 0)
+        signal_all(first.processes(), signal.SIGSTOP)  # else it may have ended before there is another
+        first.process.kill()
+        assert broken.exception() is not None
+    first.process.wait()
+    second = AnotherFront(first, tmp_path / "said")
+    try:
+        assert second.supervisor == first.supervisor
+        assert second.figure("ballonet_replica_requests") == 1, "the ledger has it"
+        signal_all(first.processes(), signal.SIGCONT)
+        second.wait(lambda: named(second, long) == Stock(second.model).answer(long))
+        assert "has joined" not in second.said()
+        assert second.end() == 0, second.said()
+        wait_gone([*first.processes(), first.supervisor])
+    finally:
+        if second.process.poll() is None:
+            second.kill()
+
+
+def signal_all(processes: list[int], number: signal.Signals) -> None:
+    for each in processes:
+        os.kill(each, number)
+
+
+def named(server: OnRay, asked: Asked) -> str:
+    """The answer to a request that has a name."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=1800)
+    found = client.completions.create(
+        model=server.model,
+        prompt=text_of(asked),
+        max_tokens=asked.new,
+        temperature=0,
+        extra_headers={"x-request-id": "of a client"},
+    )
+    return found.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("token", "why"), [("", "no token for that"), ("another", "see that it runs, and that the token is its own")]
+)
+def test_without_the_token_nobody_comes_in(cluster: Cluster, token: str, why: str, tmp_path: Path) -> None:
+    variables = {**os.environ, **ENVIRONMENT, "RAY_AUTH_TOKEN": token, "HOME": str(tmp_path)}
+    command = ["-m", "ballonet", "serve", "/no/model", "--port", str(free_port()), "--ray", cluster.address]
+    found = programs.python(*command, variables=variables)
+    assert found.returncode == 1, found.stderr
+    assert why in found.stderr
+
+
+def test_nothing_is_left_of_a_killed_server_and_its_ray(tmp_path: Path) -> None:
+    server = OnRay(tmp_path, 2)
     asked = drawn(4)
-    assert placed.burst(asked) == Stock(placed.model).answers(asked)
-    assert placed.figure("ballonet_replicas ") == 2
-    children = placed.children()
-    assert len(children) >= 3, "a server without weights, and an actor for each replica"
-    placed.process.send_signal(signal.SIGTERM)
-    assert placed.process.wait() == 0, placed.said()
-    assert "the replicas ended with [0, 0]" in placed.said()
-    wait_gone(children)
+    try:
+        assert server.burst(asked) == Stock(server.model).answers(asked)
+        started = descendants(server.process.pid)
+        assert {*server.processes(), server.supervisor} < started
+    finally:
+        server.process.kill()
+        server.process.wait()
+    wait_gone([*started])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_without_ray_it_says_what_it_lacks() -> None:
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths()}
-    command = [sys.executable, EXAMPLE, "/no/model"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "pip install ray" in done.stderr
+def descendants(process: int) -> set[int]:
+    """The processes that one has started, and those that these have."""
+    found = set[int]()
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        for child in map(int, (thread / "children").read_text().split()):
+            found |= {child, *descendants(child)}
+    return found

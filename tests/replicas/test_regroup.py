@@ -10,9 +10,8 @@ import pytest
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.replicas.microbatch_plan import Sampling
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
 from ballonet.hooks.replicas.replica_model import ReplicaModel
-from ballonet.hooks.replicas.requests import Request
 
 from ..models import build
 from ..pool import bytes_that_exist

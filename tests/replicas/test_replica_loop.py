@@ -17,12 +17,12 @@ from ballonet.allocator import devices
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.replicas.errors import Interrupted, LinkError, NoAnswer
 from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import LinkState
 from ballonet.hooks.replicas.messages import Counted, End, Message, Start, Told
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
-from ballonet.hooks.replicas.replica_setup import ReplicaSetup
-from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import events
 from ballonet.offload.policy.replicas.actions import Alone, Cancel, Commit, Discard, Prepare, Rejoin, StartRestore
@@ -379,7 +379,7 @@ def test_who_is_to_join_anew_leaves_and_has_nothing_of_its_group(loops: Loops, a
     loops.ask(0, 3, *asked)
     loops.step(6)
     loops.tell(1, Rejoin(1), Start(3, asked[0], 1))
-    assert loops.loops[1].run()
+    assert loops.loops[1].run() == ()
     assert loops.loops[1]._state.stage is None
     assert loops.loops[1]._state.links == {}
 

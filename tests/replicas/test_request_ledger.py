@@ -13,15 +13,16 @@ from ballonet.hooks.replicas.messages import (
     Hello,
     Join,
     JoinRefusal,
+    Line,
     Message,
+    NewTokens,
     Start,
     Told,
     Welcome,
     decoded,
     encoded,
 )
-from ballonet.hooks.replicas.microbatch_plan import Sampling
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request, Sampling
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.groups import Group, Span
@@ -33,8 +34,10 @@ MESSAGES: list[Message] = [
     Hello(1, "here", 2, (3, 4), 5, 6, ChunkCost(1e-9, 1e-5, 1e-3, decode=ChunkCost(0.0, 1e-5, 1e-3))),
     Start(3, REQUEST, 2),
     Told("a", 2, 1, (4, 5), "a reason"),
-    Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")),
-    Welcome(3, 29400),
+    Join(Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0"), (REQUEST,)),
+    Welcome(3, "here", 29400, ChunkCost(1e-9, 1e-5, 1e-3)),
+    NewTokens("a", 2, (7, 8), "it was lost"),
+    Line("loading"),
     JoinRefusal(("torch is 2.12.0, not 2.13.0",)),
     actions.Prepare(4, (GROUP,), (Pull(2, 3, None), Pull(2, 4, 0))),
     actions.Commit(4, (("a", 2),)),

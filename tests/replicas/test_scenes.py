@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.hooks.replicas.microbatch_plan import Piece, Sampling, Size
+from ballonet.hooks.replicas.microbatch_plan import Piece, Request, Sampling, Size
 from ballonet.hooks.replicas.replica_model import SpanRunner
-from ballonet.hooks.replicas.requests import Request
 
 from ..models import build
 from ..serving.batches import prompts

@@ -12,7 +12,6 @@ import pytest
 
 from ballonet.hooks.whatif.replicas.costs import read_costs
 
-from .. import programs
 from .fleet import Stock, drawn
 from .program import Program, wait_gone
 
@@ -41,16 +40,6 @@ def test_what_was_measured_is_written(program: Program) -> None:
     assert fitted is None
     assert cost.batch([(0, 100)]) > cost.gamma > 0
     assert program.said().count("what a batch takes is predicted within") == 2
-
-
-def test_who_does_not_know_the_secret_is_refused(program: Program) -> None:
-    where = program.said().partition("others join at ")[2].split()[0]
-    environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_REPLICA_SECRET": "another"}
-    command = ["-m", "ballonet", "serve", program.model, "--join", where, "--budget", "44MiB"]
-    found = programs.python(*command, variables=environment)
-    assert found.returncode == 2, found.stderr
-    assert "another secret" in found.stderr
-    assert program.figure("ballonet_replicas ") == 2
 
 
 def test_a_replica_that_is_killed_takes_no_answer_with_it(program: Program) -> None:

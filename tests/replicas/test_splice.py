@@ -15,8 +15,7 @@ import torch
 import ballonet
 from ballonet import SpliceError
 from ballonet.hooks.splice import proof
-from ballonet.hooks.splice.forms import Hidden, Logits
-from ballonet.hooks.splice.learn import record
+from ballonet.hooks.splice.forms import Hidden, Logits, record
 from ballonet.hooks.splice.splice import Splice, SpliceStage
 from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ballonet.hooks.replicas.microbatch_plan import Chunk
-from ballonet.hooks.replicas.stage_times import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
+from ballonet.hooks.replicas.replica_model import CudaTimeMarks, HostTimeMarks, Ran, StageTimes
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 

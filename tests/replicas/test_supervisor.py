@@ -11,7 +11,7 @@ import pytest
 
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.hooks.replicas.supervisor import Supervisor
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
@@ -71,6 +71,8 @@ class Played:
 
     def end(self, rank: int) -> None:
         self.killed.append(rank)
+
+    def abandon(self, rank: int) -> None: ...
 
 
 class Scene:

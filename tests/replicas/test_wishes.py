@@ -11,11 +11,11 @@ from ballonet.allocator import devices
 from ballonet.hooks.device import governors
 from ballonet.hooks.replicas.channel import Wakeup
 from ballonet.hooks.replicas.held_layers import HeldLayers
+from ballonet.hooks.replicas.layer_moves import ReplicaSetup
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.messages import End
 from ballonet.hooks.replicas.replica import Replica
 from ballonet.hooks.replicas.replica_model import GroupSettings, ReplicaModel, SplicedLayers
-from ballonet.hooks.replicas.replica_setup import ReplicaSetup
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas import actions, events
 from ballonet.offload.policy.tuning import DEFAULT

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..allocator.config import Config
 from ..allocator.errors import ConfigError, ManageError
-from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
 from ..hooks.watch.ports import check_free
 from . import arguments, serve_replicas
@@ -51,17 +49,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--replicas",
         metavar="N",
-        type=arguments.whole(0, 4096),
-        help="replicas of the one model on this machine, each with the budget, which drop layers for KV in a burst; 0: "
-        "only others join",
+        type=arguments.whole(1, 4096),
+        help="replicas of the one model, each with the budget, which drop layers for KV in a burst",
     )
     parser.add_argument(
-        "--listen", metavar="HOST:PORT", help="where replicas of other machines join (default: this machine only)"
-    )
-    parser.add_argument(
-        "--join",
-        metavar="HOST:PORT",
-        help=f"serve as a replica of the server there; its secret is in {serve_replicas.SECRET}, of both",
+        "--ray",
+        metavar="ADDRESS",
+        help="of a Ray whose actors replicas are, and whose token is in RAY_AUTH_TOKEN; without --replicas this is one "
+        "more front end of those that are there. off: processes of this machine. Default: a Ray of this machine, or "
+        "off where ray is not installed",
     )
     parser.add_argument(
         "--log",
@@ -97,6 +93,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
         from ..hooks.server.application import Address
+        from ..hooks.server.page_size import suitable
         from ..hooks.server.server import Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
@@ -104,43 +101,22 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..allocator.install import install
     from ..offload.timeline import recorder
 
-    where = serve_replicas.placed(args, options)
+    replicated = serve_replicas.is_replicated(args, options)
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace, args.json)
-    if where is None or where.hosts:
-        check_free(args.host, args.port)
-    if where is not None and where.hosts:
-        return serve_replicas.server(args, where, address, say)
+    check_free(args.host, args.port)
+    if replicated:
+        return serve_replicas.server(args, address, say)
     for name, why in (("log", "writes what their controller decides"), ("silent", "says when one of them is lost")):
         if vars(args)[name] is not None:
             raise ConfigError(f"--{name} is of the server that has --replicas: it {why}")
-    if args.costs is not None and where is None:
+    if args.costs is not None:
         raise ConfigError("--costs is of replicas, whose batches it says the times of: give --replicas")
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
-    page_size = args.page_size or _page_size(args.models, args.budget)
+    page_size = args.page_size or suitable(args.models, args.budget, say)
     install(budget=args.budget, page_size=page_size, host_budget=args.host_budget)
     if args.timeline is not None:
         recorder.until_exit(args.timeline)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}
-    if where is not None:
-        return serve_replicas.replica(args, where, options, batching, say)
     return Server(args.models, devices.require(), options, address, say, **batching).run
-
-
-def _page_size(models: list[str], budget: str | None) -> int | None:
-    """What suits the models in a budget that is given, where nobody chose a page size; None: the usual one."""
-    import torch
-
-    from ..allocator import device_choice
-    from ..hooks.server.page_size import chosen
-
-    settings = Config.from_env().merge(budget=budget)
-    if settings.budget is None or settings.page_size is not None:
-        return None
-    found = chosen(models, settings.budget, device_choice.choose(settings, torch.cuda.is_available()).kind)
-    if found is None:
-        return None
-    lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"
-    say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
-    return found.page

@@ -1,41 +1,37 @@
-"""`ballonet serve` with replicas: `--replicas` and `--join`."""
+"""`ballonet serve` with replicas: `--replicas` and `--ray`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ..allocator.config import Config, environment
 from ..allocator.errors import ConfigError, ManageError
 from ..hooks.options import OPTIONS, ManageOptions
 
 if TYPE_CHECKING:
+    from ..hooks.replicas.process import Attach
+    from ..hooks.replicas.replica_server import ServedFleet
+    from ..hooks.replicas.supervisor import Fleet
     from ..hooks.server.application import Address
     from ..offload.policy.replicas.chunk_cost import ChunkCost
+    from ..offload.policy.tuning import Replicas
 
-SECRET: Final = "BALLONET_REPLICA_SECRET"
-STARTED: Final = "BALLONET_REPLICA_STARTED"
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+_OFF: Final = "off"
+_FORWARDED: Final = ("BALLONET_", "HF_", "OMP_", "TRANSFORMERS_")  # variables for actors, which have Ray's else
 
 
-class Placement(NamedTuple):
-    """The supervisor's `host` and `port` (0: any free port). `hosts`: this process starts it, else it joins it."""
-
-    host: str
-    port: int
-    hosts: bool
-
-
-def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None:
-    """Where the server is that this process is a replica of, or that it starts; None: neither. ConfigError."""
-    if args.join is None and args.replicas is None:
-        return None
+def is_replicated(args: argparse.Namespace, options: ManageOptions) -> bool:
+    """Whether the model is served by replicas. ConfigError where it cannot be."""
+    if args.replicas is None and args.ray in (None, _OFF):
+        return False
     if len(args.models) > 1:
         raise ConfigError("replicas are of one model: start a server for each")
     if options.prefix_cache or options.prefix_dir is not None:
@@ -43,87 +39,77 @@ def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None
             "replicas share no prefixes between requests, as each stage of a group would forget other blocks: leave "
             "prefix_cache and prefix_dir out, or serve without replicas"
         )
-    if args.join is not None:
-        found = Placement(*_address("--join", args.join), hosts=False)
-    elif args.listen is not None:
-        found = Placement(*_address("--listen", args.listen), hosts=True)
-    else:
-        found = Placement(LOCAL[0], 0, hosts=True)
-    if environment().get(SECRET) is None and not (found.hosts and found.host in LOCAL):
-        raise ConfigError(f"whoever reaches {found.host} could join: set {SECRET}, here and for the other replicas")
-    return found
+    return True
 
 
-def _address(option: str, text: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT", or "[HOST]:PORT" for IPv6. ConfigError."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ConfigError(f"{option} is {text!r}, which is no HOST:PORT such as node0:29400 or [fe80::1]:29400")
-    return host, int(port)
-
-
-def server(
-    args: argparse.Namespace, where: Placement, address: Address, say: Callable[[str], None]
-) -> Callable[[], None]:
-    """Starts the replicas of one model on this machine, and returns what serves them."""
+def server(args: argparse.Namespace, address: Address, say: Callable[[str], None]) -> Callable[[], None]:
+    """Starts the replicas of one model, or finds those of a Ray, and returns what serves them."""
     try:
-        from ..hooks.replicas.replica_server import Fleet, ReplicaServer
+        from ..hooks.replicas.process import ReplicaOptions
+        from ..hooks.replicas.replica_server import LocalFleet, ReplicaServer
+        from ..hooks.replicas.supervisor import Fleet
     except ModuleNotFoundError as error:
         raise ManageError(f"replicas need {error.name}: pip install 'ballonet[replicas]'") from error
     from ..offload.policy.tuning import DEFAULT
 
-    here, devices = int(args.replicas), _devices()
-    if here:
-        args.budget = _budget_of_each(args, here, devices)
-    cost = _cost(args.costs)
-    fleet = Fleet(here, _forwarded(args), where.host, where.port, devices, environment().get(SECRET), cost)
+    has_ray = importlib.util.find_spec("ray") is not None
+    if args.ray not in (None, _OFF) and not has_ray:
+        raise ManageError("--ray needs ray: pip install 'ballonet[replicas]'")
+    on_ray = has_ray and args.ray != _OFF
+    devices = 0 if Config.from_env().device == "cpu" else _devices()
+    cost, fleet = _cost(args.costs), None
     tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
-    found = ReplicaServer(args.models[0], fleet, address, say, tuning=tuning, log=args.log, timeline=args.timeline)
-    if args.costs is not None and cost is None and found.cost is not None:
-        args.costs.write_text(json.dumps(asdict(found.cost)) + "\n")
+    tuning = replace(tuning, start_wait=0.0) if on_ray else tuning  # Ray starts lost replicas again at once
+    if args.replicas is not None:
+        budget = args.budget if args.ray not in (None, _OFF) else _budget_of_each(args, args.replicas, devices)
+        options = ReplicaOptions(
+            model=args.models[0],
+            budget=budget,
+            page_size=args.page_size,
+            host_budget=args.host_budget,
+            manage={option.name: vars(args)[option.name] for option in OPTIONS if option.name in args},
+            batching=_given(page_size=args.block_size, max_batch_tokens=args.batch_tokens),
+            environment={k: v for k, v in environment().items() if k.startswith(_FORWARDED)},
+            attach=faults_of,
+            say=say,
+            tuning=tuning,
+        )
+        fleet = Fleet(args.replicas, options, devices, cost=cost, log=args.log, timeline=args.timeline)
+    served: ServedFleet
+    if on_ray:
+        served = _on_ray(args, fleet, devices, say, tuning)
+    else:
+        assert fleet is not None
+        served = LocalFleet(fleet, say)
+    found = ReplicaServer(args.models[0], served, address, say)
+    if args.costs is not None and cost is None and served.cost is not None:
+        args.costs.write_text(json.dumps(asdict(served.cost)) + "\n")
     return found.run
 
 
-def replica(
-    args: argparse.Namespace,
-    where: Placement,
-    options: ManageOptions,
-    batching: dict[str, Any],
-    say: Callable[[str], None],
-) -> Callable[[], None]:
-    """Returns what serves as a replica of the server that is at `where`."""
-    from ..allocator import devices
-    from ..hooks.replicas.errors import ReplicaError
-    from ..hooks.replicas.process import run
+def _on_ray(
+    args: argparse.Namespace, fleet: Fleet | None, devices: int, say: Callable[[str], None], tuning: Replicas
+) -> ServedFleet:
+    """Returns the fleet of a Ray, which is started here where no address is given."""
+    from ..hooks.replicas.ray_node import RayNode
 
-    name, secret, cost = args.models[0], environment().get(SECRET), _cost(args.costs)
-    faults, attach = Config.from_env().replica_faults, None
-    if faults is not None:
-        from ..testing.replica_faults import attach_faults
+    node = RayNode(args.ray, args.replicas or 0, devices, tuning.joining)
+    from ..hooks.replicas.on_ray import RayFleet  # only now: importing Ray reads what the node has set
 
-        attach = partial(attach_faults, faults)
+    return RayFleet(args.models[0], fleet, node, say, tuning)
 
-    def serve() -> None:
-        told = environment().get(STARTED)
-        try:
-            run(
-                name,
-                devices.require(),
-                options,
-                *where[:2],
-                secret,
-                say,
-                started=told,
-                cost=cost,
-                attach=attach,
-                **batching,
-            )
-        except ReplicaError as error:
-            say(str(error))
-            sys.exit(2)
 
-    return serve
+def faults_of(settings: Config) -> Attach | None:
+    """Returns what attaches the faults of a test to a replica; None where there are none."""
+    if settings.replica_faults is None:
+        return None
+    from ..testing.replica_faults import attach_faults
+
+    return partial(attach_faults, settings.replica_faults)
+
+
+def _given(**values: int | None) -> dict[str, int]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str | None:
@@ -168,15 +154,3 @@ def _devices() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _forwarded(args: argparse.Namespace) -> list[str]:
-    """The arguments of this command that each replica gets."""
-    found = []
-    names = ("budget", "page_size", "host_budget", "block_size", "batch_tokens", *(each.name for each in OPTIONS))
-    for name in names:
-        value = vars(args).get(name)
-        if value is not None and value is not False:
-            option = f"--{name.replace('_', '-')}"
-            found += [option] if value is True else [option, str(value)]
-    return found

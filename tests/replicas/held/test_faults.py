@@ -21,7 +21,7 @@ from ballonet.allocator import devices, install, interrupts
 from ballonet.hooks import managed as managing
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward import gate, turns
-from ballonet.hooks.replicas import held_layers, ready_layers
+from ballonet.hooks.replicas import held_layers
 from ballonet.hooks.replicas.held_layers import HeldLayers
 from ballonet.hooks.streaming import arrangement, model_residency, streamed
 from ballonet.hooks.weights import ranges
@@ -118,7 +118,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str, absorbed: bool) -> No
 
 # -- Ctrl-C
 
-LINES = (held_layers, ready_layers, managing, model_residency, arrangement, ranges, ring, layer_parts, mover, backing)
+LINES = (held_layers, managing, model_residency, arrangement, ranges, ring, layer_parts, mover, backing)
 LOCKS = (interrupts, gate, governor, streamed, turns)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.hooks.replicas.held_layers import HeldLayers
-from ballonet.hooks.replicas.ready_layers import cut
+from ballonet.hooks.replicas.held_layers import HeldLayers, cut
 from ballonet.offload.policy.replicas.groups import Span
 from ballonet.offload.residency.weights_file import WeightsFile
 

@@ -1,8 +1,9 @@
-"""Connections of replicas to their supervisor, both ends in one process: joining, messages, and their ends."""
+"""Messages between replicas and their supervisor, both ends in one process: joining, order, and their ends."""
 
 from __future__ import annotations
 
 import copy
+import os
 import socket
 import threading
 import time
@@ -14,35 +15,45 @@ import torch
 
 import ballonet
 from ballonet.allocator import devices
-from ballonet.hooks.replicas.channel import Wakeup
-from ballonet.hooks.replicas.connections import FromReplicas, MessageWire, ToSupervisor
-from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost, SupervisorPortInUse
-from ballonet.hooks.replicas.messages import End, Fingerprint, Join, Message, Start, StartTimeline, Told, fingerprint_of
-from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.channel import InOrder, MemberAdmission, ToSupervisor, Wakeup
+from ballonet.hooks.replicas.child_processes import PipeToSupervisor, ReplicaPipes
+from ballonet.hooks.replicas.errors import OtherModel, SupervisorLost
+from ballonet.hooks.replicas.messages import (
+    End,
+    Fingerprint,
+    Join,
+    Message,
+    Start,
+    StartTimeline,
+    SupervisorRestarted,
+    Told,
+    Welcome,
+    encoded,
+    fingerprint_of,
+)
+from ballonet.hooks.replicas.microbatch_plan import Request
 from ballonet.offload.policy.replicas import actions
 
 from ..pool import take_out
 
 LONG = 120.0  # s, until a test is given up
 SERVED = Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")
-SECRET = "a secret"
 LINKS = 29400
 
 
 class Office:
-    """A supervisor's connections."""
+    """A supervisor's pipes."""
 
-    def __init__(self, within: float = LONG) -> None:
+    def __init__(self) -> None:
         self.wakeup = Wakeup()
-        self.replicas = FromReplicas("127.0.0.1", 0, SECRET, LINKS, self.wakeup, within)
-        self._ends: list[ToSupervisor] = []
+        self.replicas = ReplicaPipes(MemberAdmission("here", LINKS), self.wakeup)
 
-    def connect(self, secret: str | None = SECRET) -> ToSupervisor:
-        end = ToSupervisor("127.0.0.1", self.replicas.port, secret, Wakeup(), LONG)
-        self._ends.append(end)
+    def connect(self) -> PipeToSupervisor:
+        end = PipeToSupervisor(self.replicas.open(), Wakeup(), LONG, print)
+        end.serving.set()
         return end
 
-    def joined(self, fingerprint: Fingerprint = SERVED) -> tuple[int, ToSupervisor]:
+    def joined(self, fingerprint: Fingerprint = SERVED) -> tuple[int, PipeToSupervisor]:
         end = self.connect()
         return end.join(fingerprint).member, end
 
@@ -51,10 +62,13 @@ class Office:
         assert found is not None
         return found
 
-    def close(self) -> None:
-        self.replicas.close()
-        for end in self._ends:
-            end.close()
+    def leave(self) -> None:
+        """What the end of the supervisor's process does, once all is sent."""
+        for pipe in [each for each in self.replicas._open if not each.ended.is_set()]:
+            pipe.outgoing.put(None)
+            eventually(pipe.outgoing.empty)
+            with socket.socket(fileno=os.dup(pipe.connection.fileno())) as ending:
+                ending.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -62,7 +76,7 @@ def office() -> Iterator[Office]:
     before = threading.active_count()
     found = Office()
     yield found
-    found.close()
+    found.leave()
     eventually(lambda: threading.active_count() == before)
 
 
@@ -73,8 +87,8 @@ def eventually(true: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def taken(end: ToSupervisor) -> Message:
-    found = end._wakeup.wait(end.take, LONG)
+def taken(end: PipeToSupervisor) -> Message:
+    found = end.wakeup.wait(end.take, LONG)
     assert found is not None
     return found
 
@@ -83,19 +97,12 @@ def told(number: int) -> Told:
     return Told("a", 1, number, (number,))
 
 
-def test_replicas_that_join_get_numbers_in_turn_and_the_port_of_the_store(office: Office) -> None:
+def test_replicas_that_join_get_numbers_in_turn_and_the_address_of_the_store(office: Office) -> None:
     for number in range(3):
         end = office.connect()
         welcome = end.join(SERVED)
-        assert (welcome.member, welcome.links) == (number, LINKS)
+        assert (welcome.member, welcome.host, welcome.links) == (number, "here", LINKS)
     assert not office.replicas.has()
-
-
-@pytest.mark.parametrize(("secret", "why"), [("another", "has another secret"), (None, "none was given"), ("", "none")])
-def test_replica_without_the_secret_is_refused(office: Office, secret: str | None, why: str) -> None:
-    with pytest.raises(SecretRefused, match=why):
-        office.connect(secret)
-    assert office.joined()[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -114,38 +121,19 @@ def test_replica_of_another_model_is_told_what_differs(
     with pytest.raises(OtherModel, match="this one differs") as caught:
         end.join(replace(SERVED, **changed))
     assert caught.value.differences == differences
-    eventually(lambda: office.replicas.refused == 1)
+    end.post(told(0))
     assert office.joined()[0] == 1
+    assert not office.replicas.has(), "who was refused is not heard"
 
 
-def test_stranger_that_says_nothing_or_nonsense_does_not_hold_up_others() -> None:
-    office = Office(within=0.3)
-    try:
-        strangers = [socket.create_connection(("127.0.0.1", office.replicas.port)) for _ in range(3)]
-        strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        strangers[2].close()
-        assert office.joined()[0] == 0
-        eventually(lambda: office.replicas.refused == 3)
-        for stranger in strangers[:2]:
-            stranger.close()
-    finally:
-        office.close()
-
-
-def test_replica_that_proves_itself_and_sends_bytes_that_are_no_message_is_dropped(office: Office) -> None:
+def test_replica_that_sends_bytes_that_are_no_message_is_dropped(office: Office) -> None:
     for bad in (b"nothing", b"\x91" * 100_000):
-        wire = MessageWire(socket.create_connection(("127.0.0.1", office.replicas.port)))
-        wire.authenticate(SECRET, LONG, accepts=False)
-        wire._connection.send_bytes(bad)
+        pipe = office.replicas.open()
+        pipe.send_bytes(encoded(told(0)))  # before it has joined
+        pipe.send_bytes(bad)
         with pytest.raises((OSError, EOFError)):
-            wire.receive()
-        wire.close()
-    wire = MessageWire(socket.create_connection(("127.0.0.1", office.replicas.port)))
-    wire.authenticate(SECRET, LONG, accepts=False)
-    wire.send(told(0))  # before it has joined
-    with pytest.raises((OSError, EOFError)):
-        wire.receive()
-    wire.close()
+            pipe.recv_bytes()
+        pipe.close()
     assert office.replicas.take() is None
 
 
@@ -178,15 +166,13 @@ def test_kinds_of_waiting_messages_are_seen_without_taking_them(office: Office) 
 
 
 def test_supervisor_does_not_wait_for_a_replica_that_reads_nothing(office: Office) -> None:
-    wire = MessageWire(socket.create_connection(("127.0.0.1", office.replicas.port)))
-    wire.authenticate(SECRET, LONG, accepts=False)
-    wire.send(Join(SERVED))
-    wire.receive()
-    for number in range(200):  # more than a socket keeps
+    pipe = office.replicas.open()
+    pipe.send_bytes(encoded(Join(SERVED)))
+    pipe.recv_bytes()
+    for number in range(200):  # more than a pipe keeps
         office.replicas.post(0, Start(number, Request("a", (1,) * 20_000, 1), 1))
     assert office.joined()[0] == 1
-    wire.end()
-    wire.close()
+    pipe.close()
 
 
 def test_replica_that_joins_again_has_another_number_and_no_message_to_the_old_one(office: Office) -> None:
@@ -206,7 +192,7 @@ def test_replica_that_joins_again_has_another_number_and_no_message_to_the_old_o
 def test_replica_hears_that_the_supervisor_is_gone(office: Office) -> None:
     member, end = office.joined()
     office.replicas.post(member, End())
-    office.replicas.close()
+    office.leave()
     assert taken(end) == End(), "what was posted before comes first"
     with pytest.raises(SupervisorLost, match="has ended"):
         taken(end)
@@ -215,54 +201,36 @@ def test_replica_hears_that_the_supervisor_is_gone(office: Office) -> None:
         end.has_kind((End,))
 
 
-def post_for_ever(end: ToSupervisor) -> None:
+def post_for_ever(end: PipeToSupervisor) -> None:
     while True:
         end.post(told(1))
 
 
 def test_replica_that_posts_hears_that_the_supervisor_is_gone(office: Office) -> None:
     _, end = office.joined()
-    office.replicas.close()
+    office.leave()
     with pytest.raises(SupervisorLost):
         post_for_ever(end)
 
 
-def test_last_messages_of_a_replica_that_leaves_arrive(office: Office) -> None:
-    for count in range(5):
-        _, end = office.joined()
-        end.post(*(told(number) for number in range(1000)))
-        end.close()
-        end.close()
-        assert [office.take() for _ in range(1000)] == [(count, told(number)) for number in range(1000)]
+def test_numbered_messages_are_taken_once_and_in_order_whenever_they_come() -> None:
+    inbox, got = InOrder(), list[Message]()
+    for number in (2, 1, 1, 4, 2, 5, 3, 3, 5):
+        got += inbox.take(number, encoded(told(number), told(-number)))
+    assert got == [told(sign * number) for number in range(1, 6) for sign in (1, -1)]
 
 
-def test_supervisor_that_does_not_listen_is_lost() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(SupervisorLost, match="start it first"):
-        ToSupervisor("127.0.0.1", port, SECRET, Wakeup(), 0.3)
+def test_replica_that_joins_as_its_supervisor_is_started_again_joins_the_new_one() -> None:
+    """The first question is lost with the first supervisor."""
+    asked = list[Message]()
 
+    class Restarting(ToSupervisor):
+        def post(self, *messages: Message) -> None:
+            asked.extend(messages)
+            self.arrive([SupervisorRestarted() if len(asked) == 1 else Welcome(3, "there", LINKS)])
 
-def test_listener_that_is_no_supervisor_is_not_waited_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        with pytest.raises(SupervisorLost, match="is no supervisor"):
-            ToSupervisor("127.0.0.1", port, SECRET, Wakeup(), 0.3)
-
-
-def test_port_in_use_is_said_with_what_to_do_and_is_free_again_at_once() -> None:
-    office = Office()
-    office.joined()
-    port = office.replicas.port
-    with pytest.raises(SupervisorPortInUse, match=rf"127\.0\.0\.1:{port}: end it .*another port, or port 0"):
-        FromReplicas("127.0.0.1", port, SECRET, LINKS, Wakeup(), LONG)
-    with socket.socket() as other:
-        assert other.connect_ex(("127.0.0.2", port)) != 0, "it listens at its own address"
-    office.close()
-    again = FromReplicas("127.0.0.1", port, SECRET, LINKS, Wakeup(), LONG)
-    assert again.port == port
-    again.close()
+    assert Restarting(Wakeup(), LONG).join(SERVED, [Request("a", (1,), 1)]) == Welcome(3, "there", LINKS)
+    assert asked == [Join(SERVED, (Request("a", (1,), 1),))] * 2
 
 
 def test_a_wait_that_nothing_ends_is_as_long_as_was_asked() -> None:
