@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ballonet
 
 from ..models import build
-from ..serving.batches import answers, prompts
+from ..serving.batches import Answer, answers, prompts
 from .decoding import captures, replays
 from .scene import Place, scene
+from .test_serve_batches import in_order
 
 NEW = 24  # tokens of an answer
 RECORDED = 3  # first steps of a program, which are computed eagerly, and looked at
+
+
+def stock(place: Place, model: Any, asked: list[list[int]]) -> list[Answer]:
+    """What a model answers that nothing manages."""
+    with in_order():
+        found = answers(model, asked, NEW, num_blocks=16 * len(asked))
+    place.synchronize()
+    return found
 
 
 @scene(only="cuda", pages=256)
@@ -20,7 +30,7 @@ def test_decoding_steps_of_loops_are_replayed_with_rows_padded_to_few_sizes(plac
     """So many requests at once: up to eight have one program, nine another one."""
     model = build("llama").to(place.kind)
     asked = [prompts(count, 6) for count in (3, 5, 8, 9, 4)]
-    expected = [answers(model, each, NEW, num_blocks=16 * len(each)) for each in asked]
+    expected = [stock(place, model, each) for each in asked]
     with ballonet.manage(model) as managed:
         for each, right, programs in zip(asked, expected, (1, 1, 1, 2, 2), strict=True):
             before = replays(managed)
@@ -34,7 +44,7 @@ def test_decoding_steps_of_loops_are_replayed_with_rows_padded_to_few_sizes(plac
 def test_loops_of_two_models_at_once_are_replayed_each_by_its_own_graphs(place: Place) -> None:
     both = [build(name).to(place.kind) for name in ("llama", "qwen3")]
     asked = prompts(6, 6)
-    expected = [answers(model, asked, NEW, num_blocks=16 * len(asked)) for model in both]
+    expected = [stock(place, model, asked) for model in both]
     managed = [ballonet.manage(model) for model in both]
     for _ in range(2):
         before = [replays(each) for each in managed]
