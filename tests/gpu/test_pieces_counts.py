@@ -250,3 +250,37 @@ def test_table_that_a_module_keeps_is_refused(place: Place) -> None:
         assert managed.report().pieces.why
         assert managed.report().pieces.replayed == 0
     model.model.layers[1].mlp = mlp
+
+
+@scene(only="cuda", pages=256)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_workspaces_of_cublas_outlive_the_graphs_of_another_program(place: Place, dtype: str) -> None:
+    """One program's graphs are gone, and all memory that is free has been written to by others: the other one, which
+    goes on with what it has captured, computes the same bits."""
+    if hasattr(ctypes.CDLL("libcuda.so.1"), "simgpu_graphs_using"):
+        pytest.skip("a simulated device has no cuBLAS, and so no workspaces")
+    model = models.build("llama", hidden_size=256, intermediate_size=512).to(place.kind, getattr(torch, dtype))
+    first, second = (prompt("llama", place, rows=rows) for rows in (2, 3))
+    expected = answer(model, second)
+    others: list[torch.Tensor] = []
+
+    def give_away(_: int) -> None:
+        runner = managed._pieces
+        gone, kept = runner._plans.values()
+        for variant in gone.variants:
+            variant.program.close()
+        runner._plans.popitem(last=False)
+        assert kept.replays(kept.call)
+        gc.collect()
+        torch.cuda.empty_cache()
+        for nbytes in (2**15, 2**20, 2**22, 2**25):
+            others.extend(torch.full((nbytes,), 255, dtype=torch.uint8, device=place.kind) for _ in range(4))
+
+    with decoding(model) as managed:
+        answer(model, first)
+        answer(model, second)
+        captured = managed.report().pieces.captures
+        assert not apart(answer(model, second, **between(give_away, at=5)), expected)
+        others.clear()
+        assert not apart(answer(model, second), expected)
+        assert managed.report().pieces.captures == captured
