@@ -15,7 +15,6 @@ from .. import models
 from .scene import Place
 
 
-
 class Kind(NamedTuple):
     """A kind of model: one of that name, with `changes` to its configuration. `coarse`: can attention not be cut out?
     `alone`: can its layers run on their own? `pooled`: does KV lie in the pool? `cuts`, `guesses`: does transformers
@@ -129,7 +128,7 @@ def between(act: Callable[[int], object], at: int = 0) -> dict[str, Any]:
 
 @contextmanager
 def seeing_caches(model: Any, act: Callable[[int, Any], object]) -> Iterator[None]:
-    """Within it `act(step, cache)` is called after each forward of `generate()`; nothing watches the model's modules."""
+    """Within it `act(step, cache)` follows each forward of `generate()`; nothing watches the model's modules."""
     update, steps = model._update_model_kwargs_for_generation, count(1)
 
     def see(outputs: Any, *args: Any, **kwargs: Any) -> Any:

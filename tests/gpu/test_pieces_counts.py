@@ -17,7 +17,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .. import models
 from ..contract.simulated import Counts
-from .decoding import answer, apart, between, decoding, prompt
+from .decoding import answer, apart, between, decoding, prompt, seeing_caches
 from .scene import Place, scene
 from .stock import small_layers
 
@@ -143,8 +143,8 @@ def test_no_graph_holds_an_address_of_a_cache(place: Place, name: str, interval:
 
     seen = [0, 0]
 
-    def look(_: int) -> None:
-        for layer in models.layers_of(kept[-1]):
+    def look(_: int, cache: Any) -> None:
+        for layer in models.layers_of(cache):
             for state in tensors_of(layer):
                 storage = state.untyped_storage()
                 assert not uses(storage.data_ptr(), storage.nbytes()), "a graph reads or writes a cache"
@@ -154,28 +154,16 @@ def test_no_graph_holds_an_address_of_a_cache(place: Place, name: str, interval:
                 assert not uses(lies.address, lies.nbytes), "a graph holds an address of KV"
                 seen[1] += 1
 
-    kept: list[Any] = []
-    handle = models.before_each_forward(model, lambda step, cache: kept.append(cache) if cache is not None else None)
-    answer(model, given)
-    handle.remove()
-    assert kept
     with small_layers(), decoding(model, interval=interval) as managed:
-        update = model._update_model_kwargs_for_generation
-
-        def keep(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            kept[:] = [next(value for value in outputs.values() if models.layers_of(value))]
-            return update(outputs, *args, **kwargs)
-
-        model._update_model_kwargs_for_generation = keep
-        for _ in range(3):
-            answer(model, given, **between(look))
+        with seeing_caches(model, look):
+            for _ in range(3):
+                answer(model, given)
         assert seen[0], "no cache was looked at"
         assert name == "falcon_h1" or seen[1], "no KV lies in the pool"
         weights = [parameter for parameter in model.parameters() if parameter.is_cuda]
         assert any(uses(weight.data_ptr(), weight.nbytes) for weight in weights), "graphs are not seen"
         assert managed.report().pieces.graphs
-        kept.clear()
-        del model._update_model_kwargs_for_generation, weights
+        del weights
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:

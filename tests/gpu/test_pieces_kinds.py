@@ -18,7 +18,6 @@ import ballonet
 from ballonet import testing
 from ballonet.hooks.compat import cache_name
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.managed import residency_of
 from ballonet.offload.governor.decision import StreamDecision
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy import plan
@@ -36,7 +35,7 @@ BACK = 3  # tokens that are cut off
 
 
 class Scene(NamedTuple):
-    """A model of a kind, what it is asked, and its guesser."""
+    """A model of a kind, what it is asked, and a model that guesses what it says."""
 
     place: Place
     kind: Kind
