@@ -27,7 +27,7 @@ def stock(place: Place, model: Any, asked: list[list[int]]) -> list[Answer]:
 
 @scene(only="cuda", pages=256)
 def test_decoding_steps_of_loops_are_replayed_with_rows_padded_to_few_sizes(place: Place) -> None:
-    """So many requests at once: up to eight have one program, nine another one."""
+    """Up to eight requests at once have one program, nine another one."""
     model = build("llama").to(place.kind)
     asked = [prompts(count, 6) for count in (3, 5, 8, 9, 4)]
     expected = [stock(place, model, each) for each in asked]
