@@ -123,6 +123,7 @@ def decoding_by_pieces(chosen: Options) -> None:
     with peers(chosen, OTHERS, environments(chosen)) as found:
         attempt((others := Decoding(chosen, found, rows)).attention)
         attempt(others.plans_kept)
+        attempt(others.prefill)
         attempt(partial(compiled, chosen, found["StaticCache"], rows, ms[0], first))
     attempt(partial(serving, chosen, rows))
     rows.end()
@@ -225,13 +226,17 @@ class Decoding:
         self._rows.add(f"MiB of graphs, {batch} sequences", mib, parts, mib["pieces"].at_most(PAGES))
 
     def prefill(self) -> None:
-        """Prompts, which no graph computes."""
+        """Prompts, which no graph computes, by every setting of attention; that of "StaticCache" is stock's."""
+        names = [name for name in self._names if name != "StaticCache"]
         for tokens in PROMPTS[self._kind]:
-            ask = {name: partial(self._ask, name, "prefill", tokens=tokens) for name in self._names}
-            ms = interleaved(ask, self._rounds)
-            for base, what, cells in ((OFF, f"prefill of {tokens:,}: ms", ms), ("stock", "", {})):
+            ms = interleaved({name: partial(self._ask, name, "prefill", tokens=tokens) for name in names}, self._rounds)
+            what = f"prefill of {tokens:,}: ms"
+            if "pieces" not in ms:
+                self._rows.add(what, ms)
+                continue
+            for base, title, cells in ((OFF, what, ms), ("stock", "", {})):
                 slower = Figure.ratio(ms["pieces"], ms[base]).at_most(PREFILL)
-                self._rows.add(what, cells, f"pieces / {base}", slower)
+                self._rows.add(title, cells, f"pieces / {base}", slower)
 
     def streaming(self) -> None:
         """Every second layer from the host, against the link."""

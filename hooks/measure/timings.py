@@ -1,10 +1,10 @@
 """The known times of one model's iterations: the record, and later measurements.
 
 Note [By pieces or not]
-    A model decodes by pieces of CUDA graphs within `generate()`, and eagerly in loops, in short calls, and where pieces
-    were refused. The next decode step is taken to be like the last one that was timed; before the first one, by pieces
-    where the record has times of such. Where there is no time by pieces, of as many sequences and tokens, the longer
-    eager one counts, so that no SLO is broken.
+    A model decodes by pieces of CUDA graphs within `generate()` and in generation loops, and eagerly in short calls and
+    where pieces were refused. The next decode step is taken to be like the last one that was timed; before the first
+    one, by pieces where the record has times of such. Where there is no time by pieces, of as many sequences and
+    tokens, the longer eager one counts, so that no SLO is broken.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +14,36 @@ import ballonet
 from .. import models
 from .scene import Place
 
+
+class Kind(NamedTuple):
+    """A kind of model: one of that name, with `changes` to its configuration. `coarse`: can attention not be cut out?
+    `alone`: can its layers run on their own? `pooled`: does KV lie in the pool? `cuts`, `guesses`: does transformers
+    take tokens back from its cache, and in assisted decoding? A state of past tokens keeps none to go back to, nor does
+    a window that is full, but for assisted decoding."""
+
+    name: str
+    changes: Mapping[str, Any] = {}
+    padded: bool = False
+    coarse: bool = False
+    alone: bool = True
+    pooled: bool = True
+    cuts: bool = True
+    guesses: bool = True
+
+
+KINDS: Mapping[str, Kind] = {
+    "dense": Kind("llama", {"num_key_value_heads": 4}),
+    "grouped heads": Kind("llama"),
+    "padded": Kind("llama", padded=True),
+    "latent": Kind("deepseek_v3", coarse=True),
+    "windows": Kind("gemma3_text", cuts=False),
+    "padded windows": Kind("gemma3_text", padded=True, cuts=False),
+    "only windows": Kind("mistral-window", pooled=False, cuts=False),
+    "shared KV": Kind("gemma3n_text", alone=False, cuts=False),
+    "hybrid": Kind("falcon_h1", coarse=True, cuts=False, guesses=False),
+    "experts": Kind("mixtral"),
+    "many experts": Kind("qwen3_moe"),
+}
 TOKENS = 12
 SHORT = 8  # tokens of a prompt whose cache is another one, of another length
 LONG = 12
@@ -93,3 +124,19 @@ def between(act: Callable[[int], object], at: int = 0) -> dict[str, Any]:
     if at:
         return {"logits_processor": [Between(lambda step: act(step) if step == at else None)]}
     return {"logits_processor": [Between(act)]}
+
+
+@contextmanager
+def seeing_caches(model: Any, act: Callable[[int, Any], object]) -> Iterator[None]:
+    """Within it `act(step, cache)` follows each forward of `generate()`; nothing watches the model's modules."""
+    update, steps = model._update_model_kwargs_for_generation, count(1)
+
+    def see(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        act(next(steps), next(value for value in outputs.values() if models.layers_of(value)))
+        return update(outputs, *args, **kwargs)
+
+    model._update_model_kwargs_for_generation = see
+    try:
+        yield
+    finally:
+        del model._update_model_kwargs_for_generation

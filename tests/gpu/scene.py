@@ -49,6 +49,7 @@ GIVEN_BACK = 10.0  # seconds in which what a scene no longer uses is given back
 PAGES = {"cuda": 2 * 2**20, "cpu": 65536}  # bytes of a page
 KEPT = ("BALLONET_CACHE_DIR", "BALLONET_LIBCUDA", "BALLONET_SPILL")  # settings that a scene's process shares
 TAIL = 6000  # characters of what a scene that failed had said
+SKIPPED = "the scene is skipped: "  # what a process says before the reason
 UINT8 = (1, 8)  # DLPack's code and bits
 # For a program of `python -c`: in it `tests` is this folder, whatever else is installed under that name.
 PRELUDE = f"""
@@ -325,7 +326,9 @@ def run_forked(code: str, seconds: float = SECONDS) -> None:
 
 
 def judge(status: int | None, said: str, seconds: float) -> None:
-    """Fails where a process that said this did not end, or not well."""
+    """Fails where a process that said this did not end, or not well; skips where its scene was skipped."""
+    if status == 0 and SKIPPED in said:
+        pytest.skip(said.rpartition(SKIPPED)[2].strip())
     ending = f"no end within {seconds:.0f} s" if status is None else f"exit status {status}"
     assert status == 0, f"{ending}\n{said[-TAIL:]}"
 
@@ -333,7 +336,10 @@ def judge(status: int | None, said: str, seconds: float) -> None:
 def enter(module: str, name: str, kind: str, arguments: dict[str, Any], pool: Pool) -> None:
     """In the process of its own: finds the scene and runs it."""
     found = getattr(importlib.import_module(module), name)
-    act(getattr(found, "scene", found), kind, pool, arguments)
+    try:
+        act(getattr(found, "scene", found), kind, pool, arguments)
+    except pytest.skip.Exception as why:
+        print(f"\n{SKIPPED}{why}", flush=True)
 
 
 def settled(device: Device, seconds: float) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -17,33 +16,18 @@ from ballonet.offload.policy import plan
 from ballonet.testing import chaos_of
 
 from .. import models
-from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from .decoding import KINDS, LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
 from .scene import Place, scene
 from .stock import small_layers
-
-# What a model has -> its name, changes to its configuration, and whether prompts are padded
-KINDS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
-    "dense": ("llama", {"num_key_value_heads": 4}, False),
-    "grouped heads": ("llama", {}, False),
-    "padded": ("llama", {}, True),
-    "latent": ("deepseek_v2", {}, False),
-    "windows": ("gemma3_text", {}, False),
-    "only windows": ("mistral-window", {}, False),
-    "shared KV": ("gemma3n_text", {}, False),
-    "hybrid": ("falcon_h1", {}, False),
-    "experts": ("mixtral", {}, False),
-    "padded windows": ("gemma3_text", {}, True),
-}
-COARSE = ("latent", "hybrid")  # kinds whose attention cannot be cut out
 
 
 @scene(only="cuda", pages=128)
 @pytest.mark.parametrize("what", KINDS)
 def test_tokens_and_logits_of_all_calls_are_stocks(place: Place, what: str) -> None:
     """The first calls, later ones, and one whose cache has another length."""
-    name, changes, padded = KINDS[what]
-    model = models.build(name, **changes).to(place.kind)
-    asked = [prompt(name, place, longest, padded=padded) for longest in (LONG, SHORT)]
+    kind = KINDS[what]
+    model = models.build(kind.name, **kind.changes).to(place.kind)
+    asked = [prompt(kind.name, place, longest, padded=kind.padded) for longest in (LONG, SHORT)]
     expected = [answer(model, given) for given in asked]
     with ballonet.manage(model) as managed:
         counts = []
@@ -51,7 +35,7 @@ def test_tokens_and_logits_of_all_calls_are_stocks(place: Place, what: str) -> N
             assert not apart(answer(model, asked[which]), expected[which]), f"call {len(counts)}"
             counts.append(replays(managed))
         assert 0 < counts[0] < counts[1] < counts[2] < counts[3], managed.report().pieces
-        assert managed.report().pieces.way == ("coarse" if what in COARSE else "fine")
+        assert managed.report().pieces.way == ("coarse" if kind.coarse else "fine")
         assert captures(managed) == 1, "calls of other lengths take the same graphs"
     assert not apart(answer(model, asked[0]), expected[0])
     assert not apart(answer(model, asked[1]), expected[1])
@@ -82,27 +66,6 @@ def test_tokens_are_stocks_whichever_layers_stream(place: Place, name: str) -> N
                 assert not apart(answer(model, asked[which]), expected[which]), f"interval {interval}"
             assert len(managed.report().streamed) == streamed
             assert streamed == 0 or managed.report().link_bytes > 0
-
-
-MODES: Mapping[str, Mapping[str, Any]] = {
-    "beams": {"mode": "beam"},
-    "sampling": {"mode": "sampling"},
-    "several of each": {"mode": "sampling", "num_return_sequences": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
-}
-
-
-@scene(only="cuda", pages=128)
-@pytest.mark.parametrize("way", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_tokens_are_stocks_however_they_are_chosen(place: Place, name: str, way: str) -> None:
-    model = models.build(name).to(place.kind)
-    given = prompt(name, place, rows=1 if way == "prompt lookup" else 2)
-    tokens = 40 if way == "prompt lookup" else TOKENS
-    expected = answer(model, given, tokens, **MODES[way])
-    with decoding(model):
-        for _ in range(3):
-            assert not apart(answer(model, given, tokens, **MODES[way]), expected)
 
 
 @scene(only="cuda", needs_host=True, pages=128, host_pages=64)

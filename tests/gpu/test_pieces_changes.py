@@ -463,3 +463,78 @@ def test_kinds_of_forwards_that_are_never_captured_are_bounded(place: Place) -> 
         for count in range(1, managed._pieces._tuning.keys + 9):
             answer(model, prompt("llama", place, 4, rows=count), 3)
         assert len(managed._pieces._plans) <= managed._pieces._tuning.keys
+
+
+# -- What decides by length, and what others capture and compile
+
+
+ROTARY: Mapping[str, Mapping[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 2.5, 3.0],
+        "original_max_position_embeddings": 20,
+    },
+}
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("rotary", ROTARY)
+def test_positions_that_change_beyond_a_length_change_in_the_middle_of_a_call(place: Place, rotary: str) -> None:
+    """The limit is crossed once graphs are replayed; the next call is below it again."""
+    rope = {"rope_type": rotary, "rope_theta": 10000.0, **ROTARY[rotary]}
+    model = models.build("llama", max_position_embeddings=20, rope_parameters=rope).to(place.kind)
+    given = prompt("llama", place)
+    before: list[torch.Tensor] = []
+    expected = answer(model, given, 20, **between(lambda _: before.append(model.model.rotary_emb.inv_freq.clone())))
+    assert not torch.equal(before[0], before[-1]), "no limit was crossed"
+    with decoding(model) as managed:
+        for _ in range(3):
+            with by_graphs(managed):
+                assert not apart(answer(model, given, 20), expected)
+
+
+@scene(only="cuda", pages=128)
+def test_compiled_forward_is_computed_as_it_was_compiled(place: Place) -> None:
+    model, twin = twins(place, num_hidden_layers=1)
+    given = prompt("llama", place)
+    with decoding(model) as managed:
+        answer(model, given, 6)
+        for side in (model, twin):
+            side.forward = torch.compile(side.forward, backend="eager", dynamic=True)
+        expected, before = answer(twin, given, 6), replays(managed)
+        for _ in range(2):
+            assert not apart(answer(model, given, 6), expected)
+        assert replays(managed) == before
+        del model.forward, twin.forward
+        expected = answer(twin, given, 6)
+        with by_graphs(managed):
+            assert not apart(answer(model, given, 6), expected)
+    torch._dynamo.reset()
+
+
+@scene(only="cuda", pages=128)
+def test_capture_of_a_program_of_its_own_between_two_tokens_disturbs_neither(place: Place) -> None:
+    """Before the first forward by graphs, and between two such."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    given_to_graph = torch.arange(8.0, device=place.kind)
+    graphs: list[Any] = []
+
+    def capture(_: int) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            doubled = given_to_graph * 2
+        graphs.append((graph, doubled))
+
+    with decoding(model):
+        for at in (1, 2, 3, 7, 7):
+            assert not apart(answer(model, given, **between(capture, at=at)), expected), f"after token {at}"
+        for graph, doubled in graphs:
+            doubled.zero_()
+            graph.replay()
+            assert torch.equal(doubled, given_to_graph * 2)
+        graphs.clear()
+        del graph, doubled

@@ -17,7 +17,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .. import models
 from ..contract.simulated import Counts
-from .decoding import answer, apart, between, decoding, prompt
+from .decoding import answer, apart, between, decoding, prompt, seeing_caches
 from .scene import Place, scene
 from .stock import small_layers
 
@@ -143,8 +143,8 @@ def test_no_graph_holds_an_address_of_a_cache(place: Place, name: str, interval:
 
     seen = [0, 0]
 
-    def look(_: int) -> None:
-        for layer in models.layers_of(kept[-1]):
+    def look(_: int, cache: Any) -> None:
+        for layer in models.layers_of(cache):
             for state in tensors_of(layer):
                 storage = state.untyped_storage()
                 assert not uses(storage.data_ptr(), storage.nbytes()), "a graph reads or writes a cache"
@@ -154,28 +154,16 @@ def test_no_graph_holds_an_address_of_a_cache(place: Place, name: str, interval:
                 assert not uses(lies.address, lies.nbytes), "a graph holds an address of KV"
                 seen[1] += 1
 
-    kept: list[Any] = []
-    handle = models.before_each_forward(model, lambda step, cache: kept.append(cache) if cache is not None else None)
-    answer(model, given)
-    handle.remove()
-    assert kept
     with small_layers(), decoding(model, interval=interval) as managed:
-        update = model._update_model_kwargs_for_generation
-
-        def keep(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            kept[:] = [next(value for value in outputs.values() if models.layers_of(value))]
-            return update(outputs, *args, **kwargs)
-
-        model._update_model_kwargs_for_generation = keep
-        for _ in range(3):
-            answer(model, given, **between(look))
+        with seeing_caches(model, look):
+            for _ in range(3):
+                answer(model, given)
         assert seen[0], "no cache was looked at"
         assert name == "falcon_h1" or seen[1], "no KV lies in the pool"
         weights = [parameter for parameter in model.parameters() if parameter.is_cuda]
         assert any(uses(weight.data_ptr(), weight.nbytes) for weight in weights), "graphs are not seen"
         assert managed.report().pieces.graphs
-        kept.clear()
-        del model._update_model_kwargs_for_generation, weights
+        del weights
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
@@ -250,3 +238,37 @@ def test_table_that_a_module_keeps_is_refused(place: Place) -> None:
         assert managed.report().pieces.why
         assert managed.report().pieces.replayed == 0
     model.model.layers[1].mlp = mlp
+
+
+@scene(only="cuda", pages=256)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_workspaces_of_cublas_outlive_the_graphs_of_another_program(place: Place, dtype: str) -> None:
+    """One program's graphs are gone, and all memory that is free has been written to by others: the other one, which
+    goes on with what it has captured, computes the same bits."""
+    if hasattr(ctypes.CDLL("libcuda.so.1"), "simgpu_graphs_using"):
+        pytest.skip("a simulated device has no cuBLAS, and so no workspaces")
+    model = models.build("llama", hidden_size=256, intermediate_size=512).to(place.kind, getattr(torch, dtype))
+    first, second = (prompt("llama", place, rows=rows) for rows in (2, 3))
+    expected = answer(model, second)
+    others: list[torch.Tensor] = []
+
+    def give_away(_: int) -> None:
+        runner = managed._pieces
+        gone, kept = runner._plans.values()
+        for variant in gone.variants:
+            variant.program.close()
+        runner._plans.popitem(last=False)
+        assert kept.replays(kept.call)
+        gc.collect()
+        torch.cuda.empty_cache()
+        for nbytes in (2**15, 2**20, 2**22, 2**25):
+            others.extend(torch.full((nbytes,), 255, dtype=torch.uint8, device=place.kind) for _ in range(4))
+
+    with decoding(model) as managed:
+        answer(model, first)
+        answer(model, second)
+        captured = managed.report().pieces.captures
+        assert not apart(answer(model, second, **between(give_away, at=5)), expected)
+        others.clear()
+        assert not apart(answer(model, second), expected)
+        assert managed.report().pieces.captures == captured

@@ -19,14 +19,31 @@ import torch
 import ballonet
 from ballonet.allocator import devices
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.pieces import attention, calls, graph_pool, plans, program, recorder, runner, seams
+from ballonet.hooks.device import pressure
+from ballonet.hooks.pieces import (
+    attention,
+    batch,
+    calls,
+    graph_pool,
+    plans,
+    program,
+    recipe,
+    recorder,
+    resumed,
+    runner,
+    seams,
+    settings,
+)
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .. import models
 from ..faulting import at_each_line
-from .decoding import LONG, SHORT, answer, apart, between, by_graphs, captures, decoding, prompt, replays
+from ..tuned import Clock, tuning
+from .decoding import LONG, SHORT, TOKENS, answer, apart, between, by_graphs, captures, decoding, prompt, replays
 from .scene import Place, scene
+from .stock import small_layers
 
-MODULES = attention, calls, graph_pool, plans, program, recorder, runner, seams
+STEPS = attention, batch, calls, plans, program, recipe, recorder, resumed, runner, seams, settings
 
 
 def is_whole(place: Place) -> None:
@@ -207,6 +224,62 @@ def test_shortage_keeps_graphs_away_until_it_is_over(place: Place) -> None:
                 assert not apart(answer(model, given), expected)
             assert captures(managed) == wave + 1
             assert replays(managed) == before
+
+
+@scene(only="cuda", pages=128)
+@pytest.mark.parametrize("period", [0.5, 300.0])
+def test_captures_on_a_square_wave_of_pressure_are_rarer_than_one_a_second(place: Place, period: float) -> None:
+    """In half of each period of so many seconds pages are short, and asked for at the end; the other half is shorter or
+    longer than they have to be ample until graphs are captured again."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given)
+    clock, waves, calls_at_once = Clock(), 6, 2
+    with tuning(clock=clock), small_layers(), ballonet.manage(model) as managed:
+
+        def pass_time(_: int) -> None:
+            clock.now += period / (2 * calls_at_once * TOKENS)
+
+        for wave in range(waves):
+            for is_short in (False, True):
+                filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+                if is_short:
+                    filler.map(0, place.device.available - place.device.budget // place.page // 8)
+                for _ in range(calls_at_once):
+                    assert not apart(answer(model, given, **between(pass_time)), expected), f"wave {wave}"
+                if is_short:
+                    assert managed._pages.scarce
+                    assert pressure.give_up(place.device, 1) or wave
+                filler.close()
+        assert captures(managed) < clock.now
+        assert captures(managed) == (waves if period > 2 * DEFAULT.pages.forget else 1)
+
+
+@scene(only="cuda", pages=128)
+def test_no_garbage_is_collected_while_graphs_are_captured(place: Place) -> None:
+    """Though every new object would have it collected."""
+    model = models.build("llama").to(place.kind)
+    given = prompt("llama", place)
+    expected = answer(model, given, 8)
+    within, outside = [0], [0]
+
+    def look(phase: str, _: Any) -> None:
+        (within if torch.cuda.is_current_stream_capturing() else outside)[0] += 1
+
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(look)
+    try:
+        with decoding(model):
+            gc.set_threshold(1)
+            assert not apart(answer(model, given, 8), expected)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(look)
+        gc.unfreeze()
+    assert not within[0]
+    assert outside[0] > 100
 
 
 @scene(only="cuda", pages=128)
@@ -404,7 +477,8 @@ def test_step_for_another_stream_waits_until_the_last_ones_logits_are_copied(pla
 
 
 @scene(only="cuda", pages=128)
-def test_calls_that_are_interrupted_anywhere_leave_nothing_behind(place: Place) -> None:
+@pytest.mark.parametrize("where", ["steps", "memory"])
+def test_calls_that_are_interrupted_anywhere_leave_nothing_behind(place: Place, where: str) -> None:
     """Ctrl-C between any two lines of a step that is recorded, captured, compared or replayed."""
     model = models.build("llama", num_hidden_layers=1).to(place.kind)
     given = prompt("llama", place, rows=1)
@@ -418,10 +492,10 @@ def test_calls_that_are_interrupted_anywhere_leave_nothing_behind(place: Place) 
     def act(managed: Any) -> None:
         answer(model, given, 6)
 
-    for managed, _ in at_each_line(begin, act, *MODULES, most=60):
+    for managed, _ in at_each_line(begin, act, *(STEPS if where == "steps" else (graph_pool,)), most=60):
         is_whole(place)
         assert not managed._pieces._running
-        assert not managed._pieces.calls
+        assert not any(call.runs for call in managed._pieces.calls.values())
         for _ in range(2):
             assert not apart(answer(model, given, 6), expected)
         with by_graphs(managed):

@@ -41,6 +41,15 @@ def dies(place: Place) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_skipped(place: Place) -> None:
+    pytest.skip(f"{place.kind} cannot")
+
+
+def test_a_scene_that_is_skipped_says_why() -> None:
+    with pytest.raises(pytest.skip.Exception, match="cpu cannot"):
+        run_forked(program(is_skipped, "cpu", SMALL))
+
+
 def test_a_scene_runs_in_a_fork() -> None:
     run_forked(program(test_goes_well, "cpu", SMALL, answer=42))
 

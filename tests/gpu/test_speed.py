@@ -51,4 +51,7 @@ def test_the_benchmark_runs_and_logits_of_pieces_are_those_of_eager_code(tmp_pat
     rows = {row[0]: dict(zip(result["columns"], row, strict=True)) for row in result["rows"]}
     assert rows["largest difference of a logit"]["pieces"]["median"] == 0
     assert "CUDA graphs, fine cuts" in rows["how it decodes"]["pieces"]
+    prompts = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"] if "prefill of" in row[0]]
+    asked = {name for cells in prompts for name, cell in cells.items() if isinstance(cell, dict) and "median" in cell}
+    assert asked >= {"stock", "stock, cuDNN off", "no pieces", "pieces", "plans kept"}
     assert rows["MiB of graphs, 4 sequences"]["pieces"]["median"] > 0
