@@ -371,9 +371,12 @@ class Managed:
         explain(error, partial(_changes, config, sizes))
 
     def _catch_up(self, model: nn.Module) -> None:
-        if self._pieces is not None:
-            self._pieces.invalidate()  # the addresses in graphs may be others'
-        self._follower.catch_up(model)
+        changed = True  # also where this is interrupted
+        try:
+            changed = self._follower.catch_up(model)
+        finally:
+            if changed and self._pieces is not None:
+                self._pieces.invalidate()  # the addresses in graphs may be others'
         self._follow(model, 1)
 
     def _follow(self, model: nn.Module, slots: int) -> None:

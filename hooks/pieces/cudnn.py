@@ -49,8 +49,8 @@ def _turn_off() -> Iterator[Undo]:
 
     cuda.enable_cudnn_sdp = enable_cudnn_sdp
     yield unwrap
-    stock(False)
     yield turn_on
+    stock(False)
 
 
 _users: Final = Seam[None](_turn_off)  # by the id of a live model

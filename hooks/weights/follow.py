@@ -51,6 +51,17 @@ _CAPTURED = "it was new when a CUDA graph was captured, which may hold its addre
 _capturing = torch.cuda.is_current_stream_capturing
 
 
+Facts = frozenset[tuple[Any, ...]]
+
+
+def _facts_of(model: nn.Module) -> Facts:
+    """The modules of a model, and where its parameters and buffers lie and what they look like."""
+    modules = ((name, id(module), type(module)) for name, module in model.named_modules())
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = ((name, value.data_ptr(), value.shape, value.stride(), value.dtype) for name, value in named)
+    return frozenset((*modules, *tensors))
+
+
 class WeightsFollower:
     """Brings the weights of one model into ranges and keeps them there. Does not keep the model alive."""
 
@@ -61,6 +72,7 @@ class WeightsFollower:
         self.parts: set[int] = set()  # ids of all modules
         self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
         self._unpinned = 0
+        self._facts: Facts = frozenset()
         self.registered = False
         self._settled: dict[int, str] = {}  # address of a tensor left for good -> why
         self._moved: Counter[str] = Counter()
@@ -90,6 +102,7 @@ class WeightsFollower:
         plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
+        self._facts = _facts_of(model)
         _followers.add(id(self), self)
         return plan
 
@@ -104,14 +117,18 @@ class WeightsFollower:
                 return True
         return False
 
-    def catch_up(self, model: nn.Module) -> None:
-        """Moves new tensors into ranges, as far as they can be moved; no other thread may use the model meanwhile."""
+    def catch_up(self, model: nn.Module) -> bool:
+        """Moves new tensors into ranges, as far as they can be moved; no other thread may use the model meanwhile.
+        Returns whether modules, or what lies at the addresses of weights, are others than before: layers that left and
+        came back show the first sign, and are the same."""
         layers = decoder_layers(model)
         self._remember(model)
         found = members(model, layers)
         known = {id(member.tensor): member.name for member, _ in tenants_of(self._weights.all_ranges(), found)}
         self._adopt_new(_without(known, found), model, layers)
         self._weights.sort(tenants_of(self._weights.all_ranges(), found))
+        before, self._facts = self._facts, _facts_of(model)
+        return before != self._facts
 
     def close(self) -> None:
         """Stops following the model. Idempotent."""

@@ -8,13 +8,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.backends import cuda
 
 import ballonet
 from ballonet.allocator import devices
@@ -24,6 +25,7 @@ from ballonet.hooks.pieces import (
     attention,
     batch,
     calls,
+    cudnn,
     graph_pool,
     plans,
     program,
@@ -530,3 +532,16 @@ def test_graphs_that_compute_something_else_are_never_replayed(place: Place, at:
         assert "fine: graphs and eager code differ in" in pieces.why
         assert pieces.way != "fine"
         assert len([each for each in caught if "fewer graphs" in str(each.message)]) == 1
+
+
+@scene(only="cuda", pages=128)
+def test_manage_and_release_that_are_interrupted_leave_cudnn_s_attention_on(place: Place) -> None:
+    model = models.build("llama", num_hidden_layers=1).to(place.kind)
+
+    def act(_: Any) -> None:
+        ballonet.manage(model).release()
+
+    for _ in at_each_line(nullcontext, act, cudnn):
+        act(None)
+        assert cuda.cudnn_sdp_enabled()
+        assert not cudnn._users.users

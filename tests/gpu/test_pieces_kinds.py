@@ -152,6 +152,7 @@ def away_and_back(at: Scene) -> Iterator[Any]:
         yield managed
         assert ballonet.stats().copied.weights_h2d or not at.kind.alone, "no layer was away"
         assert moved or not at.kind.pooled, "no KV was away"
+        assert managed.report().pieces.captures == 1, "a layer that comes back keeps its graphs"
 
 
 Ask = Callable[[Scene], models.Output]
