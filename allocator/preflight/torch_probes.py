@@ -175,6 +175,7 @@ def torch_graphs(tell: Tell, library: str, ordinal: int) -> None:
         given = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
         graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
+        wait(device)  # the stream reads what was written on another one
         with torch.cuda.stream(side):
             expected = given @ weight.T  # loads the kernel
         wait(device)
