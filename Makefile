@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-release test-versions test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
+.PHONY: help demo test test-cuda test-ray test-release test-versions test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's
 
 test-vllm: build $(VLLM)/.ready  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
 	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
+
+test-ray: build  ## replicas on a real Ray (fetched once, 79 MB), which `make test` leaves out where there is none
+	@$(call extra,ray,replicas)
+	@$(PY) -m pytest -n 0 tests/replicas/test_ray.py
 
 test-versions: build build/transformers-$(OLDER)/.ready  ## every test on both supported releases of transformers
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal
