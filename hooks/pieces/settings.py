@@ -4,13 +4,14 @@ Note [Settings]
     Which operators a forward consists of depends on what its modules and configurations hold besides tensors: the
     active adapter, an epsilon, the name of an attention. Code of the user can change that between two tokens of one
     call, in a processor of logits, a stopping criterion, a streamer, or beside a loop of batches. So where such code
-    may run settings are compared before each forward by graphs: values of numbers, texts and flat collections of them,
-    the identity of all else. transformers' own processors and streamers set nothing.
+    may run settings are compared before each forward by graphs, flat collections of numbers and texts by value.
+    transformers' own processors and streamers set nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import call, itemgetter
 from typing import Any, Final
 
 from torch import nn
@@ -40,28 +41,22 @@ class ModelSettings:
     """The settings of a model's modules and of their configurations at one time."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._values: list[tuple[dict[str, Any], str, Any]] = []
-        self._objects: list[tuple[dict[str, Any], str, Any]] = []
+        self._owners: list[dict[str, Any]] = []
+        self._take: list[Callable[[dict[str, Any]], Any]] = []  # takes those of one owner
         for owner in _owners(model):
-            self._sizes.append((owner, len(owner)))
-            for name, value in owner.items():
-                if name in _TORCHS:
-                    continue
-                if isinstance(value, _VALUES):
-                    self._values.append((owner, name, value))
-                elif (copied := _copied(value)) is not None:
-                    self._values.append((owner, name, copied))
-                else:
-                    self._objects.append((owner, name, value))
+            self._owners.append(owner)
+            self._take.append(itemgetter(*(owner.keys() - _TORCHS)))
+        self._sizes = [len(owner) for owner in self._owners]
+        taken = map(call, self._take, self._owners)
+        self._values = [tuple(map(_copied, part)) if type(part) is tuple else _copied(part) for part in taken]
 
     def differ(self) -> bool:
-        """Says whether any of them is another one now."""
-        return (
-            any(len(owner) != size for owner, size in self._sizes)
-            or any(owner.get(name, self) != value for owner, name, value in self._values)
-            or any(owner.get(name) is not value for owner, name, value in self._objects)
-        )
+        """Says whether any of them is another one now. For each token: nothing is called from Python per module."""
+        try:
+            sizes, values = [*map(len, self._owners)], [*map(call, self._take, self._owners)]
+            return sizes != self._sizes or values != self._values
+        except (KeyError, RuntimeError, ValueError):  # one is gone, or arrays are compared, which are not the same
+            return True
 
 
 def _owners(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -77,9 +72,7 @@ def _owners(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """Returns a copy of a collection that holds values only; None for anything else."""
-    if type(value) is dict:
-        return dict(value) if all(isinstance(part, _VALUES) for part in value.values()) else None
-    if type(value) in (list, tuple, set):
-        return type(value)(value) if all(isinstance(part, _VALUES) for part in value) else None
-    return None
+    """Returns a copy of a collection that holds values only, and anything else as it is."""
+    kind = type(value)
+    parts = value.values() if kind is dict else value if kind in (list, set) else (value,)
+    return kind(value) if kind in (dict, list, set) and all(isinstance(part, _VALUES) for part in parts) else value
