@@ -92,7 +92,7 @@ def add(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> Callable[[], None]:
     """Loads the models, and returns what serves them."""
-    options = ManageOptions.of({each.name: vars(args)[each.name] for each in OPTIONS if each.name in args})
+    options = ManageOptions.of({option.name: vars(args)[option.name] for option in OPTIONS if option.name in args})
     if args.host not in serve_replicas.LOCAL and args.api_key is None and not args.no_api_key:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
@@ -138,9 +138,9 @@ def _page_size(models: list[str], budget: str | None) -> int | None:
     settings = Config.from_env().merge(budget=budget)
     if settings.budget is None or settings.page_size is not None:
         return None
-    found = chosen(models, settings.budget, device_choice.choose(settings, torch.cuda.is_available()).kind)
-    if found is None:
+    fit = chosen(models, settings.budget, device_choice.choose(settings, torch.cuda.is_available()).kind)
+    if fit is None:
         return None
-    lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"
-    say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
-    return found.page
+    lost = f"rounding to pages of {format_size(fit.page)} takes {format_size(fit.lost)}, {fit.share:.1%} of what"
+    say(f"{lost} the weights leave" + (": a larger budget would gain more" if fit.share > fit.most else ""))
+    return fit.page

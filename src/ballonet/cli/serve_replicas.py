@@ -44,14 +44,14 @@ def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None
             "prefix_cache and prefix_dir out, or serve without replicas"
         )
     if args.join is not None:
-        found = Placement(*_address("--join", args.join), hosts=False)
+        placement = Placement(*_address("--join", args.join), hosts=False)
     elif args.listen is not None:
-        found = Placement(*_address("--listen", args.listen), hosts=True)
+        placement = Placement(*_address("--listen", args.listen), hosts=True)
     else:
-        found = Placement(LOCAL[0], 0, hosts=True)
-    if environment().get(SECRET) is None and not (found.hosts and found.host in LOCAL):
-        raise ConfigError(f"whoever reaches {found.host} could join: set {SECRET}, here and for the other replicas")
-    return found
+        placement = Placement(LOCAL[0], 0, hosts=True)
+    if environment().get(SECRET) is None and not (placement.hosts and placement.host in LOCAL):
+        raise ConfigError(f"whoever reaches {placement.host} could join: set {SECRET}, here and for the other replicas")
+    return placement
 
 
 def _address(option: str, text: str) -> tuple[str, int]:
@@ -79,10 +79,10 @@ def server(
     cost = _cost(args.costs)
     fleet = Fleet(here, _forwarded(args), where.host, where.port, devices, environment().get(SECRET), cost)
     tuning = DEFAULT.replicas if args.silent is None else replace(DEFAULT.replicas, silent=args.silent)
-    found = ReplicaServer(args.models[0], fleet, address, say, tuning=tuning, log=args.log, timeline=args.timeline)
-    if args.costs is not None and cost is None and found.cost is not None:
-        args.costs.write_text(json.dumps(asdict(found.cost)) + "\n")
-    return found.run
+    started = ReplicaServer(args.models[0], fleet, address, say, tuning=tuning, log=args.log, timeline=args.timeline)
+    if args.costs is not None and cost is None and started.cost is not None:
+        args.costs.write_text(json.dumps(asdict(started.cost)) + "\n")
+    return started.run
 
 
 def replica(
@@ -137,15 +137,15 @@ def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str |
     settings = Config.from_env().merge(budget=args.budget, host_budget=args.host_budget)
     if settings.device == "cpu" or not devices:
         room = ram.available()
-        each = settings.budget or share(count, room // defaults.STANDIN_BUDGET, defaults.PAGE_SIZE["standin"])
-        check_fits(count, each + (settings.host_budget or 0), [("this machine's memory", room)])
-        return str(each)
+        nbytes = settings.budget or share(count, room // defaults.STANDIN_BUDGET, defaults.PAGE_SIZE["standin"])
+        check_fits(count, nbytes + (settings.host_budget or 0), [("this machine's memory", room)])
+        return str(nbytes)
     if settings.budget is None:
         if count > devices:
             raise ConfigError(f"{count} replicas share {devices} GPUs: give --budget, for each of them")
         return None
-    found = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
-    check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(found)])
+    memory = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
+    check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(memory)])
     return str(settings.budget)
 
 
@@ -172,11 +172,11 @@ def _devices() -> int:
 
 def _forwarded(args: argparse.Namespace) -> list[str]:
     """The arguments of this command that each replica gets."""
-    found = []
-    names = ("budget", "page_size", "host_budget", "block_size", "batch_tokens", *(each.name for each in OPTIONS))
+    arguments = []
+    names = ("budget", "page_size", "host_budget", "block_size", "batch_tokens", *(entry.name for entry in OPTIONS))
     for name in names:
         value = vars(args).get(name)
         if value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"
-            found += [option] if value is True else [option, str(value)]
-    return found
+            arguments += [option] if value is True else [option, str(value)]
+    return arguments
