@@ -120,10 +120,10 @@ class PieceRunner:
         """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first
         one reads the prompt."""
         key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
-        if key is None or (output := self._by_pieces(stock, _Task(model, given, call, key))) is None:
+        if key is None or (computed := self._by_pieces(stock, _Task(model, given, call, key))) is None:
             self.acted = Act.EAGER
             return stock(model, **given)
-        return output.output
+        return computed.output
 
     def step(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], loop: Any) -> Any:
         """Computes a step of a generation loop in which each request has one new token: `stock(model, **given)`, or the
@@ -132,8 +132,8 @@ class PieceRunner:
         if not loop.eager and self.way == WAYS[0] and step.rows <= self._tuning.rows and _may_run():
             padded = step.padded()
             key = "step", padded["input_ids"].shape[1], *sorted(given), *_flags()
-            if (output := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
-                return step.cut(output.output)
+            if (computed := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
+                return step.cut(computed.output)
         self.acted = Act.EAGER
         return stock(model, **given)
 

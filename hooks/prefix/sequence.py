@@ -351,11 +351,11 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
 
 def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequence[int]) -> Pair:
     """Joins the keys and values of a layer, [rows, heads, pads and tokens, dim]."""
-    pieces = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
+    pairs = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
-    some = next(parts for parts in pieces if parts)[0]
+    some = next(parts for parts in pairs if parts)[0]
     filled = tuple(states.new_zeros(len(rows), states.shape[1], columns, states.shape[3]) for states in some)
-    for row, (pad, runs, parts) in enumerate(zip(pads, rows, pieces, strict=True)):
+    for row, (pad, runs, parts) in enumerate(zip(pads, rows, pairs, strict=True)):
         for run, part in zip(runs, parts, strict=True):
             for into, tokens in zip(filled, part, strict=True):
                 into[row : row + 1, :, pad + run.start : pad + run.end].copy_(tokens)

@@ -64,10 +64,10 @@ def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
                 left[member.name] = broken or (
                     "no file has it" if files else "no file that it was loaded from is known"
                 )
-            elif isinstance(place := compared(tensor, possible, memory), str):
-                left[member.name] = place
+            elif isinstance(result := compared(tensor, possible, memory), str):
+                left[member.name] = result
             else:
-                spans[member.name] = place
+                spans[member.name] = result
     for file in files:  # nothing changed under the last comparisons
         file.check()
     return Found(spans, left)
