@@ -26,28 +26,28 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
 
 def set_budget_of(number: int | None, size: int | str, timeout: float | str) -> None:
     """Changes the budget as `set_budget`, of the runtime of that number; None: of the first."""
-    found = devices.of(number)
-    device = found.device
+    runtime = devices.of(number)
+    device = runtime.device
     nbytes = device_choice.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
     _, there = device.free_memory()
     if nbytes > there:
         raise ConfigError(f"the budget is {format_size(nbytes)} but the device has {format_size(there)}: ask for less")
     patience = parse_time(timeout, "timeout")
-    if found.shared is not None:
-        found.shared.set_budget(nbytes, patience)
+    if runtime.shared is not None:
+        runtime.shared.set_budget(nbytes, patience)
     else:
-        change_budget(found, nbytes, patience)
+        change_budget(runtime, nbytes, patience)
 
 
-def change_budget(found: Runtime, nbytes: int, patience: float) -> None:
+def change_budget(runtime: Runtime, nbytes: int, patience: float) -> None:
     """Changes the budget to so many bytes, whole pages, within `patience` seconds. BudgetInUse, DriverError."""
-    device, began = found.device, time.monotonic()
+    device, began = runtime.device, time.monotonic()
     try:
         device.set_budget(nbytes, round(patience * 1e9))
     except BudgetInUse as error:
-        if error.waited or found.preparing is None:
+        if error.waited or runtime.preparing is None:
             raise
-        _set_prepared(device, nbytes, began, patience, found.preparing, error)
+        _set_prepared(device, nbytes, began, patience, runtime.preparing, error)
 
 
 def _set_prepared(

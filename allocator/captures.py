@@ -85,8 +85,8 @@ def _begin(stock: Callable[..., None]) -> Callable[..., None]:
                 user.begins(graph, args[0] if args else kwargs.get("pool"))
             stock(graph, *args, **kwargs)
         except BaseException:
-            for each in reversed(told):
-                each.ended(graph, captured=False)
+            for listener in reversed(told):
+                listener.ended(graph, captured=False)
             raise
 
     return capture_begin

@@ -162,9 +162,9 @@ def build(folder: Path, part: CompanionPart = COMPANION) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
     if compiler is None:
-        found = sorted(folder.glob(f"{stem}-*.so"))
-        if found:
-            return found[-1]
+        files = sorted(folder.glob(f"{stem}-*.so"))
+        if files:
+            return files[-1]
         raise CompanionUnavailable(f"there is no C++ compiler: none of {', '.join(COMPILERS)} is in PATH")
     path = folder / f"{stem}-{_digest(compiler, _version(compiler))}.so"
     if not path.is_file():

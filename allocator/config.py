@@ -165,8 +165,8 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """The settings of the `BALLONET_*` variables; empty ones count as unset. ConfigError names the variable."""
-        found = variables(VARIABLES, environ)
-        return cls(**{VARIABLES[name][0]: VARIABLES[name][1](text, name) for name, text in found.items()})
+        texts = variables(VARIABLES, environ)
+        return cls(**{VARIABLES[name][0]: VARIABLES[name][1](text, name) for name, text in texts.items()})
 
     def merge(
         self,
@@ -256,8 +256,8 @@ def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
     user = os.geteuid()
     runtime = [Path(environ.get("XDG_RUNTIME_DIR", "")), Path(f"/run/user/{user}")]
     temporary = [Path(tempfile.gettempdir()), Path("/tmp")]
-    found = [folder / "ballonet" for folder in runtime if folder.is_absolute() and folder.is_dir()]
-    return tuple(dict.fromkeys(found + [folder / f"ballonet-{user}" for folder in temporary]))
+    chosen = [folder / "ballonet" for folder in runtime if folder.is_absolute() and folder.is_dir()]
+    return tuple(dict.fromkeys(chosen + [folder / f"ballonet-{user}" for folder in temporary]))
 
 
 def environment() -> dict[str, str]:

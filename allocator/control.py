@@ -180,20 +180,20 @@ def look(
 ) -> dict[str, Any]:
     """Returns what `looks.look` does in another process of this user. Raises as `ask`; NotReachable where that runs
     another version of ballonet."""
-    found = _asked(pid, {"look": since, "device": device}, patience, folders, patience)
-    if not found.keys() >= {*KEYS}:
+    report = _asked(pid, {"look": since, "device": device}, patience, folders, patience)
+    if not report.keys() >= {*KEYS}:
         raise NotReachable(pid, "runs another version of ballonet: watch it with the `ballonet top` of that one")
-    return found
+    return report
 
 
 def listening(folders: Sequence[Path] | None = None) -> list[int]:
     """Returns the pids of this user's processes that have a socket, in ascending order. Some may not answer."""
-    found = set[int]()
+    pids = set[int]()
     for folder in control_dirs() if folders is None else folders:
         with contextlib.suppress(OSError):
             names = [path.stem for path in folder.glob("*.sock") if path.stem.isdecimal()]
-            found.update(int(name) for name in names if _owner(int(name)) == os.geteuid())
-    return sorted(found)
+            pids.update(int(name) for name in names if _owner(int(name)) == os.geteuid())
+    return sorted(pids)
 
 
 def _asked(
@@ -294,8 +294,8 @@ def private(folder: Path) -> None:
     """Makes a folder that no other user can enter. OSError where it is another's, or open to others."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(f"{folder} is not a folder that only this user can enter")
 
 

@@ -36,11 +36,11 @@ def find(cuda: str) -> tuple[Path | None, str]:
     to do."""
     wanted, others = int(cuda.partition(".")[0]), []
     for folder in folders():
-        found = _cuda_of(folder)
-        if found == wanted:
+        major = _cuda_of(folder)
+        if major == wanted:
             return folder, ""
-        if found is not None:
-            others.append(f"{folder} has those of CUDA {found}")
+        if major is not None:
+            others.append(f"{folder} has those of CUDA {major}")
     package = "nvidia-cuda-runtime" + (f"-cu{wanted}" if wanted < 13 else f"=={wanted}.*")
     there = f" ({'; '.join(others)})" if others else ""
     return None, (
@@ -51,7 +51,7 @@ def find(cuda: str) -> tuple[Path | None, str]:
 
 def _cuda_of(folder: Path) -> int | None:
     try:
-        found = _VERSION.search((folder / "cuda_runtime_api.h").read_text(errors="replace"))
+        match = _VERSION.search((folder / "cuda_runtime_api.h").read_text(errors="replace"))
     except OSError:
         return None
-    return int(found[1]) // 1000 if found else None
+    return int(match[1]) // 1000 if match else None

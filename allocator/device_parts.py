@@ -19,15 +19,15 @@ class RuntimeParts:
 
     def get(self, kind: type[Part]) -> Part | None:
         """Returns the object of this class, None where there is none."""
-        found: Part | None = self._parts.get(kind)
-        return found
+        part: Part | None = self._parts.get(kind)
+        return part
 
     def of(self, kind: type[Part], make: Callable[[], Part]) -> Part:
         """Returns the object of this class, made by `make` where there is none yet. If `make` raises there is still
         none."""
         with self._lock:
-            found = self.get(kind)
-            return self.put(make()) if found is None else found
+            part = self.get(kind)
+            return self.put(make()) if part is None else part
 
     def put(self, part: Part) -> Part:
         """Keeps the object, in place of an earlier one of its class, and returns it."""

@@ -87,17 +87,17 @@ def current(number: int | None = None) -> Runtime | None:
 
 def of(number: int | None = None) -> Runtime:
     """Returns the runtime as `current`. NotInstalled where there is none."""
-    found = current(number)
-    if found is None:
+    runtime = current(number)
+    if runtime is None:
         raise NotInstalled("ballonet is not installed in this process: call ballonet.install() first")
-    return found
+    return runtime
 
 
 def holding(device: _native.Device) -> Runtime:
     """Returns the runtime of this device. NotInstalled where it has none."""
-    for each in every():
-        if each.device is device:
-            return each
+    for runtime in every():
+        if runtime.device is device:
+            return runtime
     raise NotInstalled(f"no runtime holds {device.kind} {device.ordinal}: call ballonet.install() first")
 
 
@@ -114,9 +114,9 @@ def require() -> _native.Device:
 def stop(number: int | None = None) -> None:
     """Closes the device of that runtime, or where no number is given of the first, if there is any. Raises
     BallonetError, and changes nothing, while memory of it is in use."""
-    found = current(number)
-    if found is not None:
-        found.device.close()
-        del _runtimes[found.number]
-        if found.shared is not None:
-            found.shared.close()
+    runtime = current(number)
+    if runtime is not None:
+        runtime.device.close()
+        del _runtimes[runtime.number]
+        if runtime.shared is not None:
+            runtime.shared.close()

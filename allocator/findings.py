@@ -36,13 +36,13 @@ class Findings:
 def key_of(facts: Mapping[str, Any], nvidia: Path = _NVIDIA) -> dict[str, str]:
     """Returns the key of a file: the device and its driver, from the facts of `_native.probe`."""
     try:
-        found = re.search(r"\b\d{3,}\.[\d.]+", nvidia.read_text())
+        match = re.search(r"\b\d{3,}\.[\d.]+", nvidia.read_text())
     except OSError:
-        found = None
+        match = None
     return {
         "device": str(facts.get("name", "")),
         "memory": str(facts.get("total_memory", "")),
-        "driver": f"CUDA {facts['driver_version']}{f', {found[0]}' if found and facts['kind'] == 'cuda' else ''}",
+        "driver": f"CUDA {facts['driver_version']}{f', {match[0]}' if match and facts['kind'] == 'cuda' else ''}",
     }
 
 
@@ -52,13 +52,13 @@ def path_of(folder: Path, key: Mapping[str, str]) -> Path:
     return folder / f"preflight-{name}.json"
 
 
-def save(folder: Path, key: Mapping[str, str], found: Mapping[str, Any]) -> Path:
+def save(folder: Path, key: Mapping[str, str], result: Mapping[str, Any]) -> Path:
     """Writes a preflight's result, which has `settings`, `reasons` and `when`, at once or not at all. OSError."""
     path = path_of(folder, key)
     folder.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        part.write_text(json.dumps({"format": FORMAT, "key": dict(key), **found}, indent=1) + "\n")
+        part.write_text(json.dumps({"format": FORMAT, "key": dict(key), **result}, indent=1) + "\n")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -69,19 +69,19 @@ def load(folder: Path, key: Mapping[str, str]) -> Findings | None:
     """Reads the findings for this device under this driver; None where there are none, or the file is not whole."""
     path = path_of(folder, key)
     try:
-        found = json.loads(path.read_text())
-        settings, reasons = found["settings"], found["reasons"]
-        whole = found["format"] == FORMAT and found["key"] == key and set(settings) <= set(SETTINGS)
+        content = json.loads(path.read_text())
+        settings, reasons = content["settings"], content["reasons"]
+        whole = content["format"] == FORMAT and content["key"] == key and set(settings) <= set(SETTINGS)
         whole = whole and all(type(value) is SETTINGS[name] for name, value in settings.items())
-        return Findings(settings, reasons, found["when"], path) if whole else None
+        return Findings(settings, reasons, content["when"], path) if whole else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def applied(config: Config, facts: Mapping[str, Any]) -> Config:
     """Returns the settings, with those that a preflight chose for this device where none was given."""
-    found = load(cache_dir(config), key_of(facts))
-    chosen = {} if found is None else found.settings
+    findings = load(cache_dir(config), key_of(facts))
+    chosen = {} if findings is None else findings.settings
     return replace(config, **{name: value for name, value in chosen.items() if getattr(config, name) is None})
 
 
@@ -89,7 +89,7 @@ def why_no_graphs(config: Config, facts: Mapping[str, Any]) -> str:
     """Returns why models may not decode by CUDA graphs on this device; empty where they may."""
     if config.graphs is not None:
         return "" if config.graphs else "turned off (BALLONET_GRAPHS)"
-    found = load(cache_dir(config), key_of(facts))
-    if found is None or found.settings.get("graphs") is not False:
+    findings = load(cache_dir(config), key_of(facts))
+    if findings is None or findings.settings.get("graphs") is not False:
         return ""
-    return f"a preflight found graphs wrong: {found.reasons.get('graphs', '')}"
+    return f"a preflight found graphs wrong: {findings.reasons.get('graphs', '')}"

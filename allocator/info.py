@@ -60,8 +60,8 @@ def show(facts: Facts) -> None:
     table.add_column()
     table.add_column(overflow="fold")
     table.add_row("ballonet", f"{facts['ballonet']} on Python {facts['python']}")
-    for name, found in facts["versions"].items():
-        table.add_row(name, found or "not installed")
+    for name, version in facts["versions"].items():
+        table.add_row(name, version or "not installed")
     table.add_row("device", f"{device['name']}, {format_size(device['total_memory'])}" if device else "none")
     if device:
         table.add_row("driver", f"{device['driver']} ({device['library']})")
@@ -155,22 +155,22 @@ def _checks(config: Config, target: device_choice.Target | None, problem: str) -
 def _host_pages(config: Config, target: device_choice.Target) -> tuple[bool, str]:
     if not target.facts["host_pages"]:
         return False, "the driver offers none: nothing streams or spills, and KV stays on the device"
-    found = findings.load(cache_dir(config), findings.key_of(target.facts))
+    kept = findings.load(cache_dir(config), findings.key_of(target.facts))
     if config.host_pages is False:
         return False, "turned off (BALLONET_HOST_PAGES)"
     if config.host_budget == 0:
         return False, "turned off (BALLONET_HOST_BUDGET)"
-    if config.host_pages is None and found is not None and found.settings.get("host_pages") is False:
-        return False, found.reasons.get("host_pages", "")
+    if config.host_pages is None and kept is not None and kept.settings.get("host_pages") is False:
+        return False, kept.reasons.get("host_pages", "")
     return True, "install() tries one, which a container may refuse" if target.kind == "cuda" else ""
 
 
 def _preflight(config: Config, target: device_choice.Target) -> tuple[bool, str]:
-    found = findings.load(cache_dir(config), findings.key_of(target.facts))
-    if found is None:
+    kept = findings.load(cache_dir(config), findings.key_of(target.facts))
+    if kept is None:
         return False, "not done on this device and driver: python -m ballonet preflight"
-    chosen = ", ".join(f"{name}={value}" for name, value in found.settings.items())
-    return True, f"{found.when}: {chosen or 'nothing had to be changed'} ({found.path})"
+    chosen = ", ".join(f"{name}={value}" for name, value in kept.settings.items())
+    return True, f"{kept.when}: {chosen or 'nothing had to be changed'} ({kept.path})"
 
 
 def _cuda(config: Config) -> tuple[bool, str]:
@@ -217,12 +217,12 @@ def _torch_allocator(config: Config, cuda: str) -> tuple[bool, str]:
 
 
 def _supported(package: str) -> tuple[bool, str]:
-    found = versions.installed(package)
-    if found is None:
+    version = versions.installed(package)
+    if version is None:
         return False, "not installed"
-    old = versions.too_old(package, found)
-    why = old or versions.untested(package, found)
-    return not old, f"{found} is installed" + (f"; {why}" if old else f", {why}" if why else "")
+    old = versions.too_old(package, version)
+    why = old or versions.untested(package, version)
+    return not old, f"{version} is installed" + (f"; {why}" if old else f", {why}" if why else "")
 
 
 def _torch_has_cuda() -> bool:
@@ -235,7 +235,7 @@ def _cuda_of_torch() -> str | None:
     if spec is None or spec.origin is None:
         return None
     try:
-        found = re.search(r"^cuda\b.*= '([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE)
+        match = re.search(r"^cuda\b.*= '([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None

@@ -165,8 +165,8 @@ def history() -> dict[str, Any] | None:
     installed = _installed
     if installed is None or installed.cuda is None or not installed.cuda.whole:
         return None
-    found: dict[str, Any] = torch.cuda.memory._snapshot()
-    return found
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot
 
 
 def stock() -> AbstractContextManager[None]:

@@ -32,10 +32,10 @@ class _Sources(dict[str, Source]):
     """The published sources of one runtime, by name."""
 
 
-def publish(found: Runtime, name: str, source: Source) -> None:
+def publish(runtime: Runtime, name: str, source: Source) -> None:
     """Publishes `source`: each look at the runtime calls it, for the value under this name. The last one of a name
     counts."""
-    found.parts.of(_Sources, _Sources)[name] = source
+    runtime.parts.of(_Sources, _Sources)[name] = source
 
 
 def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
@@ -47,20 +47,20 @@ def look(since: int | None = None, number: int | None = None) -> dict[str, Any]:
     {events, pages, seconds}; `events`: the decisions after the cursor `since`, the last ones at most, oldest first;
     `cursor`: the next one; and one for each source that was published.
     """
-    found = devices.of(number)
-    found.events.hear()
-    snapshot: Mapping[str, Any] = found.device.snapshot()
-    heard = found.events.since(since or 0)
-    counts = found.events.counts()
-    sources = found.parts.get(_Sources) or _Sources()
+    runtime = devices.of(number)
+    runtime.events.hear()
+    snapshot: Mapping[str, Any] = runtime.device.snapshot()
+    heard = runtime.events.since(since or 0)
+    counts = runtime.events.counts()
+    sources = runtime.parts.get(_Sources) or _Sources()
     return {
         "pid": os.getpid(),
         "when": time.monotonic_ns(),
-        "device": {"kind": found.device.kind, "ordinal": found.device.ordinal, "number": found.number},
-        "devices": [each.number for each in devices.every()],
+        "device": {"kind": runtime.device.kind, "ordinal": runtime.device.ordinal, "number": runtime.number},
+        "devices": [holder.number for holder in devices.every()],
         **{key: snapshot[key] for key in READ},
-        "counts": {lever: {verb: each._asdict() for verb, each in verbs.items()} for lever, verbs in counts.items()},
+        "counts": {lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in counts.items()},
         "events": [event.to_dict() for event in heard.events[-LOOK_EVENTS:]],
         "cursor": heard.cursor,
-        **{name: source(found) for name, source in tuple(sources.items())},
+        **{name: source(runtime) for name, source in tuple(sources.items())},
     }

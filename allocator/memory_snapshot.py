@@ -40,7 +40,7 @@ def viewed(
     """Returns the snapshot, of plain dicts and lists. `segments`: `Device.segments()`; `contents`: known tensors in
     them, in any order; `history`: torch's own snapshot, whose stacks, traces and settings are taken over."""
     known = _in_order(contents)
-    starts = [each.address for each in known]
+    starts = [content.address for content in known]
     stacks = _stacks(history)
     return {
         **(history or {"device_traces": [[] for _ in range(ordinal + 1)]}),
@@ -69,8 +69,8 @@ def _segment(
     for at, size, requested, state in rows:
         named = owner in ("weights", "kv")
         for piece in _cut(at, size, known, starts) if named else [(at, size, requested, None)]:
-            start, length, asked, found = piece
-            frames = [*stacks.get(start, ()), *([_frame(found.name, found.whom)] if found else []), _frame(owner)]
+            start, length, asked, content = piece
+            frames = [*stacks.get(start, ()), *([_frame(content.name, content.whom)] if content else []), _frame(owner)]
             blocks.append(
                 {
                     "address": start,
@@ -114,12 +114,12 @@ def _cut(
     while index < len(known) and known[index].address < end:
         inside.append(known[index])
         index += 1
-    begins = [max(address, each.address) for each in inside]
+    begins = [max(address, tensor.address) for tensor in inside]
     if not begins or begins[0] > address:
         first = begins[0] if begins else end
         yield address, first - address, first - address, None
-    for each, begin, after in zip(inside, begins, [*begins[1:], end], strict=False):
-        yield begin, after - begin, min(each.address + each.nbytes, after) - begin, each
+    for content, begin, after in zip(inside, begins, [*begins[1:], end], strict=False):
+        yield begin, after - begin, min(content.address + content.nbytes, after) - begin, content
 
 
 def _in_order(contents: Iterable[SnapshotContents]) -> list[SnapshotContents]:

@@ -53,7 +53,7 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
     def allocator(self) -> Any:
         """The allocator for torch, read when it changes to it. InstallError where it could not."""
         check_cuda_unused()
-        if not any(each.device is self._statistics.device for each in devices.every()):
+        if not any(runtime.device is self._statistics.device for runtime in devices.every()):
             raise InstallError(
                 "the pool behind this allocator was closed by ballonet.restore(): call ballonet.allocator() again"
             )

@@ -96,10 +96,10 @@ class SharedLedger:
         """Returns another value, as a rule, once the ledger has changed: one call of the kernel. None where there is no
         file."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
     def join(self, pid: int, number: int, total: int | None, floor: int) -> SharedParts:
         """Adds a process, with no bytes yet. `total`: of the shared budget, None for the one that others share.
@@ -155,7 +155,7 @@ class SharedLedger:
     def leave(self, pid: int) -> None:
         """Removes the process. Idempotent."""
         with self._changing() as change:
-            change(lambda now: replace(now, parts={each: it for each, it in now.parts.items() if each != pid}))
+            change(lambda now: replace(now, parts={key: it for key, it in now.parts.items() if key != pid}))
 
     def aim(self, total: int) -> SharedParts:
         """Changes the total to so many bytes: at once where the parts are no more than that, else no part grows until
@@ -228,12 +228,12 @@ class SharedLedger:
         try:
             said = json.loads(text)
             parts = {int(pid): Part(*map(_size, row)) for pid, row in said["parts"].items()}
-            found = SharedParts(_size(said["total"]), _size(said["target"]), parts)
+            shared = SharedParts(_size(said["total"]), _size(said["target"]), parts)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise LedgerDamaged(str(self.path), f"it cannot be read ({error!r})") from None
-        if found.taken > (found.total or 0):
+        if shared.taken > (shared.total or 0):
             raise LedgerDamaged(str(self.path), "its parts are more than its total")
-        return found
+        return shared
 
     def _nobody(self) -> SharedBudgetError:
         return SharedBudgetError(
@@ -250,8 +250,8 @@ class SharedLedger:
 def ledgers(folder: Path | None = None) -> list[SharedLedger]:
     """Returns the existing ledgers, by device."""
     folder = control_dirs()[0] if folder is None else folder
-    found = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
-    return [SharedLedger(path.stem.removeprefix("shared-"), folder) for path in found]
+    paths = sorted(folder.glob("shared-*.json")) if folder.is_dir() else []
+    return [SharedLedger(path.stem.removeprefix("shared-"), folder) for path in paths]
 
 
 def started(pid: int) -> int | None:

@@ -186,6 +186,6 @@ class Stats:
 
 def stats() -> Stats:
     """Returns pages by owner now, and copies, driver calls and decisions since `install()`. NotInstalled."""
-    found = devices.of()
-    found.events.hear()
-    return Stats.of(found.device.snapshot(), found.events.counts())
+    runtime = devices.of()
+    runtime.events.hear()
+    return Stats.of(runtime.device.snapshot(), runtime.events.counts())

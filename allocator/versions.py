@@ -63,10 +63,10 @@ def warn_of_untested(stacklevel: int) -> None:
     """Warns of each package that is newer than tested, once in a process. `stacklevel`: as of `warnings.warn`, from
     the caller's view."""
     for package in SUPPORTED:
-        found = installed(package)
-        if found is not None and (why := untested(package, found)) and package not in _told:
+        present = installed(package)
+        if present is not None and (why := untested(package, present)) and package not in _told:
             _told.add(package)
-            text = f"{package} {found} is {why}: what it changed may silently leave out parts of ballonet"
+            text = f"{package} {present} is {why}: what it changed may silently leave out parts of ballonet"
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
 
 

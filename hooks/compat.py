@@ -177,14 +177,14 @@ def length_of_positions(model: Any) -> int | None:
     even those of the first tokens do."""
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None)
-    found = [given, *given.values()] if isinstance(given, Mapping) else []  # one, or one for each type of layers
+    settings = [given, *given.values()] if isinstance(given, Mapping) else []  # one, or one for each type of layers
     lengths = []
-    for each in found:
-        kind = str(each.get("rope_type")) if isinstance(each, Mapping) else ""
+    for setting in settings:
+        kind = str(setting.get("rope_type")) if isinstance(setting, Mapping) else ""
         if "dynamic" in kind:
             lengths.append(config.max_position_embeddings - 1)  # from there on they do not go back
         elif kind == "longrope":
-            lengths.append(each["original_max_position_embeddings"])
+            lengths.append(setting["original_max_position_embeddings"])
     return min(lengths, default=None)
 
 
@@ -228,8 +228,8 @@ def builds_dynamic_cache(model_class: type[GenerationMixin]) -> bool:
 
 def layer_count(config: Any) -> int:
     """Returns the number of layers of the text part; 0 where `config` does not have it."""
-    found = getattr(_text(config), "num_hidden_layers", None)
-    return found if isinstance(found, int) else 0
+    count = getattr(_text(config), "num_hidden_layers", None)
+    return count if isinstance(count, int) else 0
 
 
 def layer_classes(config: Any) -> list[tuple[str, type | None]]:
@@ -307,8 +307,8 @@ def peek_config(name: Any, given: Mapping[str, Any]) -> Any:
 def quantization(config: Any, given: Mapping[str, Any]) -> bool:
     """Are the weights that `from_pretrained(**given)` loads quantized, by it or in the checkpoint of `config`?"""
     configs = (config, _text(config)) if config is not None else ()
-    found = (given.get("quantization_config"), *(getattr(each, "quantization_config", None) for each in configs))
-    return any(each is not None for each in found)
+    settings = (given.get("quantization_config"), *(getattr(part, "quantization_config", None) for part in configs))
+    return any(setting is not None for setting in settings)
 
 
 def causal_model(config: Any) -> Any:
@@ -321,9 +321,9 @@ def causal_model(config: Any) -> Any:
 def _named_class(config: Any) -> type | None:
     """Returns the class that the weights of `config` were saved from, None where it does not generate text."""
     for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, GenerationMixin):
-            return found
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, GenerationMixin):
+            return named
     return None
 
 
@@ -331,9 +331,9 @@ def settings_of(config: Any) -> dict[str, Any]:
     """Returns the settings of `config` that affect results, without those about its origin."""
     if not isinstance(config, transformers.PreTrainedConfig):
         return {}
-    found: dict[str, Any] = config.to_dict()
+    plain: dict[str, Any] = config.to_dict()
     left_out = ("_name_or_path", "_commit_hash", "transformers_version", "architectures")
-    return {name: value for name, value in found.items() if name not in left_out} | {"attention": attention_of(config)}
+    return {name: value for name, value in plain.items() if name not in left_out} | {"attention": attention_of(config)}
 
 
 def attention_of(config: Any) -> str:
@@ -350,10 +350,10 @@ def checkpoint_folder(model: Any) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+        path = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
     except ValueError:  # no name of the hub's
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
@@ -370,14 +370,14 @@ def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     members = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = {name: True for name, _ in members}
     prefix = getattr(model, "base_model_prefix", None)
-    found = {}
+    names = {}
     for key in keys:
         name, _ = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known:
             name, _ = rename_source_key(key, [], [], prefix, known)
         if name in known:
-            found[key] = name
-    return found
+            names[key] = name
+    return names
 
 
 def generating_class(config: Any) -> type | None:
@@ -386,8 +386,8 @@ def generating_class(config: Any) -> type | None:
         return named
     for mapping in reversed(_MAPPINGS) if getattr(config, "is_encoder_decoder", False) else _MAPPINGS:
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            classes = mapping[type(config)]
+            return classes[0] if isinstance(classes, tuple) else classes
     return None
 
 
@@ -447,8 +447,8 @@ def one_shape(config: Any) -> bool:
 
 def longest_sequence(config: Any) -> int:
     """Returns the tokens of the model's longest sequence; 0 where its configuration does not have it."""
-    found = (getattr(_text(config), name, None) for name in _POSITIONS)
-    return max((value for value in found if isinstance(value, int)), default=0)
+    lengths = (getattr(_text(config), name, None) for name in _POSITIONS)
+    return max((value for value in lengths if isinstance(value, int)), default=0)
 
 
 def position_table(model: torch.nn.Module) -> int | None:

@@ -92,11 +92,11 @@ def from_pretrained(
     with torch.device("cpu"), install.stock_everywhere():
         loaded = (cls or compat.causal_model(config)).from_pretrained(name_or_path, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    found = members(model, ())
-    files = file_spans(found)
-    with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in found)) as arrived:
+    tensors = members(model, ())
+    files = file_spans(tensors)
+    with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in tensors)) as arrived:
         managed(model, chosen, files=files, progress=arrived)
-    for member in found:  # tensors without a place in a range, such as empty ones, move to the model's device
+    for member in tensors:  # tensors without a place in a range, such as empty ones, move to the model's device
         if member.tensor.device != device:
             member.tensor.data = member.tensor.data.to(device)
     return loaded

@@ -115,22 +115,22 @@ def managed(
 
     def known() -> Managed | None:
         """Returns the model's Managed, if it has the same options. AlreadyManaged."""
-        found = managed_as(model)
-        if found is not None and all(getattr(found._options, name) == value for name, value in repeated.items()):
-            return found
+        earlier = managed_as(model)
+        if earlier is not None and all(getattr(earlier._options, name) == value for name, value in repeated.items()):
+            return earlier
         _check_not_managed(model)
         return None
 
     with lock:
-        if (found := known()) is not None:
-            return found
+        if (handle := known()) is not None:
+            return handle
     composed.interpreter.check()
     gate = Gate(model)
     with gate.closed():
         gate.check_outside()
         with lock:
-            if (found := known()) is not None:
-                return found
+            if (handle := known()) is not None:
+                return handle
             if on is None and devices.current() is None:
                 install.install()
             found_on = on or devices.of()
@@ -196,10 +196,10 @@ def _published(on: Runtime) -> list[dict[str, Any]]:
     """Returns, for `top` and metrics, the facts of each managed model of the device, in the order of managing."""
     from .watch.facts import model_facts, with_names
 
-    found = list[dict[str, Any]]()
+    facts = list[dict[str, Any]]()
     for known in models.keyrefs():  # a list of its own: other threads manage and release meanwhile
         model = known()
         handle = None if model is None else models.get(model)
         if model is not None and handle is not None and handle._weights.device is on.device:
-            found.append(model_facts(model, handle._residency, handle._weights, handle._prefixes))
-    return with_names(found)
+            facts.append(model_facts(model, handle._residency, handle._weights, handle._prefixes))
+    return with_names(facts)

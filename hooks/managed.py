@@ -400,10 +400,10 @@ class Managed:
     def __repr__(self) -> str:
         if self._released:
             return f"<Managed {self._name}: {self._end()}>"
-        found = self.report()
-        weights = f"{found.pages} pages ({format_size(found.pages * found.page_size)}) of weights"
-        streamed = f", {len(found.streamed)} of them streamed" if found.streamed else ""
-        captured = f", {len(found.kept)} of them in CUDA graphs" if found.kept else ""
+        report = self.report()
+        weights = f"{report.pages} pages ({format_size(report.pages * report.page_size)}) of weights"
+        streamed = f", {len(report.streamed)} of them streamed" if report.streamed else ""
+        captured = f", {len(report.kept)} of them in CUDA graphs" if report.kept else ""
         return f"<Managed {self._name}: {self._forwards.count} decoder layers{streamed}{captured}, {weights}>"
 
     def _repr_html_(self) -> str:

@@ -31,15 +31,15 @@ def snapshot(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """
     device = devices.of().device
     contents = [*_weights(device), *_caches(device)]
-    found = viewed(device.segments(), contents, ordinal=device.ordinal, history=install.history())
-    found["ballonet"] = {
+    view = viewed(device.segments(), contents, ordinal=device.ordinal, history=install.history())
+    view["ballonet"] = {
         "page_size": device.page_size,
         "budget": device.budget,
-        "pages": pages_by_owner(found, device.page_size),
+        "pages": pages_by_owner(view, device.page_size),
     }
     if path is not None:
-        _write(Path(path), found)
-    return found
+        _write(Path(path), view)
+    return view
 
 
 def _weights(device: Device) -> Iterator[SnapshotContents]:
@@ -63,11 +63,11 @@ def _caches(device: Device) -> Iterator[SnapshotContents]:
             yield SnapshotContents(opened.address, opened.nbytes, what, name)
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Path, view: dict[str, Any]) -> None:
     """Writes the file, whole or not at all. ConfigError."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(pickle.dumps(found, PROTOCOL))
+        part.write_bytes(pickle.dumps(view, PROTOCOL))
         os.replace(part, path)
     except OSError as error:
         raise ConfigError(

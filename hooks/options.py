@@ -178,11 +178,11 @@ class ManageOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Self:
         """Makes options of `given`, parsed ones, over those of the environment. OptionError names the variable."""
-        found = variables((option.variable for option in OPTIONS), environ)
+        texts = variables((option.variable for option in OPTIONS), environ)
         said = {
-            option.name: _parsed(option, found[option.variable], option.variable)
+            option.name: _parsed(option, texts[option.variable], option.variable)
             for option in OPTIONS
-            if option.variable in found
+            if option.variable in texts
         }
         return cls(**{**said, **given})
 
@@ -202,26 +202,34 @@ class Option(NamedTuple):
 
 OPTIONS: Final = tuple(
     Option(
-        each.name,
-        f"BALLONET_{each.name.upper()}",
-        f"--{each.name.replace('_', '-')}",
-        default=each.default,
-        **each.metadata,
+        option.name,
+        f"BALLONET_{option.name.upper()}",
+        f"--{option.name.replace('_', '-')}",
+        default=option.default,
+        **option.metadata,
     )
-    for each in fields(ManageOptions)
+    for option in fields(ManageOptions)
 )
 
 
 def given(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options among `keywords` that differ from their defaults, parsed. OptionError."""
-    found = {each.name: _parsed(each, keywords[each.name], each.name) for each in OPTIONS if each.name in keywords}
-    return {each.name: found[each.name] for each in OPTIONS if each.name in found and found[each.name] != each.default}
+    values = {
+        option.name: _parsed(option, keywords[option.name], option.name)
+        for option in OPTIONS
+        if option.name in keywords
+    }
+    return {
+        option.name: values[option.name]
+        for option in OPTIONS
+        if option.name in values and values[option.name] != option.default
+    }
 
 
 def check_known(names: Mapping[str, object], function: str) -> None:
     """Raises OptionError where a keyword of `function` is no option."""
     if names:
-        asked, *known = ", ".join(map(repr, names)), *(repr(each.name) for each in OPTIONS)
+        asked, *known = ", ".join(map(repr, names)), *(repr(option.name) for option in OPTIONS)
         raise OptionError(f"{function}() has no option {asked}: it takes {', '.join(known[:-1])} and {known[-1]}")
 
 

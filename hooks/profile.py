@@ -94,13 +94,13 @@ def load_or_measure(
             "the link to the host cannot be measured: no page is free, or this device has no host pages (python -m "
             "ballonet info). Give a larger budget, or a larger host budget"
         )
-    found = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
-    found, left = measured(model, pace, found, grid or Grid())
+    made = replace((known or Record(key, bandwidth)).with_bandwidth(bandwidth), copying=copying)
+    made, left = measured(model, pace, made, grid or Grid())
     try:
-        record.save(found, path)
+        record.save(made, path)
     except OSError as error:
         warnings.warn(f"the performance record cannot be kept in {path}: {error}", RuntimeWarning, stacklevel=2)
-    return Profile(found, path, False, left)
+    return Profile(made, path, False, left)
 
 
 def measured_link(device: Device) -> tuple[float | None, float]:
@@ -139,14 +139,14 @@ def measured(
         raise ManageError(f"{type(model).__name__} cannot be profiled: it generates no text from tokens")
     left: dict[Size, str] = {}
     missing = _missing(model, grid, known)
-    end, each = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
+    end, token_seconds = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
     beside: dict[Phase, list[float]] = {"prefill": [], "decode": []}
     with steps(f"Measuring {type(model).__name__}", len(missing)) as step:
         for size in missing:
             step(f"{size[0]} x {size[1]}")
             larger = next((why for other, why in left.items() if other[0] <= size[0] and other[1] <= size[1]), "")
             begun, work = clock(), size[0] * size[1]
-            if larger or (known.seconds and begun + work * each > end):
+            if larger or (known.seconds and begun + work * token_seconds > end):
                 left[size] = larger or f"it takes longer than the {grid.seconds:.4g} seconds in all"
                 continue
             try:
@@ -155,7 +155,7 @@ def measured(
                 left[size] = "it does not fit in memory"
             else:
                 known = replace(known, seconds={**known.seconds, **times})
-                each = (clock() - begun) / work
+                token_seconds = (clock() - begun) / work
             if size in left:
                 gc.collect()
     if not known.seconds:
@@ -163,7 +163,7 @@ def measured(
             f"{type(model).__name__} cannot be profiled: {next(iter(left.values()), 'nothing was asked')}"
         )
     return replace(
-        known, beside={**known.beside, **{phase: median(each) for phase, each in beside.items() if each}}
+        known, beside={**known.beside, **{phase: median(seconds) for phase, seconds in beside.items() if seconds}}
     ), left
 
 
@@ -199,14 +199,15 @@ def _times(model: Any, pace: Pace, size: Size, grid: Grid, beside: Mapping[Phase
             took = time.perf_counter() - began
             pace.drain()
         seen += heard if round_ else ()
-        gaps = [each.between - each.total for each in heard if each.between is not None]
+        gaps = [forward.between - forward.total for forward in heard if forward.between is not None]
         if round_ and gaps:
             beside["decode"].append(max(0.0, gap := median(gaps)))
-            once = took - sum(each.total for each in heard) - gap * len(heard)
+            once = took - sum(forward.total for forward in heard) - gap * len(heard)
             beside["prefill"].append(max(0.0, once) + max(0.0, gap))
-    decoding: Phase = "pieces" if any(each.pieces for each in seen) else "decode"
+    decoding: Phase = "pieces" if any(forward.pieces for forward in seen) else "decode"
     times = {
-        Point(phase, *size): [each.seconds for each in seen if _phase(each) == phase] for phase in ("prefill", decoding)
+        Point(phase, *size): [forward.seconds for forward in seen if _phase(forward) == phase]
+        for phase in ("prefill", decoding)
     }
     if not all(times.values()):
         raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")

@@ -155,11 +155,11 @@ class Cuda:
         return Properties(1, handle_types, self.location(kind), None, 0, 0)
 
     def granularity(self, kind: int, recommended: bool = False) -> int:
-        found = ctypes.c_size_t()
+        nbytes = ctypes.c_size_t()
         self(
-            "cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self.properties(kind)), int(recommended)
+            "cuMemGetAllocationGranularity", ctypes.byref(nbytes), ctypes.byref(self.properties(kind)), int(recommended)
         )
-        return found.value
+        return nbytes.value
 
     def create(self, nbytes: int, properties: Properties) -> int:
         handle = ctypes.c_uint64()

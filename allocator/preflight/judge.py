@@ -60,10 +60,10 @@ def judge(probes: Probes, page_size: int) -> ProbeVerdict:
             Difference(
                 "pages of the host",
                 "work behind addresses of the device",
-                each,
+                reason,
                 "not used: nothing streams or spills, and KV stays on the device (host_pages=False)",
             )
-            for each in wrong
+            for reason in wrong
         ]
     if reasons := list(_wrong_with_graphs(probes)):
         verdict.settings["graphs"] = False
@@ -94,8 +94,8 @@ def _error(value: Any) -> str:
 
 
 def _page_size(probes: Probes, page_size: int, verdict: ProbeVerdict) -> None:
-    found = _facts(probes, "granularity")
-    sizes = [each for each in (found.get("device"), found.get("host")) if isinstance(each, int) and each > 0]
+    facts = _facts(probes, "granularity")
+    sizes = [size for size in (facts.get("device"), facts.get("host")) if isinstance(size, int) and size > 0]
     least = math.lcm(*sizes) if sizes else page_size
     if page_size % least == 0:
         return
@@ -186,7 +186,7 @@ def _plain(value: Any) -> str:
     if _error(value):
         return _error(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
     return str(value)
 
 

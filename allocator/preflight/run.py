@@ -131,7 +131,7 @@ def preflight(
     }
 
 
-def write(found: Mapping[str, Any], path: Path) -> None:
+def write(result: Mapping[str, Any], path: Path) -> None:
     """Writes the whole result as JSON. OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")

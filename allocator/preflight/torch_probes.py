@@ -118,9 +118,9 @@ def kernels(tell: Tell, library: str, ordinal: int) -> None:
         dtype = torch.bfloat16
         values = torch.randn(here.tensor.numel() // 2, generator=torch.Generator().manual_seed(2)).to(dtype)
         columns = 2048
-        for each in (host, here):
-            each.tensor.view(dtype).copy_(values)
-        weights = [each.tensor.view(dtype).view(-1, columns) for each in (here, host)]
+        for memory in (host, here):
+            memory.tensor.view(dtype).copy_(values)
+        weights = [area.tensor.view(dtype).view(-1, columns) for area in (here, host)]
         wait(device)
         for rows in (1, 16, 64, 512):
 
@@ -141,11 +141,11 @@ def kernels(tell: Tell, library: str, ordinal: int) -> None:
             query = torch.randn(1, heads, 1, size, generator=torch.Generator().manual_seed(3)).to(dtype)
             query = query.to(weights[0].device)
 
-            def run(each: ProbePlace) -> torch.Tensor:
-                keys, rest = each.tensor.view(dtype).view(2, 1, tokens, heads, size).transpose(2, 3)
+            def run(area: ProbePlace) -> torch.Tensor:
+                keys, rest = area.tensor.view(dtype).view(2, 1, tokens, heads, size).transpose(2, 3)
                 return torch.nn.functional.scaled_dot_product_attention(query, keys, rest)
 
-            answers = [run(each) for each in (here, host)]
+            answers = [run(area) for area in (here, host)]
             wait(device)
             seconds = _seconds(device, lambda: run(host))
             return {"equal": torch.equal(*answers), "gb_per_s": round(values.numel() * 2 / seconds / 1e9, 2)}
@@ -248,8 +248,8 @@ def _in_pieces(device: Device, weight: torch.Tensor, given: torch.Tensor) -> Cal
 
     def replay() -> bool:
         with torch.cuda.stream(stream):
-            found = run(partial(replayed, graphs[0], made), partial(replayed, graphs[1], answer))
+            results = run(partial(replayed, graphs[0], made), partial(replayed, graphs[1], answer))
         wait(device)
-        return all(map(torch.equal, found, expected))
+        return all(map(torch.equal, results, expected))
 
     return replay

@@ -92,12 +92,12 @@ class Keys:
         mask: for one row, or all rows without a window."""
         if rows == 1 or (rows == count and not 0 < self.window < count):
             return None
-        if (found := self._masks.get((rows, count))) is None:
-            found = torch.ones(rows, count, dtype=torch.bool, device=device).tril_(count - rows)
+        if (mask := self._masks.get((rows, count))) is None:
+            mask = torch.ones(rows, count, dtype=torch.bool, device=device).tril_(count - rows)
             if self.window:
-                found.triu_(count - rows - self.window + 1)
-            self._masks[rows, count] = found
-        return found
+                mask.triu_(count - rows - self.window + 1)
+            self._masks[rows, count] = mask
+        return mask
 
     @functools.cached_property
     def most(self) -> int:
@@ -173,10 +173,10 @@ def attend_one(
         return scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale).reshape(1, heads, -1)
     query = query.transpose(0, 1).unflatten(0, (shared, -1))
     key, value = (states.transpose(0, 1).expand(-1, heads // shared, -1, -1) for states in (key, value))
-    found = scaled_dot_product_attention(
+    attended = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )
-    return found.flatten(0, 1).transpose(0, 1)
+    return attended.flatten(0, 1).transpose(0, 1)
 
 
 _KERNEL: Final = torch.ops.aten._flash_attention_forward.default
@@ -201,10 +201,10 @@ def attend_packed(
     more = {} if table is None else {"block_table": table}
     if window:
         more["window_size_left"] = window - 1  # type: ignore[assignment]
-    found: torch.Tensor = _KERNEL(
+    attended: torch.Tensor = _KERNEL(
         query[0].transpose(0, 1), *states, *starts, *most, dropout, True, False, scale=scale, seqused_k=used, **more
     )[0]
-    return found.unsqueeze(0)
+    return attended.unsqueeze(0)
 
 
 class RequestAttention:
@@ -246,9 +246,9 @@ class RequestAttention:
         if keys.in_place:
             kwargs["read_index"] = [rows[:0] for rows in kwargs["read_index"]]
 
-        def put(found: Pair) -> None:
+        def put(pair: Pair) -> None:
             starts = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-            kwargs[BY_REQUEST] = functools.partial(self._attend, layer, kind, index, found, starts)
+            kwargs[BY_REQUEST] = functools.partial(self._attend, layer, kind, index, pair, starts)
 
         return put
 
@@ -258,21 +258,21 @@ class RequestAttention:
         layer: int,
         kind: int,
         index: torch.Tensor,
-        found: Pair,
+        pair: Pair,
         starts: tuple[torch.Tensor, torch.Tensor],
         query: torch.Tensor,
         scale: float | None,
         dropout: float,
     ) -> torch.Tensor:
         """Attends to the keys of each request in a layer, under the forward's lease. `index`: rows of the cache that
-        attention reads; `found`: what `update` returned; `starts`: first row of each request and of its keys in
-        `found`. Returns [1, rows, heads, dim]."""
+        attention reads; `pair`: what `update` returned; `starts`: first row of each request and of its keys in
+        `pair`. Returns [1, rows, heads, dim]."""
         keys, allocator = self._keys[kind], self._allocators[kind]
         if self._way == "alone":
             views = allocator._kv_token_views[layer]
-            pairs = where_they_lie(views, keys, index) if keys.in_place else together(found, keys.counts)
+            pairs = where_they_lie(views, keys, index) if keys.in_place else together(pair, keys.counts)
             return attend_alone(query, pairs, self._rows, keys, scale, dropout)
-        states, used, table = [tokens[0].transpose(0, 1) for tokens in found], None, None
+        states, used, table = [tokens[0].transpose(0, 1) for tokens in pair], None, None
         if keys.in_place:
             first, used, table = keys.tensors(query.device)
             starts = starts[0], first
@@ -302,8 +302,8 @@ def attending(stock: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(cache, "by_request", None) is not None:
                 cache.update(key, value, module.layer_idx, kwargs)
         if BY_REQUEST not in kwargs:
-            found: tuple[torch.Tensor, None] = stock(module, query, key, value, attention_mask, *args, **kwargs)
-            return found
+            result: tuple[torch.Tensor, None] = stock(module, query, key, value, attention_mask, *args, **kwargs)
+            return result
         by_request = kwargs[BY_REQUEST]
         return by_request(query, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
 

@@ -62,7 +62,7 @@ class PromptBlocks:
     def away(self, hashes: Sequence[int]) -> tuple[float, float]:
         """Returns, for those of these blocks that exist, the fraction not on the device and the fraction on a peer."""
         with self.lock:
-            blocks = [found for key in hashes if (found := self._ledger.hash_to_block.get(key)) is not None]
+            blocks = [held for key in hashes if (held := self._ledger.hash_to_block.get(key)) is not None]
             pieces = {piece for block in blocks for piece in self._pieces(block)}
             gone, total = self.pages.client.away(pieces), max(1, len(pieces))
             near = sum(self.pages.range.place(piece) == "peer" for piece in gone)
@@ -88,8 +88,8 @@ class PromptBlocks:
         """Returns a copy of the keys and values of a layer, [1, heads, tokens, dim]. The caller keeps the blocks in
         place."""
         index = torch.tensor(blocks, device=self._tensor.device)
-        found = self._tensor[index, self.layers.index(layer)]  # [blocks, 2, tokens, heads, dim]
-        keys, values = (found[:, n].flatten(0, 1).transpose(0, 1).unsqueeze(0) for n in range(2))
+        states = self._tensor[index, self.layers.index(layer)]  # [blocks, 2, tokens, heads, dim]
+        keys, values = (states[:, n].flatten(0, 1).transpose(0, 1).unsqueeze(0) for n in range(2))
         return keys, values
 
     # -- for the loop
@@ -107,8 +107,8 @@ class PromptBlocks:
                 self._pool.take(lacking)
                 for _ in range(lacking):
                     self._pool.allocate_sector(index)
-            found: list[int] = self._pool.get_free_blocks(index, count)
-            return found
+            blocks: list[int] = self._pool.get_free_blocks(index, count)
+            return blocks
 
     def write(self, layer: int, blocks: Sequence[int], pair: Pair) -> bool:
         """Fills blocks of `place` with keys and values of a layer, [1, heads, tokens, dim]. False where their shape or

@@ -155,10 +155,10 @@ class ElasticPagedCache(PagedAttentionCache):
         """Finds shared blocks, after `renew`."""
         self.renew()
         with self.pages.client.lock:
-            found = int(super().search_prefix_match(request_id, prompt_ids))
-        if found and self.kept is not None and self.model.loop_caches is None:  # else noted when it was looked at
-            self.kept.used([*self.kept.hashes(prompt_ids[:found])])
-        return found
+            tokens = int(super().search_prefix_match(request_id, prompt_ids))
+        if tokens and self.kept is not None and self.model.loop_caches is None:  # else noted when it was looked at
+            self.kept.used([*self.kept.hashes(prompt_ids[:tokens])])
+        return tokens
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Marks full blocks, also those of a request that has just ended, so that the next one finds them."""
@@ -266,7 +266,7 @@ class ElasticPagedCache(PagedAttentionCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Updates the cache under a lease, the forward's if there is one. `kwargs`: of the forward. Returns keys and
         values, [1, heads, tokens, dim]."""
-        found: tuple[torch.Tensor, torch.Tensor]
+        updated: tuple[torch.Tensor, torch.Tensor]
         with GroupLease(self.group):
             client = self._uses()
             allocator: Any = self.layer_to_allocator[layer_idx]
@@ -274,17 +274,17 @@ class ElasticPagedCache(PagedAttentionCache):
             if self.by_request is not None:
                 kind = allocator.index
                 put = self.by_request.prepare(layer_idx, kind, kwargs, on_the_way=kind in self.new_blocks)
-            found = super().update(key_states, value_states, layer_idx, kwargs=kwargs)
+            updated = super().update(key_states, value_states, layer_idx, kwargs=kwargs)
             if kwargs.get("block_table") is None and (blocks := self.new_blocks.get(allocator.index)):
                 new, read = (
                     [tokens.squeeze(0).transpose(0, 1) for tokens in pair]
-                    for pair in ((key_states, value_states), found)
+                    for pair in ((key_states, value_states), updated)
                 )
                 caches = allocator._kv_token_views[layer_idx]
                 client.host_writes.write(caches, new, read, blocks, allocator.tokens_per_page, client.stream)
         if put is not None:
-            put(found)
-        return found
+            put(updated)
+        return updated
 
     @property
     def decodes_by_request(self) -> bool:
@@ -305,8 +305,8 @@ class ElasticPagedCache(PagedAttentionCache):
         """Updates the cache and attends by request. `kwargs`: of the forward, which it changes. Returns [1, rows,
         heads, dim]."""
         self.update(keys, values, layer_idx, kwargs)
-        found: torch.Tensor = kwargs[BY_REQUEST](query, scale, dropout)
-        return found
+        attended: torch.Tensor = kwargs[BY_REQUEST](query, scale, dropout)
+        return attended
 
     def _uses(self) -> SectorClient:
         """Notes, under a lease, that kernels of the current stream use the cache. Returns its client."""

@@ -273,12 +273,12 @@ class HostWrites:
         dim], `read` [tokens that are read, heads, dim]. Where the driver refuses, that stream writes them."""
         new = [states.contiguous() for states in new]
         parts = []
-        for cache, states, found in zip(caches, new, read, strict=True):
+        for cache, states, reads in zip(caches, new, read, strict=True):
             size, to, of = states[0].nbytes, cache.data_ptr(), states.data_ptr()
             for block in blocks:
                 parts.append((to + block.place * size, of + block.row * size, tokens * size))
                 if block.read is not None:
-                    found[block.read : block.read + tokens] = states[block.row : block.row + tokens]
+                    reads[block.read : block.read + tokens] = states[block.row : block.row + tokens]
         try:
             self._flying = self._transfer.copy(parts, after=stream, owner="kv", to="host"), new
         except BallonetError:

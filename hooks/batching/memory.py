@@ -76,19 +76,19 @@ class RequestMemory:
             return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
         return None
 
-    def make_room(self, found: Admission) -> None:
+    def make_room(self, admission: Admission) -> None:
         """Frees pages of idle KV before new KV takes idle pages of the heap. Activations use the latter in each step
         and would have to map them again, so the heap keeps twice what they are estimated to take, or what it had for
         such a batch when it could grow: tensors share few pages."""
         page, now, free = self._cache.on.page_size, self._measured(), self._cache.on.available
         if free * page >= now.activations:
             self._grown = now.activations, self._needed
-        self._needed = found.activations
+        self._needed = admission.activations
         grown, needed = self._grown
-        grown = grown if 2 * found.activations >= needed else 0
-        beside = max(0, now.activations - max(2 * found.activations, grown)) - max(0, grown - now.activations)
+        grown = grown if 2 * admission.activations >= needed else 0
+        beside = max(0, now.activations - max(2 * admission.activations, grown)) - max(0, grown - now.activations)
         spare = free + beside // page
-        lacking = found.kv // page - spare
+        lacking = admission.kv // page - spare
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)
             with suppress(DriverError):

@@ -81,11 +81,11 @@ class SectorPages:
 
     def pieces(self, sector: int) -> Sequence[int]:
         """The pieces that the sector lies on, each once."""
-        found = [
+        runs = [
             range((first := self._front + offset + sector * stride) // self._page, -(-(first + nbytes) // self._page))
             for offset, stride, nbytes in self._parts
         ]
-        return found[0] if len(found) == 1 else sorted({piece for run in found for piece in run})
+        return runs[0] if len(runs) == 1 else sorted({piece for run in runs for piece in run})
 
     def of_piece(self, piece: int) -> slice:
         """The bytes of `window` that lie on this piece."""
@@ -156,14 +156,14 @@ class SectorPool(CachePool):
 
     def lowest(self, count: int) -> list[int]:
         """Returns the sectors that are handed out next."""
-        heap, found = self.free_sectors, list[int]()
+        heap, sectors = self.free_sectors, list[int]()
         edge = [(heap[0], 0)] if heap else []  # what may be next, with its place in the heap
-        while edge and len(found) < count:
+        while edge and len(sectors) < count:
             sector, at = heapq.heappop(edge)
-            found.append(sector)
+            sectors.append(sector)
             for below in range(2 * at + 1, min(2 * at + 3, len(heap))):
                 heapq.heappush(edge, (heap[below], below))
-        return found
+        return sectors
 
     def take(self, count: int, place: Place = "device") -> None:
         """Backs the sectors that are handed out next. torch.OutOfMemoryError, DriverError."""
@@ -232,7 +232,7 @@ class RequestPages:
             for n in range(-(-past // size), (past + new) // size)
         }
         away = frozenset(self._pages.client.away(set().union(*pieces.values())))
-        return [n for n, found in pieces.items() if found <= away]
+        return [n for n, its in pieces.items() if its <= away]
 
     def to_host(self, request: str) -> bool:
         """Moves the KV of a request to the host, except pages that it shares. False, and nothing is moved, where the

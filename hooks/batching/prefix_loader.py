@@ -78,9 +78,9 @@ class PrefixLoader:
 
     def _count(self, request: str, from_files: int) -> None:
         """Counts the found tokens of a prompt, so many of which were read from files."""
-        counts, found = self._store.counts, self.loaded_tokens(request)
+        counts, tokens = self._store.counts, self.loaded_tokens(request)
         counts.hit(from_files, 1.0, on_disk=True)
-        counts.hit(found - from_files, *self._blocks.away(self._hashes[request]))
+        counts.hit(tokens - from_files, *self._blocks.away(self._hashes[request]))
 
     def _begin(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> None:
         store, listed, hashes = self._store, self._listed, self._hashes[request]

@@ -175,15 +175,15 @@ class ElasticScheduler(Scheduler):
             candidate for candidate in selected.left_out if candidate[0].request_id in self.active_requests
         ]
 
-    def begins(self, found: bool) -> None:
+    def begins(self, prepared: bool) -> None:
         """Prepares the computation of a batch; without one the loop waits."""
         now = self.clock()
         if self._step is not None:
             copied = self.cache.model.lends(0).copied
             self.cache.model.costs.observe(replace(self._step[0], copied=copied), now - self._step[1])
             self.memory.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
-        self._step = (self._next, now) if found else None
-        if not found:
+        self._step = (self._next, now) if prepared else None
+        if not prepared:
             self._recorder.rests()
         elif self._idle.passed(self._needed) and self._idle.gives(self.memory.idle, self._streams):
             self._trim()
@@ -244,13 +244,13 @@ class ElasticScheduler(Scheduler):
     def clear_cancelled_requests(self) -> list[Any]:
         """Removes cancelled requests, and records that."""
         names = list(self._requests_to_cancel)
-        found: list[Any] = super().clear_cancelled_requests()
-        for state in found:
+        states: list[Any] = super().clear_cancelled_requests()
+        for state in states:
             self._recorder.ended(state, "cancelled")
             self.slos.note(state.request_id, NOTHING)
         for name in names:
             self.cancelled(name)
-        return found
+        return states
 
     def clock(self) -> float:
         """Returns the governor's time in seconds."""

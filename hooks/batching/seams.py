@@ -104,14 +104,14 @@ def why_stock() -> str | None:
     from importlib import import_module
 
     for module, name, parameters in _NEEDED:
-        found: Any = None
+        there: Any = None
         with suppress(ModuleNotFoundError):
-            found = import_module(f"transformers.generation.continuous_batching.{module}")
+            there = import_module(f"transformers.generation.continuous_batching.{module}")
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is None:
+            there = getattr(there, part, None)
+        if there is None:
             return f"transformers has no {name}"
-        missing = set(parameters) - inspect.signature(found).parameters.keys()
+        missing = set(parameters) - inspect.signature(there).parameters.keys()
         if missing:
             return f"{name} of transformers takes no {', '.join(sorted(missing))}"
     return None

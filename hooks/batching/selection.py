@@ -69,19 +69,19 @@ class Selection:
         looked = self._looked(candidates, budget, active, waiting)
         if not looked and self._loader is not None and self._loader.wait_for_files(self._tuning.look):
             looked = self._looked(candidates, budget, active, waiting)
-        found, now = self._admitted(looked, active), self._memory.now()
-        taken = found.kv + found.activations - (now.usable - now.in_use)
+        admission, now = self._admitted(looked, active), self._memory.now()
+        taken = admission.kv + admission.activations - (now.usable - now.in_use)
         if taken > 0 and self._cache.evict_kept(taken):  # rather than that others get slower
-            found = self._admitted(looked, active)
-        lacking = self.needed(candidate for candidate in looked if candidate[0].request_id not in found.where)
+            admission = self._admitted(looked, active)
+        lacking = self.needed(candidate for candidate in looked if candidate[0].request_id not in admission.where)
         if lacking and self._cache.evict_kept(lacking):
-            found = self._admitted(looked, active)
-        self._memory.make_room(found)
-        left_out = [candidate for candidate in looked if candidate[0].request_id not in found.where]
+            admission = self._admitted(looked, active)
+        self._memory.make_room(admission)
+        left_out = [candidate for candidate in looked if candidate[0].request_id not in admission.where]
         lacks(self._cache.on, self.needed(left_out))
-        self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
-        steps = self._steps([candidate for candidate in looked if candidate[0].request_id in found.where])
-        return Selected(found, steps, left_out)
+        self._passed = {name: self._passed.get(name, 0) + 1 for name in admission.passed}
+        steps = self._steps([candidate for candidate in looked if candidate[0].request_id in admission.where])
+        return Selected(admission, steps, left_out)
 
     def _looked(
         self, candidates: Sequence[Any], budget: int, active: Mapping[str, Any], waiting: Collection[str]
@@ -134,24 +134,24 @@ class Selection:
         """Runs Algorithm 1. Takes memory from the model's own layers, and puts KV of new requests on the host, only
         where that makes more tokens per second than fewer requests do without."""
         demands, now = [self.demand(*candidate) for candidate in looked], self._memory.now()
-        found = admit(demands, now, self._tuning)
-        self._memory.without_reserve = self._memory.without_reserve and not found.where
-        if not found.where:
+        best = admit(demands, now, self._tuning)
+        self._memory.without_reserve = self._memory.without_reserve and not best.where
+        if not best.where:
             alone = (
                 admit([demand], self._memory.free(), self._tuning) for demand in self._may_have_all(demands, active)
             )
-            return next((admission for admission in alone if admission.where), found)
+            return next((admission for admission in alone if admission.where), best)
         if not self._cache.model.fast:
-            return found
+            return best
         own = min(self._cache.model.lends(0).offered * self._cache.on.page_size, now.elsewhere)
-        without = [now] if self._lacking(found, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
+        without = [now] if self._lacking(best, now, own) <= 0 else [now, replace(now, elsewhere=now.elsewhere - own)]
         for memory in (*without[1:], *(replace(free, host=0) for free in without)):
             fewer = admit(demands, memory, self._tuning)
-            begun = fewer.where.keys() >= found.where.keys() & active.keys()
+            begun = fewer.where.keys() >= best.where.keys() & active.keys()
             if fewer.where and (memory.host or begun):
-                steps = [self._decoding(looked, choice, self._lacking(choice, now, own)) for choice in (fewer, found)]
-                found = fewer if self._cache.model.costs.faster(*steps) else found
-        return found
+                steps = [self._decoding(looked, choice, self._lacking(choice, now, own)) for choice in (fewer, best)]
+                best = fewer if self._cache.model.costs.faster(*steps) else best
+        return best
 
     def _may_have_all(self, demands: list[Demand], active: Mapping[str, Any]) -> list[Demand]:
         """Returns the demands one of which may use all free memory, without a reserve: that of the running request if
@@ -260,8 +260,8 @@ class RequestSLOs:
     def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
         """Returns why the SLO of a waiting request cannot be kept; None where it can. On any thread."""
         slo, batch = self.asked(request), self._cache.max_batch_tokens
-        found = refused(self._cache.model.costs.parts, slo, prompt, new, batch, self._clock())
-        return None if found is None else SLOError(f"request {request}: {found}", found.possible, None)
+        refusal = refused(self._cache.model.costs.parts, slo, prompt, new, batch, self._clock())
+        return None if refusal is None else SLOError(f"request {request}: {refusal}", refusal.possible, None)
 
     def require(self, scheduled: Sequence[Any], others: bool) -> None:
         """Tells the governor the SLOs of the batch, and whether `others` wait for its end. The time to a first token is

@@ -69,7 +69,7 @@ def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
             for state, why in [*preemption.scheduler.pop_late(), *preemption.pop_unservable()]:
                 _fail(processor, state, why)
         try:
-            found = stock(processor)
+            prepared = stock(processor)
         except RuntimeError as error:
             if not isinstance(preemption, PagePreemption) or "No requests can be scheduled" not in str(error):
                 raise
@@ -85,10 +85,10 @@ def prepare_step(stock: Callable[..., bool], processor: Any) -> bool:
                 return False  # the loop tries again soon: other models may free memory
         else:
             if isinstance(preemption, PagePreemption):
-                preemption.scheduler.begins(found)
-                if found:
+                preemption.scheduler.begins(prepared)
+                if prepared:
                     preemption.scheduled()
-            return found
+            return prepared
 
 
 def receive_requests(stock: Callable[..., bool], processor: Any) -> bool:

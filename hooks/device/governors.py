@@ -50,9 +50,9 @@ def compose_with(composition: Composition, device: Device | None = None) -> Comp
         _unless_said = composition
     else:
         devices.holding(device).parts.put(composition)
-    for each in devices.every():
-        if device in (None, each.device):
-            each.parts.drop(Governor)
+    for runtime in devices.every():
+        if device in (None, runtime.device):
+            runtime.parts.drop(Governor)
     return before
 
 
@@ -63,36 +63,36 @@ def composed_with(device: Device | None = None) -> Composition:
 
 def of(device: Device) -> Governor:
     """Returns the governor of the device; makes it where there is none yet."""
-    found = devices.holding(device)
-    return found.parts.of(Governor, partial(_made, found))
+    runtime = devices.holding(device)
+    return runtime.parts.of(Governor, partial(_made, runtime))
 
 
-def _made(found: Runtime) -> Governor:
-    device, composition = found.device, composed_with(found.device)
+def _made(runtime: Runtime) -> Governor:
+    device, composition = runtime.device, composed_with(runtime.device)
     governor = Governor(
         device,
         received=_received(device),
         clock=composition.clock,
         waits=composition.waits,
         tuning=composition.tuning,
-        events=found.events,
-        window=found.settings.reserve,
-        spill=found.settings.spill is True,
+        events=runtime.events,
+        window=runtime.settings.reserve,
+        spill=runtime.settings.spill is True,
         marks=None if device.kind == "standin" else marks_of(device),
     )
-    found.preparing = governor.ladder.preparing
-    looks.publish(found, "kv", _away)
+    runtime.preparing = governor.ladder.preparing
+    looks.publish(runtime, "kv", _away)
     return governor
 
 
-def known(found: Runtime) -> Governor | None:
+def known(runtime: Runtime) -> Governor | None:
     """Returns the governor of a runtime, None where nothing was managed on it."""
-    return found.parts.get(Governor)
+    return runtime.parts.get(Governor)
 
 
-def _away(found: Runtime) -> dict[str, int]:
+def _away(runtime: Runtime) -> dict[str, int]:
     """Returns, for metrics, the pages of all KV caches of the device that lie on the host or a peer."""
-    governor = known(found)
+    governor = known(runtime)
     return {"displaced": 0 if governor is None else governor.displaced}
 
 
@@ -109,12 +109,12 @@ def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
     def measure() -> None:
         if governor.link.bandwidth is None:
             with relaxed(device), suppress(DriverError):  # a driver may say it has host pages and give none
-                if (found := link.measure(device, leave=leave, tuning=governor.tuning.link)) is not None:
-                    governor.link.bandwidth = found
+                if (speed := link.measure(device, leave=leave, tuning=governor.tuning.link)) is not None:
+                    governor.link.bandwidth = speed
         if governor.link.peer_bandwidth is None and device.peer is not None:
             with relaxed(device), suppress(DriverError):
-                if (found := link.measure(device, leave=leave, place="peer", tuning=governor.tuning.link)) is not None:
-                    governor.link.peer_bandwidth = found
+                if (speed := link.measure(device, leave=leave, place="peer", tuning=governor.tuning.link)) is not None:
+                    governor.link.peer_bandwidth = speed
 
     if_free(_measuring, measure)
 

@@ -127,7 +127,7 @@ class CaptureRecord:
     def lease(self, device: Device, group: Group) -> None:
         """Leases the group while the graph is captured, and around each replay."""
         device.note_stream(stream_of(device)())
-        if not any(each is group for _, each in self._groups):
+        if not any(leased is group for _, leased in self._groups):
             self._groups.append((device, group))
         if self.capturing:
             self._lease.enter(group)
@@ -155,7 +155,7 @@ class CaptureRecord:
     def models(self) -> list[CapturedModel]:
         """The models of which it has captured layers or caches. ManageError where one of them is not managed any
         more."""
-        found = []
+        models = []
         for reference, name, _ in list(self._models.values()):
             model = reference()
             if model is None or not model.followed:
@@ -163,8 +163,8 @@ class CaptureRecord:
                     f"this CUDA graph reads weights of {name}, which was released or collected since it was captured: "
                     "capture it again"
                 )
-            found.append(model)
-        return found
+            models.append(model)
+        return models
 
     def leased(self) -> Guarded[None]:
         """Leases all groups around a replay, see Note [Replays]. ManageError, DriverError."""
@@ -176,8 +176,8 @@ class CaptureRecord:
             model.yield_pages()
         for _, group in self._groups:
             lease.enter(group)
-        for each in devices.every():  # also for memory of no model
-            each.device.note_stream(stream_of(each.device)())
+        for runtime in devices.every():  # also for memory of no model
+            runtime.device.note_stream(stream_of(runtime.device)())
 
     def close(self) -> None:
         """Ends the record with its graph. Its models are told later: this may be a finalizer."""
@@ -207,9 +207,9 @@ class _Graphs(captures.CaptureListener):
         for model in models:
             model.prepare_capture()
         record.begin(models)
-        for each in list(self.records.values()):
-            if pool is not None and each.pool == pool and each is not record:
-                _include(record, each)
+        for other in list(self.records.values()):
+            if pool is not None and other.pool == pool and other is not record:
+                _include(record, other)
         if before is not None:
             _include(record, before)
         for model in models:
@@ -271,9 +271,9 @@ def noticed(model: CapturedModel, layers: tuple[int, ...] | None = None) -> None
     records = _captures_of_this_thread() or [GRAPHS.others.setdefault(id(model), CaptureRecord())]
     if new := [record for record in records if (id(model), layers) not in record.noticed]:
         model.keep(layers, new)
-    for each in new:
-        if each.capturing:  # the layers cannot change within a capture
-            each.noticed.add((id(model), layers))
+    for fresh in new:
+        if fresh.capturing:  # the layers cannot change within a capture
+            fresh.noticed.add((id(model), layers))
 
 
 def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None:
@@ -329,8 +329,8 @@ def _captures_of_this_thread() -> list[CaptureRecord]:
 
 
 def _managed() -> list[CapturedModel]:
-    found = (reference() for reference in list(GRAPHS.models.values()))
-    return [model for model in found if model is not None and model.followed]
+    models = (reference() for reference in list(GRAPHS.models.values()))
+    return [model for model in models if model is not None and model.followed]
 
 
 def _include(record: CaptureRecord, other: CaptureRecord) -> None:

@@ -130,8 +130,8 @@ def _library(device: Device) -> str:
 
 
 def _exchange(library: str) -> Callable[[object], object]:
-    found: Callable[[object], object] = ctypes.CDLL(library).cuThreadExchangeStreamCaptureMode
-    return found
+    function: Callable[[object], object] = ctypes.CDLL(library).cuThreadExchangeStreamCaptureMode
+    return function
 
 
 @contextmanager

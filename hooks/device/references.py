@@ -61,12 +61,12 @@ def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS
     for key in map(id, held):  # in one call, as it runs for each streamed layer of each forward
         times[key] = times.get(key, 0) + 1
     references = list(map(sys.getrefcount, held))
-    for each, found in zip(held, references, strict=True):
-        if found != _ALONE[0] + 2 * (times[id(each)] - 1) or each._use_count() != 1:  # type: ignore[attr-defined]
+    for tensor, count in zip(held, references, strict=True):
+        if count != _ALONE[0] + 2 * (times[id(tensor)] - 1) or tensor._use_count() != 1:  # type: ignore[attr-defined]
             return True
     storages: dict[int, int] = {}
-    for each in dict(zip(map(id, held), held, strict=True)).values():
-        its = each.untyped_storage()
+    for tensor in dict(zip(map(id, held), held, strict=True)).values():
+        its = tensor.untyped_storage()
         if sys.getrefcount(its) != _ALONE[2]:
             return True
         storages[its._cdata] = storages.get(its._cdata, 0) + 1
@@ -79,8 +79,8 @@ def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS
 def memory_references(memory: torch.UntypedStorage, interpreter: Interpreter = THIS) -> int:
     """Returns a number that grows with the tensors over this memory and, where Python counts exactly, with references
     to this object, which torch counts as one."""
-    found = int(torch._C._storage_Use_Count(memory._cdata))
-    return found + sys.getrefcount(memory) if interpreter.counts_references else found
+    count = int(torch._C._storage_Use_Count(memory._cdata))
+    return count + sys.getrefcount(memory) if interpreter.counts_references else count
 
 
 def _alone() -> tuple[int, int, int]:
@@ -88,9 +88,9 @@ def _alone() -> tuple[int, int, int]:
     to its memory by torch and by Python."""
     kept = {"weight": nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}
     held: list[Any] = list(kept.values())
-    (found,) = list(map(sys.getrefcount, held))
+    (count,) = list(map(sys.getrefcount, held))
     its = held[0].untyped_storage()
-    return found, torch._C._storage_Use_Count(its._cdata), sys.getrefcount(its)
+    return count, torch._C._storage_Use_Count(its._cdata), sys.getrefcount(its)
 
 
 _ALONE: Final = _alone()

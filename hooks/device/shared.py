@@ -19,14 +19,14 @@ from .shared_part import Share
 _joining = threading.Lock()
 
 
-def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:
+def join(runtime: Runtime, wanted: int | bool, floor: int, priority: int, tuning: Sharing) -> None:
     """Joins the shared budget of that device: `wanted` bytes in all, or True for the total that others have set. In a
     process that has joined already, only raises its priority to that of its models. SharedBudgetError, LedgerDamaged,
     OSError."""
     total = None if wanted is True else int(wanted)
     with _joining:
-        if isinstance(found.shared, Share):
-            share = found.shared
+        if isinstance(runtime.shared, Share):
+            share = runtime.shared
             if total is not None and total != share.ledger.read().total:
                 raise SharedBudgetError(
                     "this process shares a budget of another size already: change it for all who share it with `python "
@@ -34,16 +34,16 @@ def join(found: Runtime, wanted: int | bool, floor: int, priority: int, tuning: 
                 )
             share.priority = max(share.priority, priority)
             return
-        if not found.settings.control:
+        if not runtime.settings.control:
             raise SharedBudgetError(
                 "processes that share a budget ask each other through the control socket, which BALLONET_CONTROL=0 "
                 "forbids: leave that out"
             )
         install.listen()
-        share = Share(found, SharedLedger(_name(found.device)), tuning)
+        share = Share(runtime, SharedLedger(_name(runtime.device)), tuning)
         share.join(total, floor, priority)
-        found.shared = share
-        looks.publish(found, "shared", _published)
+        runtime.shared = share
+        looks.publish(runtime, "shared", _published)
 
 
 def reach(device: Device) -> int:
@@ -74,8 +74,8 @@ def lacks(device: Device, nbytes: int) -> None:
 
 
 def _of(device: Device) -> Share | None:
-    found = next((each.shared for each in devices.every() if each.device is device), None)
-    return found if isinstance(found, Share) else None
+    share = next((runtime.shared for runtime in devices.every() if runtime.device is device), None)
+    return share if isinstance(share, Share) else None
 
 
 def _name(device: Device) -> str:
@@ -87,20 +87,20 @@ def _name(device: Device) -> str:
 
 
 def _end() -> None:
-    for each in devices.every():
-        if isinstance(each.shared, Share):
-            each.shared.end()
+    for runtime in devices.every():
+        if isinstance(runtime.shared, Share):
+            runtime.shared.end()
 
 
 def _forget() -> None:
-    for each in devices.every():
-        if isinstance(each.shared, Share):
-            each.shared.forget()
-            each.shared = None
+    for runtime in devices.every():
+        if isinstance(runtime.shared, Share):
+            runtime.shared.forget()
+            runtime.shared = None
 
 
-def _published(found: Runtime) -> dict[str, Any] | None:
-    return found.shared.facts() if isinstance(found.shared, Share) else None
+def _published(runtime: Runtime) -> dict[str, Any] | None:
+    return runtime.shared.facts() if isinstance(runtime.shared, Share) else None
 
 
 atexit.register(_end)

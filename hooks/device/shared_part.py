@@ -71,14 +71,14 @@ class Share:
     """The part of this process. Thread-safe."""
 
     def __init__(
-        self, found: Runtime, ledger: SharedLedger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
+        self, runtime: Runtime, ledger: SharedLedger, tuning: Sharing, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`clock`: seconds, for decisions that depend on time."""
         self.part = 0  # bytes
-        self.floor = SMALLEST_BUDGET * found.device.page_size  # bytes
+        self.floor = SMALLEST_BUDGET * runtime.device.page_size  # bytes
         self.priority = 0
         self.ledger: Final = ledger
-        self._runtime: Final = found
+        self._runtime: Final = runtime
         self._tuning: Final = tuning
         self._clock: Final = clock
         self._moving = threading.Lock()  # held while the part and the budget change
@@ -339,11 +339,11 @@ class Share:
         if pid == os.getpid():
             used, _ = self._use()
             return Sharer(part.nbytes, used, max(wanted, part.nbytes), part.floor, self.priority, 0.0)
-        found = None
+        facts = None
         if self._silent.get(pid, -math.inf) <= self._clock():
-            found = facts_of(pid, part.number, self._tuning.answer)
-            self._note_answer(pid, found is not None)
-        return member_of(part.nbytes, part.floor, found)
+            facts = facts_of(pid, part.number, self._tuning.answer)
+            self._note_answer(pid, facts is not None)
+        return member_of(part.nbytes, part.floor, facts)
 
     def _note_answer(self, pid: int, answered: bool) -> None:
         """A process that does not answer in time is not asked for a while."""

@@ -18,17 +18,17 @@ def change_total(device: str | None, total: int | None, timeout: float) -> list[
     of each shared budget of this user. A lower total is reached by steps: no part grows, and each process gives what
     exceeds its new part. SharedBudgetError, with the total unchanged, where it is not reached after `timeout` seconds,
     or all processes have answered and none gives any more."""
-    found = [ledger for ledger in ledgers() if device in (None, ledger.device)]
+    chosen = [ledger for ledger in ledgers() if device in (None, ledger.device)]
     if total is not None:
-        if len(found) != 1:
-            names = ", ".join(each.device for each in found)
+        if len(chosen) != 1:
+            names = ", ".join(ledger.device for ledger in chosen)
             raise SharedBudgetError(
                 f"processes share budgets on several devices: say which by --device ({names})"
-                if found
+                if chosen
                 else "no process shares a budget: give the first one its size, as shared_budget='24GiB'"
             )
-        _change_total(found[0], total, time.monotonic() + timeout)
-    return [_said(each) for each in found]
+        _change_total(chosen[0], total, time.monotonic() + timeout)
+    return [_said(ledger) for ledger in chosen]
 
 
 def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
@@ -36,7 +36,7 @@ def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
     while now.total != total:
         before, parts = now.taken, sorted(now.parts.items())
         facts = [facts_of(pid, part.number, tuning.answer) for pid, part in parts]
-        members = [member_of(part.nbytes, part.floor, found) for (_, part), found in zip(parts, facts, strict=True)]
+        members = [member_of(part.nbytes, part.floor, its) for (_, part), its in zip(parts, facts, strict=True)]
         gave = [
             ask_to_give(pid, now, due, max(0.0, deadline - time.monotonic()), tuning.answer)
             for (pid, part), due in zip(parts, shares(total, members, tuning), strict=True)
@@ -55,7 +55,7 @@ def _change_total(ledger: SharedLedger, total: int, deadline: float) -> None:
 def _said(ledger: SharedLedger) -> dict[str, Any]:
     now, rows = ledger.read(), []
     for pid, part in now.parts.items():
-        found = facts_of(pid, part.number, DEFAULT.sharing.answer)
-        seen = {key: None if found is None else found[key] for key in ("used", "wanted", "priority")}
+        facts = facts_of(pid, part.number, DEFAULT.sharing.answer)
+        seen = {key: None if facts is None else facts[key] for key in ("used", "wanted", "priority")}
         rows.append({"pid": pid, "part": part.nbytes, "floor": part.floor, **seen})
     return {"device": ledger.device, "total": now.total, "free": now.free, "parts": rows}

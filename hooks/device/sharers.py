@@ -25,8 +25,8 @@ def member_of(part: int, floor: int, facts: Mapping[str, Any] | None) -> Sharer:
 def facts_of(pid: int, number: int, patience: float) -> Mapping[str, Any] | None:
     """Returns the facts of another process's part; None where it does not answer in time."""
     with suppress(BallonetError):
-        found: Mapping[str, Any] | None = control.look(pid, patience=patience, device=number).get("shared")
-        return found
+        facts: Mapping[str, Any] | None = control.look(pid, patience=patience, device=number).get("shared")
+        return facts
     return None
 
 

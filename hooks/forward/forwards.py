@@ -82,7 +82,7 @@ class Forwards:
         Scripted modules can have no hooks; their forwards hold no lease.
         """
         enter, enter_part, leave = _Enter(self, whole=True), _Enter(self, whole=False), _Leave(self)
-        for entry, hook in (*((each, enter) for each in entries), *((part, enter_part) for part in parts)):
+        for entry, hook in (*((module, enter) for module in entries), *((part, enter_part) for part in parts)):
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
             gate.take(entry, hook, self._handles)
@@ -101,9 +101,9 @@ class Forwards:
 
     def streams(self, layer: int, on_host: bool) -> None:
         """Notes whether a layer streams: then it has a hook after it, too, and the compiler's graph breaks at both."""
-        if (found := self._hooks.get(layer)) is None:
+        if (pair := self._hooks.get(layer)) is None:
             return
-        enter, leave = found
+        enter, leave = pair
         enter.opaque = on_host
         if not on_host and layer in self._leaving:
             self._leaving.pop(layer).remove()

@@ -85,10 +85,10 @@ class Turns:
 
     def end(self, turn: Turn) -> None:
         """Gives the slots to the next forward. Idempotent."""
-        for each in self._queue[:]:
-            if each() is turn:
+        for reference in self._queue[:]:
+            if reference() is turn:
                 try:
-                    self._queue.remove(each)
+                    self._queue.remove(reference)
                 except ValueError:
                     continue  # another thread has removed it
         turn.mark_ended()

@@ -147,7 +147,7 @@ class ModelLease(ForwardLease):
 
 def _building() -> Building | None:
     """Returns the `Building` of the innermost forward on this thread."""
-    return next((each.building for each in opened() if isinstance(each, ModelLease)), None)
+    return next((lease.building for lease in opened() if isinstance(lease, ModelLease)), None)
 
 
 def follow(model: nn.Module, make: Follow) -> Callable[[], object]:

@@ -88,9 +88,9 @@ class CacheRanges:
 
     def device_at(self, place: torch.device) -> Device | None:
         """The device whose pages hold tokens that torch has at `place`; None where there is none."""
-        ours = next((each for each in devices.every() if each.device is self._wanted), None)  # None if it was closed
-        found = ours or devices.current(place.index)
-        return found.device if found is not None and torch_device(found.device) == place else None
+        ours = next((owner for owner in devices.every() if owner.device is self._wanted), None)  # None if it was closed
+        runtime = ours or devices.current(place.index)
+        return runtime.device if runtime is not None and torch_device(runtime.device) == place else None
 
     def group(self, device: Device) -> Group:
         """The lease group of this cache on `device`."""

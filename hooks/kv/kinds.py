@@ -27,7 +27,7 @@ from .grouping import CacheRanges
 from .hybrid import ElasticHybridLayer
 from .layer import ElasticLayer
 
-ELASTIC: Final[Mapping[object, type[ElasticLayer]]] = {each.stock: each for each in (ElasticLayer, ElasticHybridLayer)}
+ELASTIC: Final[Mapping[object, type[ElasticLayer]]] = {kind.stock: kind for kind in (ElasticLayer, ElasticHybridLayer)}
 CROSS_ATTENTION: Final = "cross_attention"
 
 _STORES: Final = {  # class of layer -> what it stores

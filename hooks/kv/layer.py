@@ -266,10 +266,10 @@ class ElasticLayer(DynamicLayer):
         device = self.ranges.device_at(shape.device)
         if device is None:
             return False
-        found = self.ranges.join(device, shape, room, self.number)
-        if found is None:
+        joined = self.ranges.join(device, shape, room, self.number)
+        if joined is None:
             return False
-        kv_range, place = found
+        kv_range, place = joined
         if tokens is not None:
             try:
                 kv_range.append(place, *tokens)

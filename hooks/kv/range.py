@@ -222,8 +222,8 @@ class KVRange:
         shown.exclusive()  # drops its own views
         self.pages.retire(pieces, self._most)
         self._most, shown.lost = pieces, min(shown.lost, pieces)
-        for each in range(self._joined):
-            self._show(each)
+        for place in range(self._joined):
+            self._show(place)
         return True
 
     def keep(self, kept: bool) -> None:
@@ -281,8 +281,8 @@ class KVRange:
         self.shown.drop()  # shows nothing, and is opened by whoever comes where Ctrl-C comes first
         self.shown.lost = 0
         self.shown.open()
-        for each in range(self._joined):
-            self._show(each)
+        for place in range(self._joined):
+            self._show(place)
 
     def write(self, place: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copies tokens to where they were missing, or are not yet shown. Under a lease."""

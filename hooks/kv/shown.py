@@ -66,7 +66,7 @@ class ShownTokens:
 
     def lengths(self, but: int = -1) -> list[int]:
         """Lengths of all layers that may still write, except the place `but`."""
-        return [each.length for place, each in enumerate(self.latest) if place != but and place not in self.left]
+        return [tokens.length for place, tokens in enumerate(self.latest) if place != but and place not in self.left]
 
     def open(self, pieces: int | None = None) -> MappedTokens:
         """Opens the first `pieces` pieces, which are mapped, by default those that are needed. See Note [Readable at
@@ -74,15 +74,15 @@ class ShownTokens:
         pieces = self.needed() if pieces is None else pieces
         flat = self._tensors.over(0, 0 if self.lost else pieces)
         views: list[Views | None] = [None] * self._geometry.layers
-        self.mapped = found = MappedTokens(pieces, flat, self._geometry.capacity(pieces), views)
-        return found
+        self.mapped = mapped = MappedTokens(pieces, flat, self._geometry.capacity(pieces), views)
+        return mapped
 
     def views(self, mapped: MappedTokens, place: int) -> Views:
         """Makes the views of the layer's tokens, and keeps them in `mapped`."""
         with torch.inference_mode(False):
-            found = self._tensors.views(mapped.flat, place, mapped.capacity)
-        mapped.views[place] = found
-        return found
+            views = self._tensors.views(mapped.flat, place, mapped.capacity)
+        mapped.views[place] = views
+        return views
 
     def pair(self, place: int) -> Pair:
         """The layer's keys, [batch, heads, length, k_dim], and values."""

@@ -138,14 +138,14 @@ class Pace:
             return []
         with self._lock:
             measured = []
-            for each in tuple(self._ended):
-                if (times := self._marks.read(each.marks)) is None:
+            for ended in tuple(self._ended):
+                if (times := self._marks.read(ended.marks)) is None:
                     continue
-                self._ended.remove(each)
+                self._ended.remove(ended)
                 total, stall = times[-1], sum(times[2:-1:2]) - sum(times[1:-1:2])
-                seconds = max(total - stall, min(total, each.host)) if self._marks.ahead else total - stall
-                driver = each.driver / 1e9
-                measured.append(Measured(each.point, seconds, stall, total, each.between, driver, each.pieces))
+                seconds = max(total - stall, min(total, ended.host)) if self._marks.ahead else total - stall
+                driver = ended.driver / 1e9
+                measured.append(Measured(ended.point, seconds, stall, total, ended.between, driver, ended.pieces))
             for listener in self._listeners:
                 listener.extend(measured)
         return measured

@@ -77,4 +77,4 @@ def _encoded(ids: Any, given: Mapping[str, Any]) -> int:
 def _masked(mask: Any) -> int:
     """Tokens that attention sees: the width of the mask, 0 where there is none."""
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
-    return max((each.shape[-1] for each in masks if isinstance(each, torch.Tensor)), default=0)
+    return max((tensor.shape[-1] for tensor in masks if isinstance(tensor, torch.Tensor)), default=0)

@@ -45,8 +45,8 @@ class Times:
     @property
     def met(self) -> bool | None:
         """Is the SLO kept: as measured, else as predicted? None where neither is known, or there is no SLO."""
-        found = self.predicted if self.measured is None else self.measured
-        return None if self.slo is None or found is None else found <= self.slo
+        seconds = self.predicted if self.measured is None else self.measured
+        return None if self.slo is None or seconds is None else seconds <= self.slo
 
     @classmethod
     def of(
@@ -173,11 +173,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: the fields, and of each phase whether it keeps its SLO (`met`)."""
-        found = asdict(self)
-        found["options"]["prefix_dir"] = self.options.prefix_dir and str(self.options.prefix_dir)
+        values = asdict(self)
+        values["options"]["prefix_dir"] = self.options.prefix_dir and str(self.options.prefix_dir)
         for name, time_ in self.times.items():
-            found["times"][name]["met"] = time_.met
-        return found
+            values["times"][name]["met"] = time_.met
+        return values
 
     def __str__(self) -> str:
         rows = list(self._rows())

@@ -50,8 +50,8 @@ class Timings:
         record, (phase, batch, length) = self.record, point
         if record is None:
             return None
-        found = time(record, "pieces", batch, length) if self._pieces and phase == "decode" else None
-        return time(record, phase, batch, length) if found is None else found
+        seconds = time(record, "pieces", batch, length) if self._pieces and phase == "decode" else None
+        return time(record, phase, batch, length) if seconds is None else seconds
 
     def note(self, measured: Measured) -> bool:
         """Notes the times of a forward. Returns whether the record has changed."""

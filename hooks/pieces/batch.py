@@ -33,13 +33,13 @@ class BatchStep:
         [1, rows, heads, dim], zeros in the padding."""
         rows = self.rows
         given = dict(self.given)
-        found: torch.Tensor = self.cache.update_and_attend(
+        attended: torch.Tensor = self.cache.update_and_attend(
             query.narrow(2, 0, rows), keys.narrow(2, 0, rows), values.narrow(2, 0, rows), layer, given, scale, dropout
         )
         if rows == query.shape[2]:
-            return found
-        padded = found.new_zeros(1, query.shape[2], *found.shape[2:])
-        padded.narrow(1, 0, rows).copy_(found)
+            return attended
+        padded = attended.new_zeros(1, query.shape[2], *attended.shape[2:])
+        padded.narrow(1, 0, rows).copy_(attended)
         return padded
 
     def padded(self) -> dict[str, Any]:

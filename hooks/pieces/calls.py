@@ -82,7 +82,7 @@ def attach(model: nn.Module, runner: PieceRunner) -> Callable[[], object]:
     """Has forwards of the model within `generate()` run by pieces, until the returned idempotent function is called or
     the model is collected."""
     _runners.add(id(model), runner)
-    owner = next(each for each in type(model).__mro__ if "forward" in vars(each))
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     _runners.also(owner, functools.partial(_patch_forward, owner))
     detach = generation.follow(model, functools.partial(PiecesCall, runner))
     return Finalizer(model, detach, functools.partial(_runners.remove, id(model)), runner.close)
@@ -120,10 +120,10 @@ _loops: Final = weakref.WeakKeyDictionary[Any, LoopCall]()  # by their caches
 
 
 def _loop_of(runner: PieceRunner, cache: Any) -> LoopCall:
-    found = _loops.get(cache)
-    if found is None:
-        found = _loops[cache] = LoopCall(runner, cache)
-    return found
+    call = _loops.get(cache)
+    if call is None:
+        call = _loops[cache] = LoopCall(runner, cache)
+    return call
 
 
 def _call_of(model: Any) -> PiecesCall | None:

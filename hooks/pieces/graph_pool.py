@@ -121,10 +121,10 @@ class GraphPool:
     def _segments(self) -> list[dict[str, Any]]:
         pools = [tuple(pool) for pool in (self._pool, self._workspaces) if pool is not None]
         try:
-            found = torch._C._cuda_memorySnapshot(None)["segments"] if pools else []
+            segments = torch._C._cuda_memorySnapshot(None)["segments"] if pools else []
         except RuntimeError:  # an allocator that has no snapshots
             return []
-        return [segment for segment in found if tuple(segment["segment_pool_id"]) in pools[:1]]
+        return [segment for segment in segments if tuple(segment["segment_pool_id"]) in pools[:1]]
 
     def _prepare(self) -> None:
         """Makes the pools and the workspaces of the stream."""
@@ -133,9 +133,9 @@ class GraphPool:
         small = torch.ones((16, 16), dtype=torch.bfloat16, device=self.device)
         with captures.aside(self), self._allocating(handle := torch._C._graph_pool_handle()):
             self._workspaces = handle
-            for each in (small, small.float()):
-                torch.addmm(each[0], each, each)
-                torch.mm(each, each)
+            for matrix in (small, small.float()):
+                torch.addmm(matrix[0], matrix, matrix)
+                torch.mm(matrix, matrix)
         # The pool outlives the first graph, whatever becomes of that.
         with torch.cuda.device(self.device), self._allocating(handle := torch._C._graph_pool_handle()):
             self._pool = handle

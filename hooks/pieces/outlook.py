@@ -48,12 +48,12 @@ def _refusal(model_class: type, config: Any, fine: bool) -> str:
         takes = inspect.signature(model.forward).parameters
 
         def given(new: int, length: int) -> dict[str, Any]:
-            found = {"input_ids": torch.zeros((1, new), dtype=torch.int64), name: cache, "use_cache": True}
+            arguments = {"input_ids": torch.zeros((1, new), dtype=torch.int64), name: cache, "use_cache": True}
             if "attention_mask" in takes:
-                found["attention_mask"] = torch.ones((1, length), dtype=torch.int64)
+                arguments["attention_mask"] = torch.ones((1, length), dtype=torch.int64)
             if "position_ids" in takes:
-                found["position_ids"] = torch.arange(length - new, length)[None]
-            return found
+                arguments["position_ids"] = torch.arange(length - new, length)[None]
+            return arguments
 
         _, inner = modules_with_cache(model, lambda: model(**given(_PROMPT, _PROMPT)))
         if not fine and not inner:

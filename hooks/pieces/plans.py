@@ -80,17 +80,17 @@ class KeyPlan:
         before = self.variants[0] if self.variants and self.call is call else None
         if self.call is not call:
             self.call, self.changes = call, 0
-        found = next((variant for variant in self.variants if not difference(variant.recipe, recipe)), None)
-        if found is None:
-            found = Variant(recipe)
+        current = next((variant for variant in self.variants if not difference(variant.recipe, recipe)), None)
+        if current is None:
+            current = Variant(recipe)
         else:
-            self.variants.remove(found)
-        self.variants.insert(0, found)
+            self.variants.remove(current)
+        self.variants.insert(0, current)
         why = ""
-        if before is not None and before is not found:
+        if before is not None and before is not current:
             self.changes += 1
             if self.changes >= CHANGES:
                 why = difference(before.recipe, recipe)
             if before.program is None and before in self.variants:
                 self.variants.remove(before)
-        return found, why
+        return current, why

@@ -117,10 +117,10 @@ class _EagerCall:
                 if (target := self._targets.get(place)) is not None:
                     self._copy(target, leaf)
 
-    def _copy(self, target: torch.Tensor, found: torch.Tensor) -> None:
-        if found.shape != target.shape:
-            raise Stale(f"{self.call} returned {list(found.shape)} in the place of {list(target.shape)}")
-        target.copy_(found)
+    def _copy(self, target: torch.Tensor, result: torch.Tensor) -> None:
+        if result.shape != target.shape:
+            raise Stale(f"{self.call} returned {list(result.shape)} in the place of {list(target.shape)}")
+        target.copy_(result)
 
     def result(self, forward: Forward) -> Any:
         """Returns a copy of what the call has returned in this forward."""
@@ -159,8 +159,8 @@ class _EagerCall:
 
         def update(forward: Forward) -> None:
             own = forward.layers[layer]
-            found = own.append_eagerly(keys, values, stream) if type(own) is ElasticLayer else None
-            forward.fresh[number] = function(forward.cache, *new, **kwargs) if found is None else found
+            result = own.append_eagerly(keys, values, stream) if type(own) is ElasticLayer else None
+            forward.fresh[number] = function(forward.cache, *new, **kwargs) if result is None else result
 
         return update
 
@@ -300,10 +300,10 @@ class Program:
                 return self.tensors[value].clone()
             return forward.cache if value is THE_CACHE else value
 
-        found = self.recipe.output
-        if isinstance(found, OutputFields):
-            return found.kind(**{name: rebuild(value, leaf) for name, value in found.fields.items()})
-        return rebuild(found, leaf)
+        output = self.recipe.output
+        if isinstance(output, OutputFields):
+            return output.kind(**{name: rebuild(value, leaf) for name, value in output.fields.items()})
+        return rebuild(output, leaf)
 
     def disagrees(self, recorder: ForwardRecorder, recipe: Recipe) -> str:
         """Computes the recorded forward, of this recipe, a second time, with what its eager calls have returned then,
@@ -343,7 +343,7 @@ class Program:
         finally:
             del play  # it refers to itself: all that it has seen would live until garbage is collected
         made = [leaf for leaf in operands(self.recipe.output) if isinstance(leaf, Made)]
-        compare("the output", [(each, self.tensors[each]) for each in made], recorder.cuts.get(OUTPUT, ()))
+        compare("the output", [(leaf, self.tensors[leaf]) for leaf in made], recorder.cuts.get(OUTPUT, ()))
         return next((name for name, wrong in zip(names, _told(differ), strict=True) if wrong), "")
 
     def adopt(self, recipe: Recipe) -> None:
@@ -463,8 +463,8 @@ class Program:
 
     def _do(self, op: Op) -> None:
         args, kwargs = self.bound(op.args), self.bound(op.kwargs)
-        found = [leaf for leaf in operands(op.function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        for made, tensor, facts in zip(op.results, found, op.facts, strict=True):
+        tensors = [leaf for leaf in operands(op.function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        for made, tensor, facts in zip(op.results, tensors, op.facts, strict=True):
             if Facts.of(tensor) != facts:
                 raise RuntimeError(f"{op} made {Facts.of(tensor)} in a graph, and {facts} outside")
             self.tensors[made] = tensor
@@ -477,8 +477,8 @@ class Program:
 
 def _new_tokens(given: Mapping[str, Any]) -> int:
     """New tokens of each sequence."""
-    found = given.get("input_ids", given.get("inputs_embeds"))
-    return 0 if found is None else int(found.shape[1])
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    return 0 if tokens is None else int(tokens.shape[1])
 
 
 def _told(flags: Sequence[torch.Tensor]) -> list[bool]:
@@ -512,7 +512,9 @@ def _launches(op: Op) -> bool:
     if op.function._schema.name.partition("::")[2] in _INITIAL:
         return False
     returns = op.function._schema.returns
-    is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    is_view = bool(returns) and all(
+        result.alias_info is not None and not result.alias_info.is_write for result in returns
+    )
     return not is_view
 
 

@@ -62,10 +62,10 @@ class WeightOperand:
 
     def tensor(self) -> torch.Tensor:
         """Returns the weight. LookupError where it is gone or lies elsewhere by now."""
-        found = self.reference()
-        if found is None or found.data_ptr() != self.facts[0]:
+        weight = self.reference()
+        if weight is None or weight.data_ptr() != self.facts[0]:
             raise LookupError("a weight was replaced")
-        return found
+        return weight
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightOperand) and self.facts == other.facts
@@ -294,8 +294,8 @@ def difference(first: Recipe, second: Recipe) -> str:
 
 def _steps_differ(first: Sequence[Step], second: Sequence[Step]) -> str:
     for one, other in zip(first, second, strict=False):
-        if found := _differs(one, other):
-            return found
+        if why := _differs(one, other):
+            return why
     if len(first) != len(second):
         longer = max(first, second, key=len)
         return f"{longer[min(len(first), len(second))]} is not always computed"
@@ -306,11 +306,11 @@ def _differs(one: Step, other: Step) -> str:
     if isinstance(one, LayerStep) and isinstance(other, LayerStep):
         if one.index != other.index:
             return f"{one} comes in the place of {other}"
-        if found := _differs(one.call, other.call):
-            return f"{one}: {found}"
+        if why := _differs(one.call, other.call):
+            return f"{one}: {why}"
         if one.body is None or other.body is None:
             return ""
-        return (found := _steps_differ(one.body, other.body)) and f"{one}: {found}"
+        return (why := _steps_differ(one.body, other.body)) and f"{one}: {why}"
     if isinstance(one, Op) and isinstance(other, Op):
         if one.function is not other.function:
             return f"{one} comes in the place of {other}"

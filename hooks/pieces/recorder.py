@@ -161,8 +161,8 @@ class ForwardRecorder(TorchDispatchMode):
             raise Refused(f"{function} runs between an update of the cache and its attention")
         if (why := _needs_host(function)) and not (function in _INDEXING and _by_numbers(args[1])):
             raise Refused(f"{function}: {why}")
-        found = [leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor)]
-        if found and all(leaf.device.type == "cpu" != self._device.type and not leaf.dim() for leaf in found):
+        tensors = [leaf for leaf in operands(result) if isinstance(leaf, torch.Tensor)]
+        if tensors and all(leaf.device.type == "cpu" != self._device.type and not leaf.dim() for leaf in tensors):
             return  # a scalar, which is read by value
         if any(
             isinstance(leaf, torch.Tensor) and isinstance(self.found(leaf), (Fresh, Given))
@@ -173,12 +173,12 @@ class ForwardRecorder(TorchDispatchMode):
         read = rebuild((tuple(args), dict(kwargs)), functools.partial(self._operand, function))
         for value in _written(function, args, kwargs):
             self._check_written(function, value)
-        if not found:
+        if not tensors:
             raise Refused(f"{function} makes no tensor")
-        if any(leaf.device != self._device for leaf in found):
-            raise Refused(f"{function} computes on {found[0].device}")
-        made = tuple(self._make(leaf) for leaf in found)
-        self._blocks[-1].steps.append(Op(function, read[0], read[1], made, tuple(map(Facts.of, found))))
+        if any(leaf.device != self._device for leaf in tensors):
+            raise Refused(f"{function} computes on {tensors[0].device}")
+        made = tuple(self._make(leaf) for leaf in tensors)
+        self._blocks[-1].steps.append(Op(function, read[0], read[1], made, tuple(map(Facts.of, tensors))))
 
     def _check_written(self, function: Any, value: torch.Tensor) -> None:
         """Refused where an operator writes to what this forward has not made, or to a view of that."""
@@ -333,9 +333,9 @@ class ForwardRecorder(TorchDispatchMode):
                 return value
             if fresh:
                 count += 1
-                found: Any = Fresh(noted.number, count - 1)
-                self._remember(value, found)
-                return found
+                name: Any = Fresh(noted.number, count - 1)
+                self._remember(value, name)
+                return name
             known = self.found(value)
             if isinstance(known, (Given, Fresh)):
                 return known

@@ -120,10 +120,10 @@ class PieceRunner:
         """Computes a forward within a call of `generate()`: `stock(model, **given)`, or the same by pieces. The first
         one reads the prompt."""
         key = None if call.eager or call.forwards == 1 or self.way == "eager" else self._key(given)
-        if key is None or (found := self._by_pieces(stock, _Task(model, given, call, key))) is None:
+        if key is None or (computed := self._by_pieces(stock, _Task(model, given, call, key))) is None:
             self.acted = Act.EAGER
             return stock(model, **given)
-        return found.output
+        return computed.output
 
     def step(self, stock: Callable[..., Any], model: nn.Module, given: dict[str, Any], loop: Any) -> Any:
         """Computes a step of a generation loop in which each request has one new token: `stock(model, **given)`, or the
@@ -132,8 +132,8 @@ class PieceRunner:
         if not loop.eager and self.way == WAYS[0] and step.rows <= self._tuning.rows and _may_run():
             padded = step.padded()
             key = "step", padded["input_ids"].shape[1], *sorted(given), *_flags()
-            if (found := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
-                return step.cut(found.output)
+            if (computed := self._by_pieces(stock, _Task(model, padded | {BATCH: step}, loop, key, step))) is not None:
+                return step.cut(computed.output)
         self.acted = Act.EAGER
         return stock(model, **given)
 
@@ -150,8 +150,8 @@ class PieceRunner:
             plan = self._plans.setdefault(task.key, KeyPlan())
             self._plans.move_to_end(task.key)
             self._evict()
-            if plan.replays(task.call) and (found := self._replay(stock, plan, task, away)) is not None:
-                return found
+            if plan.replays(task.call) and (output := self._replay(stock, plan, task, away)) is not None:
+                return output
             if plan.next(task.call, task.call.left, not self._scarce()) is Act.EAGER or self._watches(task):
                 return None
             return self._record(stock, task, plan, away)
@@ -283,8 +283,8 @@ class PieceRunner:
             elif variant.program.worth_recording(away):
                 variant.program.adopt(recipe)
                 new = True
-            if found := variant.program.disagrees(recorder, recipe):
-                self._degrade(f"graphs and eager code differ in {found}", task, unexplained=True)
+            if name := variant.program.disagrees(recorder, recipe):
+                self._degrade(f"graphs and eager code differ in {name}", task, unexplained=True)
                 return
             variant.lengths.add(_length(task))
             if new and not pool.holds_only(self._tensors()):
@@ -474,11 +474,11 @@ def _tensors(output: Any) -> Sequence[torch.Tensor]:
 
 def weights_by_address(model: nn.Module) -> dict[int, tuple[torch.Tensor, ...]]:
     """The model's parameters and buffers, by the address of their storage."""
-    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    weights: dict[int, tuple[torch.Tensor, ...]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         address = tensor.untyped_storage().data_ptr()
-        found[address] = (*found.get(address, ()), tensor)
-    return found
+        weights[address] = (*weights.get(address, ()), tensor)
+    return weights
 
 
 def deciding_by_length(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ def changes(config: Any, *, batch: int, context: int, budget: int, page_size: in
     try:
         with tempfile.TemporaryDirectory(prefix="ballonet-") as folder, install.stock():
             config.save_pretrained(folder)
-            found = plan(folder, context=context, prompt=context, batch=batch, budget=budget, page_size=page_size)
+            facts = plan(folder, context=context, prompt=context, batch=batch, budget=budget, page_size=page_size)
     except Exception:  # any error: unknown configurations, and transformers' own code for them
         return ()
-    return [] if found["fits"] else [change["text"] for change in found["changes"] if change["fits"]]
+    return [] if facts["fits"] else [change["text"] for change in facts["changes"] if change["fits"]]

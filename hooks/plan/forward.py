@@ -38,10 +38,10 @@ from ..weights.layers import decoder_layers
 from .shape import ModelShape
 
 _GROUPED: Final = frozenset(
-    each
+    grouped
     for owner in (torch, functional)
     for name in ("_grouped_mm", "grouped_mm")
-    if (each := getattr(owner, name, None))
+    if (grouped := getattr(owner, name, None))
 )
 
 
@@ -272,7 +272,7 @@ def _run(
         done = ForwardWork(
             after.flops - before.flops, after.read - before.read, after.calls - before.calls, after.itemsize
         )
-        like = tree_map(lambda each: (each.shape, each.dtype) if _is_tensor(each) else each, out)
+        like = tree_map(lambda value: (value.shape, value.dtype) if _is_tensor(value) else value, out)
         ran.append(_Ran(done, (*meter.stages[stages:], meter.peak), like))
         return out
     calls, out = meter.calls, _made(ran[-1].like)

@@ -105,14 +105,14 @@ def device_of(gpu: str | None, settings: Config) -> Device:
     """Returns the device of `--gpu`: a name of the table or a file; None: this machine's. ConfigError."""
     if gpu is not None:
         hardware = DEVICES.get(gpu.lower()) or (None if _is_file(gpu) else named(gpu))
-        found = _of_file(Path(gpu)) if hardware is None else hardware
+        described = _of_file(Path(gpu)) if hardware is None else hardware
         try:
             here = device_of(None, settings)
         except BallonetError:
             here = None
-        if here is not None and here.hardware == found:
+        if here is not None and here.hardware == described:
             return here
-        return Device("cuda", found, _without_outside(found.memory))
+        return Device("cuda", described, _without_outside(described.memory))
     target = device_choice.choose(settings, torch.cuda.is_available())
     if target.kind == "standin":
         return Device("standin", None, ram.available() // defaults.STANDIN_BUDGET, True, target.ordinal)
@@ -173,20 +173,20 @@ def _of_file(path: Path) -> Hardware:
             f"{', '.join(_FIELDS_ALL)}"
         )
     try:
-        found = json.loads(path.read_text())
+        description = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(description, dict):
         raise ConfigError(f"{path} holds no object of JSON with {', '.join(_FIELDS_ALL)}")
-    if missing := [name for name in _FIELDS_ALL if name not in found]:
+    if missing := [name for name in _FIELDS_ALL if name not in description]:
         told = [f"{name} ({_FIELDS.get(name, 'operations per second')})" for name in missing]
         raise ConfigError(f"{path} lacks {', '.join(told)}: add what its data sheet says")
-    sizes = {name: parse_bandwidth(found[name], f"{name} in {path}") for name in ("bandwidth", "link")}
+    sizes = {name: parse_bandwidth(description[name], f"{name} in {path}") for name in ("bandwidth", "link")}
     return Hardware(
-        str(found.get("name", path.stem)),
-        parse_size(found["memory"], f"memory in {path}"),
+        str(description.get("name", path.stem)),
+        parse_size(description["memory"], f"memory in {path}"),
         sizes["bandwidth"],
-        _flops(found["flops"], path),
+        _flops(description["flops"], path),
         sizes["link"],
         f"file {path}",
     )
@@ -196,9 +196,9 @@ def _flops(given: Any, path: Path) -> dict[int, float]:
     """Reads operations per second by bytes of an element: a number, or an object such as {"2": 989e12, "4": 67e12}."""
     numbers = given if isinstance(given, dict) else {"2": given}
     try:
-        found = {int(size): float(number) for size, number in numbers.items()}
-        if found and all(each > 0 for each in found.values()):
-            return found
+        flops = {int(size): float(number) for size, number in numbers.items()}
+        if flops and all(number > 0 for number in flops.values()):
+            return flops
     except (TypeError, ValueError):
         pass
     raise ConfigError(

@@ -61,13 +61,13 @@ class VirtualLoop:
     @property
     def batch(self) -> list[Any]:
         """The requests of the prepared step."""
-        found: list[Any] = self.processor.inputs_and_outputs.requests_in_batch
-        return found
+        requests: list[Any] = self.processor.inputs_and_outputs.requests_in_batch
+        return requests
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
         """(new tokens, tokens with KV) of each request of the prepared step."""
-        return [(each.query_length, each.state.current_len() - each.query_length) for each in self.batch]
+        return [(entry.query_length, entry.state.current_len() - entry.query_length) for entry in self.batch]
 
     @property
     def seconds(self) -> float:
@@ -94,18 +94,18 @@ class VirtualLoop:
         try:
             if stuck:
                 raise RuntimeError("no memory for those that wait, although nothing runs")
-            found = bool(self.processor.prepare_next_batch())
+            prepared = bool(self.processor.prepare_next_batch())
         except RuntimeError as error:
             self.processor.fail_all_requests(error)
-            found = False
-        self.looks = 0 if found else self.looks + 1
-        if not found:
+            prepared = False
+        self.looks = 0 if prepared else self.looks + 1
+        if not prepared:
             self.ready_at = self._clock.now + DEFAULT.serving.look
-        return found
+        return prepared
 
     def run(self) -> Decision:
         """Computes the prepared step."""
-        chosen = tuple((each.state.request_id, each.query_length) for each in self.batch)
+        chosen = tuple((entry.state.request_id, entry.query_length) for entry in self.batch)
         decided = self._clock.now, self.tenant.name, chosen
         self.processor._generation_step(self.model)
         self.processor.update_batch()

@@ -64,11 +64,11 @@ class Tenant:
 
     def record(self, machine: Machine, grid: Grid) -> Record:
         """Returns the record that a measurement of the model's iterations would make."""
-        found = {}
+        seconds = {}
         for batch, length in grid.sizes():
-            found[Point("decode", batch, length)] = self.costs.seconds(Step(batch, batch * (length + 1)))
-            found[Point("prefill", batch, length)] = self.costs.seconds(Step(batch * length, batch * length))
-        return Record({}, machine.link, found)
+            seconds[Point("decode", batch, length)] = self.costs.seconds(Step(batch, batch * (length + 1)))
+            seconds[Point("prefill", batch, length)] = self.costs.seconds(Step(batch * length, batch * length))
+        return Record({}, machine.link, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def costs_of(path: Path) -> Parts:
     """Returns the cost model in a JSON file: seconds of `fixed`, `row`, `key`, `pair`. ManageError where it is none."""
     try:
         parts = Parts(**json.loads(path.read_text()))
-        if not all(isinstance(each, int | float) and each >= 0 for each in asdict(parts).values()):
+        if not all(isinstance(seconds, int | float) and seconds >= 0 for seconds in asdict(parts).values()):
             raise ValueError("a part is not a number of seconds")
         if parts.fixed + parts.row + parts.key + parts.pair <= 0:
             raise ValueError("all parts are 0, so that no time would pass")
@@ -110,10 +110,10 @@ def costs_of(path: Path) -> Parts:
 def dealt(arrivals: Sequence[RecordedArrival], models: int, turn: float | None = None) -> list[list[RecordedArrival]]:
     """Returns the requests of each of so many models, dealt one by one; or, with `turn`, all requests of `turn` seconds
     to one model, then to the next."""
-    found: list[list[RecordedArrival]] = [[] for _ in range(models)]
+    queues: list[list[RecordedArrival]] = [[] for _ in range(models)]
     for number, arrival in enumerate(arrivals):
-        found[(number if turn is None else int(arrival.at / turn)) % models].append(arrival)
-    return found
+        queues[(number if turn is None else int(arrival.at / turn)) % models].append(arrival)
+    return queues
 
 
 def smaller(config: Any, scale: int) -> Any:

@@ -96,7 +96,7 @@ class Sizing:
         """Yields the moments of the prompt: after each layer's append, the pages, and which of them may leave."""
         for stage, peak in enumerate(forward.stages):
             opened = [range_ for range_ in ranges if range_.first < stage]
-            full = sum(each.full(asked.prompt) for each in opened if each.last < stage)
+            full = sum(range_.full(asked.prompt) for range_ in opened if range_.last < stage)
             yield replace(self._moment(opened, asked.prompt, asked.batch, peak), movable=full)
 
     def _growth(self, ranges: Sequence[Spread], asked: Question, forward: SeenForward) -> Iterator[Moment]:
@@ -121,13 +121,13 @@ class Sizing:
         places: dict[Widths, list[int]] = {}
         for turn, (_, widths) in enumerate(sorted(self.shape.widths.items())):
             places.setdefault(widths, []).append(turn)
-        found = [
+        spreads = [
             Spread(geometry, turns[at], turns[min(at + geometry.layers, len(turns)) - 1])
             for widths, turns in places.items()
             for geometry in (geometries[widths],)
             for at in range(0, len(turns), geometry.layers)
         ]
-        yield from sorted(found, key=lambda each: each.first)
+        yield from sorted(spreads, key=lambda spread: spread.first)
 
     def _geometries(self, asked: Question) -> Iterator[tuple[Widths, Geometry]]:
         shape = self.shape

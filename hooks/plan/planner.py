@@ -134,7 +134,7 @@ class Planner:
             **_told(slowest, answer),
             "hardware": {"name": self.device.name, "source": self.speeds[0].source, "link": self.speeds[0].link},
             "changes": [self._change(change) for change in changes],
-            "models": [self._model(*each, answer) for each in zip(self.sizings, answer.models, strict=True)],
+            "models": [self._model(*pair, answer) for pair in zip(self.sizings, answer.models, strict=True)],
         }
 
     def curve(self, points: int) -> list[tuple[int, float | None]]:
@@ -143,11 +143,11 @@ class Planner:
         answer = self.ask(self.asked)
         low, high = answer.least, max(answer.all, self.asked.pages if answer.fits else 0, answer.least + 1)
         budgets = sorted({low + round((high - low) * step / (points - 1)) for step in range(points)})
-        found = [(pages, self.ask(replace(self.asked, pages=pages))) for pages in budgets]
-        return [(pages * self.page, each.slowest.tpot) for pages, each in found if each.fits]
+        answers = [(pages, self.ask(replace(self.asked, pages=pages))) for pages in budgets]
+        return [(pages * self.page, outcome.slowest.tpot) for pages, outcome in answers if outcome.fits]
 
     def _ask(self, asked: Question) -> PlanAnswer:
-        seconds_of = [each.seconds(sizing, asked) for each, sizing in zip(self.speeds, self.sizings, strict=True)]
+        seconds_of = [speed.seconds(sizing, asked) for speed, sizing in zip(self.speeds, self.sizings, strict=True)]
         needs = [
             sizing.needs(f"{sizing.shape.name} ({number})", asked, seconds, speed.judged(asked), speed.beside())
             for number, (sizing, speed, seconds) in enumerate(zip(self.sizings, self.speeds, seconds_of, strict=True))
@@ -204,11 +204,11 @@ def _host(forecast: Forecast) -> dict[str, int]:
 
 
 def _sum(pages: Iterable[dict[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for page in pages:
         for name, count in page.items():
-            found[name] = found.get(name, 0) + count
-    return found
+            sums[name] = sums.get(name, 0) + count
+    return sums
 
 
 def _text(change: PlanChange, to: float) -> str:

@@ -77,10 +77,10 @@ def run(
             clients = stack.enter_context(_elastic(tenants, machine, chosen, clock, batching, asks))
         _Run(clients, clock, note, [] if log is None else log).to_the_end()
         answers = [answer for loop in clients.loops for answer in loop.answers]
-        found = {"policy": policy, **summary(answers, *slos), **clients.figures(machine)}
+        figures = {"policy": policy, **summary(answers, *slos), **clients.figures(machine)}
         if len(tenants) > 1:
-            found["models"] = [{"model": it.tenant.name, **summary(it.answers, *slos)} for it in clients.loops]
-        return {**found, "scale": machine.scale, "time": "simulated", "pages": "real"}
+            figures["models"] = [{"model": it.tenant.name, **summary(it.answers, *slos)} for it in clients.loops]
+        return {**figures, "scale": machine.scale, "time": "simulated", "pages": "real"}
 
 
 @contextmanager
@@ -143,10 +143,10 @@ class _Run:
         if not loop.busy or loop.ready_at > self._clock.now:
             return False
         self._clients.wait_returned()
-        if found := loop.prepare():
+        if prepared := loop.prepare():
             self._log.append(loop.run())
         loop.take_answers(self._count_ended)
-        return found
+        return prepared
 
     def _count_ended(self) -> None:
         self._done += 1
@@ -172,7 +172,7 @@ class _Swapping(_Clients):
         if not waiting:
             self._there.take_in()
             return
-        loop = min(waiting, key=lambda each: waiting[each])
+        loop = min(waiting, key=lambda it: waiting[it])
         late = self._clock.now - waiting[loop] >= self._patience * self._seconds[loop]
         if not late:
             self._there.take_in()
@@ -282,8 +282,8 @@ def _reported_memory(budget: int, weights: int) -> Iterator[None]:
     from transformers.generation.continuous_batching import cache
 
     names, name = vars(cache), "get_device_and_memory_breakdown"
-    found = torch.device("cpu"), budget, weights, weights
-    before, names[name] = names[name], lambda: found
+    memory = torch.device("cpu"), budget, weights, weights
+    before, names[name] = names[name], lambda: memory
     try:
         yield
     finally:

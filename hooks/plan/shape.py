@@ -125,13 +125,13 @@ def _built(name: str, model_class: Any, config: Any) -> tuple[Any, torch.dtype]:
 
 def _weights(model: nn.Module, layers: tuple[nn.Module, ...]) -> Iterator[Weight]:
     """Yields a block for the tensors of each storage, as they move (storages.py, Note [What moves together])."""
-    found: dict[int, tuple[list[torch.Tensor], set[int | None]]] = {}
+    storages: dict[int, tuple[list[torch.Tensor], set[int | None]]] = {}
     for member in members(model, layers):
         if member.tensor.numel():
-            tensors, users = found.setdefault(member.tensor.untyped_storage()._cdata, ([], set()))
+            tensors, users = storages.setdefault(member.tensor.untyped_storage()._cdata, ([], set()))
             tensors.append(member.tensor)
             users.update(member.layers)
-    for tensors, users in found.values():
+    for tensors, users in storages.values():
         nbytes = max(tensor.untyped_storage().nbytes() for tensor in tensors)
         matrix = tensors[0].dim() > 1 and tensors[0].is_floating_point()
         layer = users.pop() if len(users) == 1 else None
@@ -143,7 +143,7 @@ def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, 
     if not elastic:
         return {}
     try:
-        found = _all_widths(described)
+        widths = _all_widths(described)
     except BallonetError:
         raise
     except Exception as error:  # any error: the model's own code runs without values
@@ -151,7 +151,7 @@ def _widths(name: str, described: Described, caches: CachePlan) -> Mapping[int, 
             f"{name}: the widths of its keys and values are known with the first token only, as its code asks for "
             f"values: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    known = {index: width for index in elastic if (width := found[index]) is not None}
+    known = {index: width for index in elastic if (width := widths[index]) is not None}
     if len(known) < len(elastic):
         raise ConfigError(f"{name}: its keys and values have other dimensions than sequences, heads, tokens, elements")
     return known

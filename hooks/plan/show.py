@@ -73,11 +73,11 @@ def _beside(pages: int, page: int) -> str:
     return f", {format_size(pages * page)} on the host" if pages else ""
 
 
-def _streams(each: Facts) -> str:
-    if not each["layers_streamed"]:
-        return f", all {each['layers']} layers resident" if each["layers_streamed"] == 0 else ""
-    at = "" if each["interval"] is None else f" (interval {each['interval']})"
-    return f", {each['layers_streamed']} of {each['layers']} layers stream{at}"
+def _streams(facts: Facts) -> str:
+    if not facts["layers_streamed"]:
+        return f", all {facts['layers']} layers resident" if facts["layers_streamed"] == 0 else ""
+    at = "" if facts["interval"] is None else f" (interval {facts['interval']})"
+    return f", {facts['layers_streamed']} of {facts['layers']} layers stream{at}"
 
 
 def _time(seconds: float | None) -> str:

@@ -46,14 +46,14 @@ def measure_steps(
                 generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**batching)
             ) as manager:
                 asked = arrivals[: tuning.sample]
-                for each in asked:
-                    prompt = [draw.randrange(highest) for _ in range(min(each.prompt, tuning.prompt))]
+                for arrival in asked:
+                    prompt = [draw.randrange(highest) for _ in range(min(arrival.prompt, tuning.prompt))]
                     manager.add_request(prompt, max_new_tokens=draw.randint(2, tuning.answer))
                 done = 0
                 while done < len(asked) and manager.is_running():
                     done += manager.get_result(timeout=1) is not None
-            found = seams.batched(model)
-            parts, error = (None, None) if found is None else (found.costs.parts, found.costs.error)
+            batched = seams.batched(model)
+            parts, error = (None, None) if batched is None else (batched.costs.parts, batched.costs.error)
         finally:
             handle.release()
     finally:

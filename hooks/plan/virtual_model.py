@@ -48,8 +48,8 @@ class VirtualModel(PreTrainedModel, GenerationMixin):
     def __init__(self, config: Any, layers: list[int], dtype: torch.dtype) -> None:
         """`layers`: elements of the weights of each, and then of the rest."""
         super().__init__(config)
-        *each, rest = layers
-        self.layers = nn.ModuleList(_Layer(elements, dtype) for elements in each)
+        *sizes, rest = layers
+        self.layers = nn.ModuleList(_Layer(elements, dtype) for elements in sizes)
         self.rest = _weight(rest, dtype)
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:

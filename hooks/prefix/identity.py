@@ -83,16 +83,16 @@ class Looks:
         states = [module.__dict__ for reference in self._found if (module := reference()) is not None]
         if not states or len(states) < len(self._found) or _children(states) != self._children:
             self._changes += 1
-            found = list(model.modules())
-            states = [module.__dict__ for module in found]
-            self._found, self._children = [weakref.ref(module) for module in found], _children(states)
+            modules = list(model.modules())
+            states = [module.__dict__ for module in modules]
+            self._found, self._children = [weakref.ref(module) for module in modules], _children(states)
             self._adapted = [n for n, state in enumerate(states) if "merged_adapters" in state]
         adapted = [(number, states[number]) for number in self._adapted]
         weights = (*self._weights(_tensors(states)), *(tuple(state["merged_adapters"]) for _, state in adapted))
         return Identity(weights, repr([*_settings(model, states), *_adapters(adapted)]).encode())
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-        storages = [found for tensor in tensors if (found := _storage(tensor)) is not None]
+        storages = [memory for tensor in tensors if (memory := _storage(tensor)) is not None]
         if [storage._cdata for storage in storages] != [storage.cdata for storage in self._storages]:
             self._changes += 1
             self._storages = [*map(StorageWeakRef, storages)]
@@ -172,10 +172,10 @@ def _autocast() -> object:
 def fingerprint(model: nn.Module, device: Device) -> bytes:
     """Returns 16 bytes. Reads the weights through the modules, which for streamed layers fills host pages."""
     facts = key_of(model, device)
-    found = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
     for sample in samples(model):
-        found.update(sample.cpu().numpy().data)
-    return found.digest()
+        digest.update(sample.cpu().numpy().data)
+    return digest.digest()
 
 
 def samples(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -196,8 +196,8 @@ class BlockIndex:
         keys = self.stored(prompt, salt)
         count = index.peek(keys) if peek else index.use(keys)
         runs, start = [], 0
-        for owner, found in groupby(keys[:count], index.owner):
-            end = start + len(list(found)) * block
+        for owner, blocks in groupby(keys[:count], index.owner):
+            end = start + len(list(blocks)) * block
             runs.append(TokenRun(cast(CachedSequence, owner), start, end))
             start = end
         # A sequence that shares only the beginning of the next block

@@ -167,11 +167,11 @@ class Saver:
         if files is None or end == count:
             return runs
         nbytes, tokens = files.size_of(keys[count:end]), (end - count) * self._block
-        found = self._reading(nbytes, tokens, len(ids) - count * self._block)
-        if not found.worth and self._computed < self._tuning.again:
+        estimate = self._reading(nbytes, tokens, len(ids) - count * self._block)
+        if not estimate.worth and self._computed < self._tuning.again:
             self._computed += 1
             self._counts.faster += tokens
-            self._decided("compute", nbytes, found.compute)
+            self._decided("compute", nbytes, estimate.compute)
             return runs
         self._computed = 0
         begin = self._governor.clock()
@@ -179,7 +179,7 @@ class Saver:
         if runs and runs[-1].end == end * self._block:
             taken = max(self._governor.clock() - begin, 1e-9)
             self._speeds.append((nbytes, taken))
-            self._decided("load", nbytes, found.disk, taken)
+            self._decided("load", nbytes, estimate.disk, taken)
         return runs
 
     def _reading(self, nbytes: int, tokens: int, lacking: int) -> Reading:
@@ -316,10 +316,10 @@ class Saver:
             return None
         with self._naming:
             if self._known is None or self._known[0] != now.weights:
-                found = fingerprint(model, self._device)
+                digest = fingerprint(model, self._device)
                 if self._look().weights != now.weights:
                     return None
-                self._known = now.weights, found
+                self._known = now.weights, digest
             salt = self._known[1] + now.settings
             if salt not in self._folders:
                 self._folders[salt] = PrefixFiles(self._directory, self._limit, salt)
@@ -334,7 +334,7 @@ def _tensor(array: Array) -> torch.Tensor:
 
 def _flushing(saver: weakref.ref[Saver], patience: float) -> Callable[[], None]:
     def flush() -> None:
-        if (found := saver()) is not None:
-            found.flush(patience)
+        if (alive := saver()) is not None:
+            alive.flush(patience)
 
     return flush

@@ -207,8 +207,8 @@ class CachedSequence(TokenSource):
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
-        found = self.layers[layer]
-        return found is not None and bool(found.is_initialized)
+        held = self.layers[layer]
+        return held is not None and bool(held.is_initialized)
 
     def mark_idle(self, kept: bool) -> None:
         """Tells the governor whether the sequence is only kept for later prompts, or in use. DriverError."""
@@ -218,8 +218,8 @@ class CachedSequence(TokenSource):
             tier.client.only_cached = kept
 
     def _tiers(self) -> list[KVTier]:
-        found = {id(layer.ranges): layer.ranges.tier for layer in self.used}
-        return [tier for tier in found.values() if tier is not None]
+        tiers = {id(layer.ranges): layer.ranges.tier for layer in self.used}
+        return [tier for tier in tiers.values() if tier is not None]
 
     def trim(self, then: int = 0) -> None:
         """Cuts the ranges to the tokens of the sequence, and gives back all pages but those of `then` tokens."""
@@ -351,11 +351,11 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
 
 def _side_by_side(number: int, rows: Sequence[Sequence[TokenRun]], pads: Sequence[int]) -> Pair:
     """Joins the keys and values of a layer, [rows, heads, pads and tokens, dim]."""
-    found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
+    pairs = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
-    some = next(parts for parts in found if parts)[0]
+    some = next(parts for parts in pairs if parts)[0]
     filled = tuple(states.new_zeros(len(rows), states.shape[1], columns, states.shape[3]) for states in some)
-    for row, (pad, runs, parts) in enumerate(zip(pads, rows, found, strict=True)):
+    for row, (pad, runs, parts) in enumerate(zip(pads, rows, pairs, strict=True)):
         for run, part in zip(runs, parts, strict=True):
             for into, tokens in zip(filled, part, strict=True):
                 into[row : row + 1, :, pad + run.start : pad + run.end].copy_(tokens)

@@ -304,11 +304,11 @@ class StatePages:
 
     def _views(self) -> list[torch.Tensor]:
         flat = from_dlpack(self._range.tensor(0, (self._range.nbytes,), (1,), *_UINT8))
-        found = []
+        views = []
         for start, dtype, shape in self._places:
             nbytes = shape.numel() * dtype.itemsize
-            found.append(flat.narrow(0, start, nbytes).view(dtype).view(shape))
-        return found
+            views.append(flat.narrow(0, start, nbytes).view(dtype).view(shape))
+        return views
 
 
 class States:

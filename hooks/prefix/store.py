@@ -50,9 +50,9 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         limit = "" if self.limit is None else f" of {format_size(self.limit)}"
-        found = f"{self.counts.hit_rate:.0%} of the tokens of {self.counts.requests:,} requests were found"
+        hits = f"{self.counts.hit_rate:.0%} of the tokens of {self.counts.requests:,} requests were found"
         held = f"{self.tokens:,} tokens in {format_size(self.nbytes)}{limit}"
-        return f"<prefixes of {self.contents.name}: {held}; {found}>"
+        return f"<prefixes of {self.contents.name}: {held}; {hits}>"
 
     def __dir__(self) -> list[str]:
         return [*_PUBLIC]
@@ -222,24 +222,24 @@ class PromptFiller:
         contents = self._contents
         with contents.change() as index:
             self._count_request(rows, now)
-            found = [index.blocks.find(row[:-1], now.settings) for row in rows]
-            known = [_keys(runs, index.blocks.block) for runs in found]
-            sources = contents.begin_reading(lookup, (run for runs in found for run in runs))
+            stored = [index.blocks.find(row[:-1], now.settings) for row in rows]
+            known = [_keys(runs, index.blocks.block) for runs in stored]
+            sources = contents.begin_reading(lookup, (run for runs in stored for run in runs))
         try:
-            more = self._with_files(rows, found, known, now)
+            more = self._with_files(rows, stored, known, now)
             alone = movable and len(rows) == 1 and not pads[0] and more is None
-            columns = self._move(lookup, layers, found[0], rows[0], now) if alone else 0
-            lookup.columns = self._thread.reused = columns or self._copy(layers, more or found, pads)
+            columns = self._move(lookup, layers, stored[0], rows[0], now) if alone else 0
+            lookup.columns = self._thread.reused = columns or self._copy(layers, more or stored, pads)
         finally:
             contents.end_reading(lookup, sources)
 
-    def count_batched(self, row: Sequence[int], now: Identity, found: int) -> int:
-        """Counts a batched request with this prompt, `found` tokens of which are in its blocks, and returns how many
+    def count_batched(self, row: Sequence[int], now: Identity, cached: int) -> int:
+        """Counts a batched request with this prompt, `cached` tokens of which are in its blocks, and returns how many
         are stored, without the last one. DriverError."""
         with self._contents.change() as index:
             self._count_request((row,), now)
             runs = index.blocks.find(row[:-1], now.settings, peek=True)
-            if runs and runs[-1].end > found:
+            if runs and runs[-1].end > cached:
                 index.blocks.find(row[:-1], now.settings)  # a use
         return runs[-1].end if runs else 0
 
@@ -278,7 +278,7 @@ class PromptFiller:
     def _with_files(
         self,
         rows: Sequence[Sequence[int]],
-        found: Sequence[list[TokenRun]],
+        stored: Sequence[list[TokenRun]],
         known: Sequence[list[bytes]],
         now: Identity,
     ) -> list[list[TokenRun]] | None:
@@ -286,7 +286,7 @@ class PromptFiller:
         keys of the first blocks of each prompt."""
         saver, block = self._contents.saver, self._contents.index.blocks.block
         extended, more = [], False
-        for row, runs, there in zip(rows, found, known, strict=True):
+        for row, runs, there in zip(rows, stored, known, strict=True):
             count, full = (runs[-1].end if runs else 0) // block, len(row[:-1]) // block
             files: list[TokenRun] = []
             if saver is not None and count < full:
@@ -354,13 +354,15 @@ class PromptFiller:
                 layers[number] = layer
         return len(sequence.ids)
 
-    def _copy(self, layers: Sequence[Any], found: Sequence[list[TokenRun]], pads: Sequence[int], least: int = 1) -> int:
+    def _copy(
+        self, layers: Sequence[Any], stored: Sequence[list[TokenRun]], pads: Sequence[int], least: int = 1
+    ) -> int:
         """Copies the runs into the layers. Returns the number of filled columns: at least `least`, or 0."""
         contents = self._contents
         while True:
-            ends = [runs[-1].end if runs else 0 for runs in found]
+            ends = [runs[-1].end if runs else 0 for runs in stored]
             columns = min(pad + end for pad, end in zip(pads, ends, strict=True))
-            rows = [up_to(runs, columns - pad) for pad, runs in zip(pads, found, strict=True)]
+            rows = [up_to(runs, columns - pad) for pad, runs in zip(pads, stored, strict=True)]
             used = [run for runs in rows for run in runs]
             if columns < least or not used:
                 return 0
@@ -368,9 +370,9 @@ class PromptFiller:
                 away = [(run.source.away, run.source.near) for run in used]
                 copy_in(layers, rows, pads)
             except Gone as gone:
-                found = [_before(runs, gone.source) for runs in found]
+                stored = [_before(runs, gone.source) for runs in stored]
             except torch.OutOfMemoryError:
-                found = [[] for _ in found]
+                stored = [[] for _ in stored]
             else:
                 contents.counts.copies += 1
                 for run, parts in zip(used, away, strict=True):

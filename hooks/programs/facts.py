@@ -48,21 +48,21 @@ def gather(
     model = _loaded(name)
     managed, device = manage(model), devices.require()
     streamed = managed.report().streamed
-    found = load_or_measure(model, pace_of(managed), device, grid, force=force)
-    record, page = found.record, device.page_size
+    profile = load_or_measure(model, pace_of(managed), device, grid, force=force)
+    record, page = profile.record, device.page_size
     slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
     pages, timed = layer_pages(model, page), {"prefill": "prefill", "decode": record.decoding}
     return {
         "model": type(model).__name__,
         "key": dict(record.key),
-        "file": str(found.path),
-        "reused": found.reused,
+        "file": str(profile.path),
+        "reused": profile.reused,
         "bandwidth": record.bandwidth,
         "page_size": page,
         "layers": list(pages),
         "streamed": list(streamed),
         "points": list(_points(record, pages, page)),
-        "left": [{"batch": batch, "length": length, "why": why} for (batch, length), why in found.left.items()],
+        "left": [{"batch": batch, "length": length, "why": why} for (batch, length), why in profile.left.items()],
         "slos": [
             {
                 "phase": phase,
@@ -114,8 +114,8 @@ def layer_pages(model: nn.Module, page_size: int) -> tuple[int, ...]:
     """Pages of each decoder layer."""
     sizes = []
     for layer in decoder_layers(model):
-        found = {id(tensor): tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers())}
-        sizes.append(-(-sum(found.values()) // page_size))
+        nbytes = {id(tensor): tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers())}
+        sizes.append(-(-sum(nbytes.values()) // page_size))
     return tuple(sizes)
 
 
@@ -144,12 +144,12 @@ def _table_1(slo: Facts, layers: int) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    found = {(batch, length): interval for batch, length, interval in slo["intervals"]}
-    lengths = sorted({length for _, length in found})
+    cells = {(batch, length): interval for batch, length, interval in slo["intervals"]}
+    lengths = sorted({length for _, length in cells})
     for column in ("batch", *(f"{length:,}" for length in lengths)):
         table.add_column(column, justify="right")
-    for batch in sorted({batch for batch, _ in found}):
-        row = (_cell(found.get((batch, length)), (batch, length) in found, layers) for length in lengths)
+    for batch in sorted({batch for batch, _ in cells}):
+        row = (_cell(cells.get((batch, length)), (batch, length) in cells, layers) for length in lengths)
         table.add_row(f"{batch}", *row)
     return table
 

@@ -162,10 +162,10 @@ class _Left:
     def may_fit(self, model: nn.Module) -> bool:
         """Are more pages unused, or is the model on another device? Costs next to nothing before the next check is
         due."""
-        found = devices.current()
+        runtime = devices.current()
         if _place(model) != self._place:
             return True
-        if found is None or (found.device.budget == self._budget and self._clock() < self._next):
+        if runtime is None or (runtime.device.budget == self._budget and self._clock() < self._next):
             return False
         self._next = self._clock() + self.pause
         budget, unused = _room()
@@ -179,10 +179,10 @@ def _place(model: nn.Module) -> torch.device | None:
 
 def _room() -> tuple[int, int]:
     """Returns (the budget in bytes, its unused pages)."""
-    found = devices.current()
-    if found is None:
+    runtime = devices.current()
+    if runtime is None:
         return 0, 0
-    device = found.device
+    device = runtime.device
     now = device.snapshot()
     used = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
     return device.budget, device.budget // device.page_size - used + now["heap"]["cached"] // device.page_size

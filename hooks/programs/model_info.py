@@ -147,19 +147,20 @@ def _weights(model_class: type, config: Any, itemsize: int, page: int) -> Facts:
     seen: set[int] = set()
 
     def nbytes(module: nn.Module) -> int:
-        found = {
+        tensors = {
             id(parameter): parameter
             for parameter in (*module.parameters(), *module.buffers())
             if id(parameter) not in seen
         }
-        seen.update(found)
+        seen.update(tensors)
         return sum(
-            each.numel() * (itemsize if each.is_floating_point() else each.element_size()) for each in found.values()
+            tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.element_size())
+            for tensor in tensors.values()
         )
 
     layers = [nbytes(layer) for layer in decoder_layers(model)]
     outside = nbytes(model)
-    pages = Fewest().smallest([-(-each // page) for each in layers]) if layers else 0
+    pages = Fewest().smallest([-(-size // page) for size in layers]) if layers else 0
     return {"weights": sum(layers) + outside, "smallest": (-(-outside // page) + pages) * page}
 
 
@@ -168,8 +169,8 @@ def _rows(
 ) -> Iterator[Facts]:
     """Yields a row for each set of layers that are alike."""
     alike: dict[tuple[LayerPlan, Widths | None], list[int]] = {}
-    for index, each in enumerate(zip(layers, widths, strict=True)):
-        alike.setdefault(each, []).append(index)
+    for index, kind in enumerate(zip(layers, widths, strict=True)):
+        alike.setdefault(kind, []).append(index)
     for (layer, width), indices in alike.items():
         row: Facts = {"indices": indices, **asdict(layer)}
         if layer.elastic and width is not None:
@@ -238,10 +239,10 @@ def _numbers(row: Facts) -> tuple[str, str, str, str]:
 
 def dtype_of(config: Any) -> torch.dtype:
     """Returns the dtype of the weights, which is that of keys and values."""
-    found = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
-    if isinstance(found, str):
-        found = getattr(torch, found, None)
-    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
+    dtype = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 
 
 def page_size_of(settings: Config) -> int:

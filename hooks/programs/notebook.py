@@ -28,9 +28,9 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     before, _installed = devices.current(), _installed or devices.current() is None
     install()
     _watching = FirstUse()
-    found = devices.of()
-    device = found.device
-    if _installed and found is before and (asked := Config.from_env().budget) is not None:
+    runtime = devices.of()
+    device = runtime.device
+    if _installed and runtime is before and (asked := Config.from_env().budget) is not None:
         set_budget(asked)  # the pool was kept open, under the budget of the time before
     place = f"GPU {device.ordinal}" if device.kind == "cuda" else "the CPU (host stand-in)"
     print(

@@ -149,17 +149,17 @@ class Application:
             return refusal(403, why)
         if request.method == "POST":
             try:
-                found = body.read(await request.body())
-                if found.get("model") is None:
+                content = body.read(await request.body())
+                if content.get("model") is None:
                     return refusal(400, f"the request names no model: {', '.join(self._models.served)}")
-                self._models.check(str(found["model"]))
-                body.check(request.url.path, found)
+                self._models.check(str(content["model"]))
+                body.check(request.url.path, content)
             except body.BadBody as error:
                 return refusal(400, str(error))
             except HTTPException as error:
                 return refusal(error.status_code, str(error.detail))
-            asked_seed.set(found.get("seed"))
-            length.is_open.set(body.is_open(found))
+            asked_seed.set(content.get("seed"))
+            length.is_open.set(body.is_open(content))
         try:
             given = [request.headers.get(name) for name in SLOS]
             ttft, tpot = (parse_time(text, name) if text else None for text, name in zip(given, SLOS, strict=True))

@@ -57,32 +57,32 @@ def _read(path: Path, limit: int | None, rate: float, scale: float) -> list[Reco
         if kind is None:
             raise TraceError(str(path), 1, f"no trace of requests begins with {first[:80]!r}")
         draw = random.Random(0)
-        found: list[RecordedArrival] = []
+        arrivals: list[RecordedArrival] = []
         at = 0.0
         try:
-            for each in islice(kind(file), limit):
-                if each.at < 0:
+            for arrival in islice(kind(file), limit):
+                if arrival.at < 0:
                     at += draw.expovariate(rate)
-                    each = replace(each, at=at)
-                found.append(each)
+                    arrival = replace(arrival, at=at)
+                arrivals.append(arrival)
         except UnicodeDecodeError:
             raise
         except (KeyError, ValueError, TypeError) as error:
-            raise TraceError(str(path), 0, f"request {len(found) + 1} cannot be read: {error!r}") from error
-    if not found:
+            raise TraceError(str(path), 0, f"request {len(arrivals) + 1} cannot be read: {error!r}") from error
+    if not arrivals:
         raise TraceError(str(path), 0, "there are no requests")
-    found.sort(key=lambda each: each.at)
-    start = found[0].at
-    return [replace(each, at=(each.at - start) / scale) for each in found]
+    arrivals.sort(key=lambda it: it.at)
+    start = arrivals[0].at
+    return [replace(request, at=(request.at - start) / scale) for request in arrivals]
 
 
 def lengthened(arrivals: Sequence[RecordedArrival], lengths: float) -> list[RecordedArrival]:
     """Returns the requests with `lengths` times as many tokens each, at least one; cuts blocks where the prompt
     ends."""
     made = []
-    for each in arrivals:
-        prompt, new = max(1, round(each.prompt * lengths)), max(1, round(each.new * lengths))
-        made.append(replace(each, prompt=prompt, new=new))
+    for arrival in arrivals:
+        prompt, new = max(1, round(arrival.prompt * lengths)), max(1, round(arrival.new * lengths))
+        made.append(replace(arrival, prompt=prompt, new=new))
     return made
 
 

@@ -71,22 +71,22 @@ def _check_items(field: str, items: list[Any], *, roles: bool) -> None:
     """Checks a list of items. `roles`: are they messages, or items of a response, and not the parts of a message?"""
     if not roles:
         return _check_parts(field, items)
-    for number, each in enumerate(items):
-        place, kind = f"{field}[{number}]", each.get("type")
-        if "role" in each:
-            if not _is_text(each["role"]):
-                raise BadBody(f"{place}.role is {_shown(each['role'])}: give user, assistant, system or tool")
-            _check_content(f"{place}.content", each.get("content"))
-            _check_calls(f"{place}.tool_calls", each.get("tool_calls", []))
+    for number, item in enumerate(items):
+        place, kind = f"{field}[{number}]", item.get("type")
+        if "role" in item:
+            if not _is_text(item["role"]):
+                raise BadBody(f"{place}.role is {_shown(item['role'])}: give user, assistant, system or tool")
+            _check_content(f"{place}.content", item.get("content"))
+            _check_calls(f"{place}.tool_calls", item.get("tool_calls", []))
         elif field == "messages":
             raise BadBody(f"{place} has no role: give user, assistant, system or tool")
         elif kind == "reasoning":
-            _check_content(f"{place}.content", each.get("content"))
+            _check_content(f"{place}.content", item.get("content"))
         elif kind == "function_call":
-            _check_texts(place, each, "call_id", "name", "arguments")
-            _check_arguments(place, each["arguments"])
+            _check_texts(place, item, "call_id", "name", "arguments")
+            _check_arguments(place, item["arguments"])
         elif kind == "function_call_output":
-            _check_texts(place, each, "call_id", "output")
+            _check_texts(place, item, "call_id", "output")
     return None
 
 
@@ -99,18 +99,18 @@ def _check_content(place: str, content: Any) -> None:
 
 
 def _check_parts(place: str, parts: list[Any]) -> None:
-    for number, each in enumerate(parts):
-        if not _is_text(each.get("type")):
+    for number, part in enumerate(parts):
+        if not _is_text(part.get("type")):
             raise BadBody(f"{place}[{number}] has no type: give one such as text")
-        if each["type"] in TEXTS:
-            _check_texts(f"{place}[{number}]", each, "text")
+        if part["type"] in TEXTS:
+            _check_texts(f"{place}[{number}]", part, "text")
 
 
 def _check_calls(place: str, calls: Any) -> None:
     if not _is_list(calls):
         raise BadBody(f"{place} is {_shown(calls)}: give a list of objects")
-    for number, each in enumerate(calls):
-        function = each.get("function") or each
+    for number, call in enumerate(calls):
+        function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
             where = f"{place}[{number}].function"
             _check_texts(where, function if isinstance(function, dict) else {}, "arguments")
@@ -134,9 +134,9 @@ def _is_deep(body: dict[str, Any], most: int) -> bool:
     level: list[Any] = [body]
     for _ in range(most):
         level = [
-            each
-            for each in chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
-            if isinstance(each, dict | list)
+            inner
+            for inner in chain.from_iterable(value.values() if isinstance(value, dict) else value for value in level)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return False
@@ -161,7 +161,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_list(value: Any) -> bool:
     """Is it a list of objects?"""
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -173,7 +173,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_biases(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.isdecimal() and _is_number(each) for key, each in value.items())
+    return isinstance(value, dict) and all(key.isdecimal() and _is_number(bias) for key, bias in value.items())
 
 
 def _shown(value: Any) -> str:

@@ -16,13 +16,13 @@ class _Told(BaseHandler):
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
         """Reads the settings of a body. HTTPException where they are invalid."""
         try:
-            found: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
+            settings: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise HTTPException(400, f"the settings of the request cannot be used: {error}") from None
-        new = found.max_new_tokens
+        new = settings.max_new_tokens
         if new is not None and (not isinstance(new, int) or new < 1):
             raise HTTPException(400, f"max_new_tokens is {new!r}: give a whole number from 1 on")
-        return found
+        return settings
 
 
 class _Templated(_Told):

@@ -74,7 +74,7 @@ async def replay(
     async def ask(number: int, arrival: RecordedArrival) -> Answered:
         nonlocal done
         await asyncio.sleep(max(0.0, arrival.at - now()))
-        found, whole = Answered(now()), False
+        answered, whole = Answered(now()), False
         try:
             stream = await client.completions.create(
                 model=model,
@@ -84,19 +84,19 @@ async def replay(
             )
             async for chunk in stream:
                 if chunk.usage is not None:
-                    found.tokens = chunk.usage.completion_tokens
+                    answered.tokens = chunk.usage.completion_tokens
                 if chunk.choices and chunk.choices[0].text:
-                    found.times.append(now())
+                    answered.times.append(now())
                 whole |= bool(chunk.choices and chunk.choices[0].finish_reason)
             if not whole:  # a server that shuts down may close its connections properly
-                found.error = f"the answer ended after {len(found.times)} pieces, before its end"
+                answered.error = f"the answer ended after {len(answered.times)} pieces, before its end"
         except Exception as error:  # any error of one request is counted, and the others go on
-            found.error = f"{type(error).__name__}: {error}"
-            found.refused = 400 <= getattr(error, "status_code", 0) < 500
-        found.tokens, found.ended = found.tokens or len(found.times), now()
+            answered.error = f"{type(error).__name__}: {error}"
+            answered.refused = 400 <= getattr(error, "status_code", 0) < 500
+        answered.tokens, answered.ended = answered.tokens or len(answered.times), now()
         done += 1
         note(done)
-        return found
+        return answered
 
     return await asyncio.gather(*(ask(number, arrival) for number, arrival in enumerate(arrivals)))
 
@@ -104,19 +104,19 @@ async def replay(
 def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
     """Summarizes all requests; times in seconds, None where no request was answered. `failed`: requests without an
     answer; `refused`: those of them that the server refused; `goodput`: requests per second that kept the SLOs."""
-    good = [each for each in answers if not each.error]
-    seconds = max((each.ended for each in good), default=0.0)
-    starts, gaps = [each.ttft for each in good], [gap for each in good for gap in each.gaps]
+    good = [answer for answer in answers if not answer.error]
+    seconds = max((answer.ended for answer in good), default=0.0)
+    starts, gaps = [answer.ttft for answer in good], [gap for answer in good for gap in answer.gaps]
     kept = sum(
-        (ttft_slo is None or each.ttft <= ttft_slo)
-        and (tpot_slo is None or not each.gaps or sum(each.gaps) / len(each.gaps) <= tpot_slo)
-        for each in good
+        (ttft_slo is None or answer.ttft <= ttft_slo)
+        and (tpot_slo is None or not answer.gaps or sum(answer.gaps) / len(answer.gaps) <= tpot_slo)
+        for answer in good
     )
-    tokens = sum(each.tokens for each in good)
+    tokens = sum(answer.tokens for answer in good)
     return {
         "requests": len(answers),
         "failed": len(answers) - len(good),
-        "refused": sum(each.refused for each in answers),
+        "refused": sum(answer.refused for answer in answers),
         "tokens": tokens,
         "seconds": round(seconds, 6),
         "ttft_p50": quantile(starts, 0.5),

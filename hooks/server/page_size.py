@@ -45,5 +45,5 @@ def _ranges(name: str) -> list[int]:
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-    layers = [sum(each.nbytes for each in layer.parameters()) for layer in decoder_layers(model)]
-    return [*layers, sum(each.nbytes for each in model.parameters()) - sum(layers)]
+    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in decoder_layers(model)]
+    return [*layers, sum(weight.nbytes for weight in model.parameters()) - sum(layers)]

@@ -79,7 +79,7 @@ class Loop(CBGenerateManager):
         self._admit(request_id, model, inputs, gen_config)
         self._reasons[request_id] = None
         try:
-            found: tuple[str, int, list[int]] = await super().generate_non_streaming(
+            answer: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
             )
         except RuntimeError:  # it has ended, or never begun: a cancellation would be of the next one of its name
@@ -97,7 +97,7 @@ class Loop(CBGenerateManager):
             self._leave(request_id)
             raise
         self._reasons.pop(request_id, None)
-        return found
+        return answer
 
     def tell(self) -> None:
         """Ends the loop after its step, without waiting; its requests fail with an error."""

@@ -73,7 +73,7 @@ class Arrangement:
         slot_pages = plan.slot_pages
         if self.dropped:
             dropped = [StreamedLayer(layer, len(slot_pages), weights.parts(layer)) for layer in self.dropped]
-            slot_pages = *slot_pages, max(each.pages for each in dropped)
+            slot_pages = *slot_pages, max(streamed.pages for streamed in dropped)
             layers += dropped
         same = [layer for layer in ring.own.layers if (its := ring.layer(layer)) and its.parts == weights.parts(layer)]
         coming = sorted(set(weights.on_host()).difference(plan.streamed, self.dropped, same))
@@ -111,7 +111,7 @@ class Arrangement:
             if self._weights.ring.layer(layer) is not None:
                 self._weights.ring.adopt(layer, filled)
             self._weights.backings.set_aside(self._weights.of([layer]))
-            self.dropped = tuple(each for each in self.dropped if each != layer)
+            self.dropped = tuple(other for other in self.dropped if other != layer)
         finally:
             self._bind()
         self._arrange_away(max(1, len(self.plan.slot_pages)))  # gives up their slot with the last of them
@@ -160,8 +160,8 @@ class Arrangement:
         self._passes.close()
         try:
             for layer in layers:
-                each = self._weights.ring.layer(layer)
-                parts = () if each is None else each.parts
+                streamed = self._weights.ring.layer(layer)
+                parts = () if streamed is None else streamed.parts
                 copied = sum(part.count for part in parts if part.backing.file is None)
                 self._weights.ring.make_resident(layer)
                 tell(copied)
@@ -183,19 +183,19 @@ class Arrangement:
         """Makes the calls of layers that are on the host read slots."""
         self._passes.close()  # the modules are looked at below, which must not be noticed
         ring = self._weights.ring
-        found = [each for layer in (*ring.streamed, *ring.own.layers) if (each := ring.layer(layer)) is not None]
-        streamed = found[: len(ring.streamed)]
-        planned = [each for each in streamed if each.layer not in self.dropped]
-        self._plan_of(tuple(each.layer for each in planned), tuple(each.slot for each in planned))
+        layers = [on_host for layer in (*ring.streamed, *ring.own.layers) if (on_host := ring.layer(layer)) is not None]
+        streamed = layers[: len(ring.streamed)]
+        planned = [its for its in streamed if its.layer not in self.dropped]
+        self._plan_of(tuple(its.layer for its in planned), tuple(its.slot for its in planned))
         model = self._model()
         modules = () if model is None else decoder_layers(model)
         bound = {}
-        for each in found:
-            if each.layer < len(modules):
-                module = modules[each.layer]
-                lying = moving.tenants_of(self._weights.ranges.get(each.layer, ()), members(module, ()))
+        for streamed_layer in layers:
+            if streamed_layer.layer < len(modules):
+                module = modules[streamed_layer.layer]
+                lying = moving.tenants_of(self._weights.ranges.get(streamed_layer.layer, ()), members(module, ()))
                 tensors = frozenset(id(member.tensor) for member, _ in lying)
-                bound[each.layer] = Layer(module, tensors, each.parts)
+                bound[streamed_layer.layer] = Layer(module, tensors, streamed_layer.parts)
         self._passes.bind(bound, self._weights.device.page_size)
         for layer in range(len(modules)):
             self.tell(layer, layer in bound)

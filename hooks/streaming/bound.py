@@ -81,7 +81,7 @@ class Bound:
         for module in layer.modules():
             for kind in _KINDS:
                 plain = module.__dict__[kind]
-                names = tuple(name for name, each in plain.items() if each is not None and _within(each, wanted))
+                names = tuple(name for name, tensor in plain.items() if tensor is not None and _within(tensor, wanted))
                 if names:
                     self._modules.append((weakref.ref(module), kind, names))
                     module.__dict__[kind] = Shown(plain, self)
@@ -92,10 +92,10 @@ class Bound:
         self.show(None, None)
         for reference, kind, _ in self._modules:
             module = reference()
-            found = module and module.__dict__.get(kind)
-            if isinstance(found, Shown) and found.bound is self:
+            shown = module and module.__dict__.get(kind)
+            if isinstance(shown, Shown) and shown.bound is self:
                 assert module is not None
-                module.__dict__[kind] = found.plain()
+                module.__dict__[kind] = shown.plain()
         self._modules.clear()
 
     def show(self, flat: torch.Tensor | None, spot: Spot | None) -> None:
@@ -106,11 +106,11 @@ class Bound:
         if flat is None or spot is None or held is None:
             return
         leaves: list[torch.Tensor] = []
-        makers = [_maker(each, flat, spot, leaves) for each in held]
-        found = tuple(maker for maker in makers if maker is not None)
-        if len(found) < len(makers):
+        makers = [_maker(tensor, flat, spot, leaves) for tensor in held]
+        present = tuple(maker for maker in makers if maker is not None)
+        if len(present) < len(makers):
             return
-        self._makers = found
+        self._makers = present
         self._leaves = leaves if not any(map(_inference, leaves)) else []
         self._layouts = _layouts(self._flat(held) if self.wraps else held)
         self._storage = flat.untyped_storage()
@@ -185,7 +185,7 @@ class Bound:
 
     def _held(self) -> list[Any] | None:
         """The tensors as they are now; None where one is gone."""
-        found = []
+        tensors = []
         for reference, kind, names in self._modules:
             module = reference()
             if module is None:
@@ -195,8 +195,8 @@ class Bound:
                 tensor = dict.get(plain, name)
                 if tensor is None:
                     return None
-                found.append(tensor)
-        return found
+                tensors.append(tensor)
+        return tensors
 
     def _count(self) -> int:
         """Counts references to the slot's memory. A method of its own: a variable of the caller would be one."""
@@ -228,7 +228,7 @@ class Shown(dict[str, Any]):
             return None
         bound = self.bound
         call = bound.call
-        if call and (found := bound.now.get(id(held))) is not None:
+        if call and (entry := bound.now.get(id(held))) is not None:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and not (frame.f_code is CALL and id(frame) == call):  # inlined `Bound.active`
                 frame = frame.f_back
@@ -236,7 +236,7 @@ class Shown(dict[str, Any]):
             if mine and not torch.is_grad_enabled():
                 view = bound.given.get(id(held))
                 if view is None:
-                    view = bound.given[id(held)] = found[1]()
+                    view = bound.given[id(held)] = entry[1]()
                     if not (bound.wraps and _wraps(held)):
                         view.__dict__ = held.__dict__  # what is noted at one is noted at the other
                 return view
@@ -323,8 +323,8 @@ def _maker(tensor: Any, flat: torch.Tensor, spot: Spot, leaves: list[torch.Tenso
     if _wraps(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
-        tensors = {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
-        makers = {name: _maker(each, flat, spot, leaves) for name, each in tensors.items()}
+        tensors = {name: value for name, value in inner.items() if isinstance(value, torch.Tensor)}
+        makers = {name: _maker(value, flat, spot, leaves) for name, value in tensors.items()}
         return partial(_wrapper, tensor, context, inner, {name: maker for name, maker in makers.items() if maker})
     offset = spot(tensor.data_ptr())
     if offset is None:

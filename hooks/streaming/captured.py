@@ -127,7 +127,7 @@ class Captured:
 
     def _layers(self) -> frozenset[int]:
         ids = graphs.layers_of(self)
-        return frozenset(layer for layer, each in enumerate(self._arrangement.order) if each in ids)
+        return frozenset(layer for layer, key in enumerate(self._arrangement.order) if key in ids)
 
 
 class _Thread(threading.local):

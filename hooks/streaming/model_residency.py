@@ -229,7 +229,7 @@ class ModelResidency:
             self.plan,
             weights.device.page_size,
             bandwidth=self._governor.link.bandwidth,
-            resident={phase: self.timings.typical(found.point) for phase, found in last.items() if found.point},
+            resident={phase: self.timings.typical(timing.point) for phase, timing in last.items() if timing.point},
             last=last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
             link_bytes=weights.ring.copied,

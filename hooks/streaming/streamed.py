@@ -252,14 +252,14 @@ class Streaming:
 
     def _kept(self) -> bool:
         """Does somebody keep a view that has outlived its call, of whatever layer? Then it may be written to."""
-        self._outlived = [each for each in self._outlived if not each.expired()]
+        self._outlived = [view for view in self._outlived if not view.expired()]
         return bool(self._outlived)
 
     def _give_away(self, layer: int) -> None:
         """Leaves the slot's addresses to views that outlive their call: see bound.py, Note [Views that outlive their
         call]."""
         shared = self._ring.slot(layer)
-        others = [] if shared is None else [each for each in self.bound if self._ring.slot(each) is shared]
+        others = [] if shared is None else [number for number in self.bound if self._ring.slot(number) is shared]
         if layer in self._hidden:
             self.reveal(layer)
         self._outlived += self.bound[layer].memory()

@@ -39,9 +39,9 @@ class EngineCache:
         """`blocks`: their number; `nbytes`: of one; `parts`: where their bytes lie, see SectorPages; `model`: its name;
         `share`: the budget that it shares with other processes, as `manage(shared_budget=)`. Starts a device, unless
         there is one. BallonetError, torch.OutOfMemoryError."""
-        found = devices.current()
-        self._started = None if found is not None else devices.start(settings, torch.cuda.is_available())
-        self._device = (found or self._started).device  # type: ignore[union-attr]
+        runtime = devices.current()
+        self._started = None if runtime is not None else devices.start(settings, torch.cuda.is_available())
+        self._device = (runtime or self._started).device  # type: ignore[union-attr]
         if self._started is not None and settings.control:
             install.listen()
         if share is not None:
@@ -54,8 +54,8 @@ class EngineCache:
         self._lease = Lease()
         self._open: set[int] = set()
         self.tensor = from_dlpack(self._pages.window()).view(torch.int8)  # [blocks x nbytes]
-        for each in range(RESERVED):
-            self._clear(self._pages.pieces(each))
+        for block in range(RESERVED):
+            self._clear(self._pages.pieces(block))
 
     @property
     def limit(self) -> int:
@@ -92,8 +92,8 @@ class EngineCache:
         client = self._pages.client
         if not client.displaced:
             return frozenset()
-        there = set(client.away(piece for each in self._open for piece in self._pages.pieces(each)))
-        return frozenset(each for each in self._open if not there.isdisjoint(self._pages.pieces(each)))
+        there = set(client.away(piece for block in self._open for piece in self._pages.pieces(block)))
+        return frozenset(block for block in self._open if not there.isdisjoint(self._pages.pieces(block)))
 
     def close(self, blocks: Iterable[int]) -> None:
         """Frees the pages of these blocks, which are not used any more, once the device is done with them."""
@@ -104,7 +104,7 @@ class EngineCache:
     def begin(self) -> None:
         """Begins a step: until `end` no page of the cache is moved. DriverError."""
         client = self._pages.client
-        client.begins({piece for each in (*range(RESERVED), *self._open) for piece in self._pages.pieces(each)})
+        client.begins({piece for block in (*range(RESERVED), *self._open) for piece in self._pages.pieces(block)})
         self._lease.enter(self._group)
         client.uses()
 

@@ -228,13 +228,13 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def _parts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     """Returns where the bytes of a block lie in the cache, as (offset, stride, bytes): one part where blocks are the
     outermost dimension, else one for each layer. Groups of layers that share memory are counted once."""
-    found: set[tuple[int, int, int]] = set()
+    parts: set[tuple[int, int, int]] = set()
     for tensor in tensors:
         layers = range(len(tensor.layers))
         if tensor.block_stride >= tensor.layer_stride * len(layers):
-            found.add((0, tensor.block_stride, tensor.block_stride))
+            parts.add((0, tensor.block_stride, tensor.block_stride))
         else:
-            found.update(
+            parts.update(
                 (tensor.offset + n * tensor.layer_stride, tensor.block_stride, tensor.block_stride) for n in layers
             )
-    return sorted(found)
+    return sorted(parts)

@@ -63,14 +63,14 @@ class BlockGate:
 
     def answered(self, number: int, blocks: Collection[int]) -> None:
         """Opens the blocks of the request of that number that have pages now: the scheduler may hand them out."""
-        found = [self._closed.pop(each) for each in self._asked.pop(number, ()) if each in blocks]
-        self._pool.free_block_queue.prepend_n(found)
-        self._pool.num_gpu_blocks += len(found)
+        opened = [self._closed.pop(block) for block in self._asked.pop(number, ()) if block in blocks]
+        self._pool.free_block_queue.prepend_n(opened)
+        self._pool.num_gpu_blocks += len(opened)
 
     def gives(self, first: int, cached: bool) -> bool:
         """Would `close` close any block of an idle engine?"""
         free = self._pool.free_block_queue.get_all_free_blocks()
-        return any(each.block_id >= first and (cached or each.block_hash is None) for each in free)
+        return any(block.block_id >= first and (cached or block.block_hash is None) for block in free)
 
     def close(
         self, need: int, limit: int, first: int, cached: bool, away: Collection[int] = frozenset()
@@ -79,17 +79,17 @@ class BlockGate:
         no prefix first, the highest number first; those that hold one only where `cached`, or the limit demands it; and
         all that are `away`, on the host, as no request is to begin there. Blocks below `first` stay open."""
         free = [block for block in self._pool.free_block_queue.get_all_free_blocks() if block.block_id >= first]
-        empty = sorted((each for each in free if each.block_hash is None), key=lambda each: -each.block_id)
-        kept = [each for each in free if each.block_hash is not None]  # the least recently used first
+        empty = sorted((block for block in free if block.block_hash is None), key=lambda it: -it.block_id)
+        kept = [block for block in free if block.block_hash is not None]  # the least recently used first
         over = max(0, self.open - limit)
         spare = max(over, self._pool.get_num_free_blocks() - need)
         chosen = empty[:spare]
         chosen += kept[: spare - len(chosen) if cached else max(0, over - len(chosen))]
         if away:
-            left = {each.block_id for each in chosen}
-            chosen += [each for each in free if each.block_id in away and each.block_id not in left]
+            left = {block.block_id for block in chosen}
+            chosen += [block for block in free if block.block_id in away and block.block_id not in left]
         self._close(chosen)
-        return tuple(each.block_id for each in chosen)
+        return tuple(block.block_id for block in chosen)
 
     def _close(self, blocks: list[Any]) -> None:
         self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})

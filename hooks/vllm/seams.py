@@ -29,7 +29,7 @@ _NAMES: Final = {  # by module
 def check() -> None:
     """Raises UnsupportedVersion with the missing names, ImportError without vLLM."""
     version = importlib.import_module("vllm").__version__
-    if missing := [each for module, names in _NAMES.items() for each in _missing(module, names)]:
+    if missing := [name for module, names in _NAMES.items() for name in _missing(module, names)]:
         raise UnsupportedVersion(
             f"vLLM {version} lacks {'; '.join(missing)}, which the connector stands on: use vLLM 0.32, or serve with "
             "`python -m ballonet serve`"
@@ -38,14 +38,14 @@ def check() -> None:
 
 def _missing(module: str, names: tuple[str, ...]) -> Iterator[str]:
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
             raise  # another package is missing, for any version
         yield module
         return
     for name in names:
-        there: Any = found
+        there: Any = imported
         for part in name.split("."):
             there = getattr(there, part, None)
         if there is None:

@@ -106,9 +106,9 @@ def _typed(now: Dialog, key: str) -> Dialog:
 
 def keys_of(data: str) -> list[str]:
     """Splits a terminal's input into keys."""
-    found = list[str]()
+    keys = list[str]()
     while data:
         length = next((size for size in (3, 1) if data[:size] in _SEQUENCES and len(data) >= size), 1)
         part, data = data[:length], data[length:]
-        found.append(_SEQUENCES.get(part) or _SINGLE.get(part, part))
-    return found
+        keys.append(_SEQUENCES.get(part) or _SINGLE.get(part, part))
+    return keys

@@ -72,12 +72,12 @@ def prefix_facts(store: PrefixStore) -> dict[str, Any]:
 
 def with_names(models: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Makes names and paths of models unique: "llama", "llama (2)"."""
-    found = list[dict[str, Any]]()
+    named = list[dict[str, Any]]()
     for model in models:
         for key in ("name", "path"):
             first, number = model[key], 1
-            while any(model[key] == other[key] for other in found):
+            while any(model[key] == other[key] for other in named):
                 number += 1
                 model[key] = f"{first} ({number})"
-        found.append(model)
-    return found
+        named.append(model)
+    return named

@@ -58,13 +58,13 @@ class Watched:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Renders the widget, or a table of this moment, for a notebook."""
         if self._widget is not None:
-            found: dict[str, Any] = self._widget._repr_mimebundle_()
-            return found
+            bundle: dict[str, Any] = self._widget._repr_mimebundle_()
+            return bundle
         self._processes.look()
         return {"text/html": self._html(), "text/plain": str(self)}
 
     def __str__(self) -> str:
-        return "\n".join(line for each in self._processes.seen for line in lines_of(each)) or NOBODY
+        return "\n".join(line for seen in self._processes.seen for line in lines_of(seen)) or NOBODY
 
 
 def watch(pid: int | None = None, every: float = DEFAULT.watching.period) -> Watched:

@@ -79,11 +79,11 @@ class WatchedProcesses:
         """Looks at each process. NoSuchProcess, NotPermitted, NotReachable, ControlRefused where `pid` cannot be looked
         at the first time; later it has `trouble`, or is `ended`. Without a `pid`, processes that never answered are
         left out."""
-        found = list[SeenProcess]()
+        processes = list[SeenProcess]()
         for pid in self._pids():
-            known = [each for each in self.seen if each.pid == pid]
+            known = [process for process in self.seen if process.pid == pid]
             try:
-                found.extend(self._looked(pid, known))
+                processes.extend(self._looked(pid, known))
             except NoSuchProcess:
                 if self.pid is not None and not known:
                     raise
@@ -92,18 +92,18 @@ class WatchedProcesses:
                 if self.pid is not None and not known:
                     raise
                 why = error.reason if isinstance(error, ControlError) else str(error)
-                found.extend(replace(each, trouble=why) for each in known)
-        self.seen = tuple(found)
+                processes.extend(replace(process, trouble=why) for process in known)
+        self.seen = tuple(processes)
 
     def _looked(self, pid: int, known: Sequence[SeenProcess]) -> list[SeenProcess]:
         """Looks at all devices of a process. `known`: earlier looks. Raises as `_ask`."""
         first = self._ask(pid, known[0].now["cursor"] if known else None)
-        before, looks = {each.number: each for each in known}, [first]
+        before, looks = {process.number: process for process in known}, [first]
         for number in first["devices"]:
             if number != first["device"]["number"]:
-                each = before.get(number)
+                earlier = before.get(number)
                 with suppress(NotInstalled, ControlRefused):  # the device was stopped in between
-                    looks.append(self._ask(pid, None if each is None else each.now["cursor"], number))
+                    looks.append(self._ask(pid, None if earlier is None else earlier.now["cursor"], number))
         return [self._seen(pid, before.get(now["device"]["number"]), now) for now in looks]
 
     def _seen(self, pid: int, before: SeenProcess | None, now: dict[str, Any]) -> SeenProcess:
@@ -138,7 +138,7 @@ def program_of(pid: int, read: Callable[[Path], bytes] = Path.read_bytes) -> str
     for place, word in enumerate(words[1:], 1):
         if word == "-m":
             module, *more = words[place + 1 : place + 3]
-            return " ".join(["-m", module, *(each for each in more if not each.startswith("-"))])
+            return " ".join(["-m", module, *(argument for argument in more if not argument.startswith("-"))])
         if word == "-c":
             return "-c"
         if not word.startswith("-") and words[place - 1] not in ("-W", "-X"):

@@ -96,10 +96,10 @@ def _decisions(now: Look) -> Iterator[Metric]:
     moved = CounterMetricFamily("ballonet_decision_bytes", "Memory that decisions moved.", labels=labels)
     took = CounterMetricFamily("ballonet_decision_seconds", "Time that decisions took.", labels=labels)
     for lever, verbs in now["counts"].items():
-        for verb, each in verbs.items():
-            count.add_metric([lever, verb], each["events"])
-            moved.add_metric([lever, verb], each["pages"] * now["page_size"])
-            took.add_metric([lever, verb], each["seconds"])
+        for verb, decided in verbs.items():
+            count.add_metric([lever, verb], decided["events"])
+            moved.add_metric([lever, verb], decided["pages"] * now["page_size"])
+            took.add_metric([lever, verb], decided["seconds"])
     yield from (count, moved, took)
 
 
@@ -108,11 +108,11 @@ def _models(now: Look) -> Iterator[Metric]:
     layers = GaugeMetricFamily("ballonet_layers", "Decoder layers, by model.", labels=["model"])
     streamed = GaugeMetricFamily("ballonet_streamed_layers", "Layers with no pages of their own.", labels=["model"])
     weights = GaugeMetricFamily("ballonet_weights_bytes", "Weights, by model and place.", labels=["model", "place"])
-    for each in now.get("models", ()):
-        layers.add_metric([each["path"]], each["layers"])
-        streamed.add_metric([each["path"]], len(each["streamed"]))
-        weights.add_metric([each["path"], "device"], each["pages"] * page)
-        weights.add_metric([each["path"], "host"], each["host_pages"] * page)
+    for model in now.get("models", ()):
+        layers.add_metric([model["path"]], model["layers"])
+        streamed.add_metric([model["path"]], len(model["streamed"]))
+        weights.add_metric([model["path"], "device"], model["pages"] * page)
+        weights.add_metric([model["path"], "host"], model["host_pages"] * page)
     yield from (layers, streamed, weights)
 
 
@@ -121,13 +121,13 @@ def _prompts(now: Look) -> Iterator[Metric]:
     prompts = CounterMetricFamily("ballonet_prompt_tokens", text, labels=["model", "found"])
     requests = CounterMetricFamily("ballonet_prefix_requests", "Prompts that asked what is kept.", labels=["model"])
     kept = GaugeMetricFamily("ballonet_prefix_bytes", "Pages under what is kept for prompts.", labels=["model"])
-    for each in now.get("models", ()):
-        if (store := each["prefixes"]) is not None:
+    for model in now.get("models", ()):
+        if (store := model["prefixes"]) is not None:
             for place in PLACES:
-                prompts.add_metric([each["path"], place], store["counts"][f"on_{place}"])
-            prompts.add_metric([each["path"], "no"], store["counts"]["prompts"] - store["hits"])
-            requests.add_metric([each["path"]], store["counts"]["requests"])
-            kept.add_metric([each["path"]], store["nbytes"])
+                prompts.add_metric([model["path"], place], store["counts"][f"on_{place}"])
+            prompts.add_metric([model["path"], "no"], store["counts"]["prompts"] - store["hits"])
+            requests.add_metric([model["path"]], store["counts"]["requests"])
+            kept.add_metric([model["path"]], store["nbytes"])
     yield from (prompts, requests, kept)
 
 
@@ -135,12 +135,14 @@ def _latencies(now: Look) -> Iterator[Metric]:
     forwards = HistogramMetricFamily("ballonet_forward_seconds", "Time of forwards.", labels=["model", "phase"])
     ttft = HistogramMetricFamily("ballonet_ttft_seconds", "From arrival to the first token.", labels=["model"])
     tpot = HistogramMetricFamily("ballonet_tpot_seconds", "Time per token after the first.", labels=["model"])
-    for each in now.get("models", ()):
-        for name, found in each["latencies"].items():
+    for model in now.get("models", ()):
+        for name, histogram in model["latencies"].items():
             family = {"ttft": ttft, "tpot": tpot}.get(name, forwards)
-            labels = [each["path"]] if family is not forwards else [each["path"], name]
-            ends = [*map(str, found["bounds"]), "+Inf"]
-            family.add_metric(labels, list(zip(ends, accumulate(found["counts"]), strict=True)), found["seconds"])
+            labels = [model["path"]] if family is not forwards else [model["path"], name]
+            ends = [*map(str, histogram["bounds"]), "+Inf"]
+            family.add_metric(
+                labels, list(zip(ends, accumulate(histogram["counts"]), strict=True)), histogram["seconds"]
+            )
     yield from (forwards, ttft, tpot)
 
 

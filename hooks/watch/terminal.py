@@ -103,7 +103,7 @@ class Top:
 
     def _place(self) -> int:
         """Returns the place of the chosen process in the list; 0 where it has ended."""
-        return next((at for at, each in enumerate(self._processes.seen) if each.key == self._chosen), 0)
+        return next((at for at, process in enumerate(self._processes.seen) if process.key == self._chosen), 0)
 
     def _draw(self, live: Live) -> None:
         drawn = screen(self._processes.seen, self._place(), self._dialog.footer, self._tuning)

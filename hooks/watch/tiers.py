@@ -12,7 +12,7 @@ def kv_tiers(look: Mapping[str, Any]) -> dict[str, int]:
     page = look["page_size"]
     peer = (look["peer_pages"] - look["peer_free"]) * page
     away = look.get("kv", {}).get("displaced", 0) * page
-    stores = [each["prefixes"] for each in look.get("models", ())]
+    stores = [model["prefixes"] for model in look.get("models", ())]
     folders = dict(store["files"] for store in stores if store is not None and store["files"] is not None)
     return {
         "device": look["pages"]["kv"] * page,

@@ -66,14 +66,14 @@ def _list(seen: Sequence[SeenProcess], chosen: int, columns: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("", "pid", "program", "device", "budget", "used"):
         table.add_column(name, no_wrap=True)
-    for place, each in enumerate(seen):
-        now = each.now
+    for place, shown in enumerate(seen):
+        now = shown.now
         used = (sum(now["pages"].values()) - now["pages"]["free"]) * now["page_size"]
         table.add_row(
             ">" if place == chosen else "",
-            f"{each.pid}",
-            Text(each.program),
-            Text(device_of(each)),
+            f"{shown.pid}",
+            Text(shown.program),
+            Text(device_of(shown)),
             format_size(now["budget"]),
             Text(f"{bar(used / max(1, now['budget']), columns)} {format_size(used)}"),
             style="bold" if place == chosen else "",

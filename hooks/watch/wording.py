@@ -50,8 +50,8 @@ def sections_of(seen: SeenProcess) -> list[Section]:
         Section("pages", list(_owners(now))),
         Section("copies", list(_copies(seen.before, now))),
         Section("KV", list(_kv(now))),
-        Section("models", [Row(each["name"], _model(each, now["page_size"])) for each in now.get("models", ())]),
-        Section("decisions", [Row(*decision(each, now)) for each in reversed(seen.decisions)]),
+        Section("models", [Row(model["name"], _model(model, now["page_size"])) for model in now.get("models", ())]),
+        Section("decisions", [Row(*decision(event, now)) for event in reversed(seen.decisions)]),
     ]
 
 
@@ -110,20 +110,20 @@ def _kv(now: Look) -> Iterator[Row]:
     most = max(1, *tiers.values())
     for tier, nbytes in tiers.items():
         yield Row(tier, format_size(nbytes), nbytes / most, "kv")
-    for each in now.get("models", ()):
-        if (store := each["prefixes"]) is not None and store["counts"]["prompts"]:
-            found = f"{store['hit_rate']:.0%} of {store['counts']['prompts']:,} tokens of prompts"
-            yield Row("found again", f"{found} of {each['name']}")
+    for model in now.get("models", ()):
+        if (store := model["prefixes"]) is not None and store["counts"]["prompts"]:
+            part = f"{store['hit_rate']:.0%} of {store['counts']['prompts']:,} tokens of prompts"
+            yield Row("found again", f"{part} of {model['name']}")
 
 
-def _model(each: Mapping[str, Any], page: int) -> str:
-    streamed, count = each["streamed"], len(each["streamed"])
-    layers = f"{each['layers']} layers, none of them streams"
+def _model(model: Mapping[str, Any], page: int) -> str:
+    streamed, count = model["streamed"], len(model["streamed"])
+    layers = f"{model['layers']} layers, none of them streams"
     if count:
-        which = f"interval {each['interval']}" if each["interval"] else ", ".join(map(str, streamed))
-        layers = f"{each['layers']} layers, {count} of them stream ({which})"
-    seconds, slo = each["seconds"].get("decode"), each["slo"]["decode"]
+        which = f"interval {model['interval']}" if model["interval"] else ", ".join(map(str, streamed))
+        layers = f"{model['layers']} layers, {count} of them stream ({which})"
+    seconds, slo = model["seconds"].get("decode"), model["slo"]["decode"]
     token = "" if seconds is None else f"; a token {format_time(seconds)}"
     asked = "" if slo is None else f", SLO {format_time(slo)}"
-    why = f"; {each['why']}" if each["why"] else ""
-    return f"{layers}; weights {format_size(each['pages'] * page)}{token}{asked}{why}"
+    why = f"; {model['why']}" if model["why"] else ""
+    return f"{layers}; weights {format_size(model['pages'] * page)}{token}{asked}{why}"

@@ -42,7 +42,7 @@ class WeightBackings:
     @property
     def host_pages(self) -> int:
         """Host pages that hold weights."""
-        return sum(each.backed for each in self._all())
+        return sum(backing.backed for backing in self._all())
 
     @property
     def file_bytes(self) -> int:
@@ -51,15 +51,15 @@ class WeightBackings:
 
     def in_use(self) -> list[FileBacking]:
         """The files of all backings."""
-        return [each.file for each in self._all() if each.file is not None]
+        return [backing.file for backing in self._all() if backing.file is not None]
 
     def _all(self) -> list[Backing]:
         return [*(mover.backing for mover in list(self._movers.values())), *list(self.ready.values())]
 
     def mover(self, opened: Range) -> Mover:
         """Returns the range's mover, a new one where its backing was closed."""
-        found = self._movers.get(opened.address)
-        return self.make(opened) if found is None or found.backing.closed else found
+        mover = self._movers.get(opened.address)
+        return self.make(opened) if mover is None or mover.backing.closed else mover
 
     def make(self, opened: Range, file: FileBacking | None = None) -> Mover:
         """Makes the range's mover, to a backing that has no pages or lies in `file`."""
@@ -86,27 +86,27 @@ class WeightBackings:
         return backing.file is None
 
     def in_files(
-        self, layout: Layout, found: Sequence[TensorSpan], streamed: Collection[int], known: Files
+        self, layout: Layout, spans: Sequence[TensorSpan], streamed: Collection[int], known: Files
     ) -> dict[int, FileBacking]:
         """Returns the file backings of layers that stream, by layer, where files hold all of it. WeightsFileChanged."""
         ranges = [range_ for range_ in layout.ranges if range_.layer in streamed]
-        lying = {range_.layer: [(at.offset, found[at.block.key]) for at in range_.placements] for range_ in ranges}
+        lying = {range_.layer: [(at.offset, spans[at.block.key]) for at in range_.placements] for range_ in ranges}
         twins = {layer: self._file(at, known) for layer, at in lying.items() if layer is not None}
         return {layer: twin for layer, twin in twins.items() if twin is not None}
 
-    def file(self, opened: Range, found: Iterable[TensorSpan], files: Files) -> FileBacking | None:
+    def file(self, opened: Range, spans: Iterable[TensorSpan], files: Files) -> FileBacking | None:
         """The file backing of a range in which these spans lie, all of them in files; else None. WeightsFileChanged."""
-        return self._file([(span.start - opened.address, span) for span in found], files)
+        return self._file([(span.start - opened.address, span) for span in spans], files)
 
     def _file(self, at: Iterable[tuple[int, TensorSpan]], files: Files) -> FileBacking | None:
         """Returns the file backing of a range in which these spans lie; None where not all of them are in files that
         can be registered, or their place there is unknown."""
         places: list[Place] = []
         for offset, span in at:
-            found = _in_file(span, files)
-            if found is None:
+            place = _in_file(span, files)
+            if place is None:
                 return None
-            places.append((offset, found))
+            places.append((offset, place))
         twin = self.files.twin(places) if places else None
         return twin if twin is not None and twin.registered else None
 
@@ -175,17 +175,17 @@ def is_away(opened: Range) -> bool:
 
 def _in_file(span: TensorSpan, files: Files) -> FileSpan | None:
     """Returns the span's bytes in a file, None where the file does not hold them in the order of memory."""
-    found: FileSpan | None = None
+    joined: FileSpan | None = None
     for tensor in sorted(span.tensors, key=lambda tensor: tensor.data_ptr()):
         of_tensor = files.get(id(tensor))
         if of_tensor is None:
             return None
         start = of_tensor.start - (tensor.data_ptr() - span.start)  # the span's first byte in the file
         end = of_tensor.start + of_tensor.nbytes
-        if found is None:
-            found = FileSpan(of_tensor.file, start, end - start)
-        elif found.file is not of_tensor.file or found.start != start:
+        if joined is None:
+            joined = FileSpan(of_tensor.file, start, end - start)
+        elif joined.file is not of_tensor.file or joined.start != start:
             return None
         else:
-            found = FileSpan(found.file, start, max(found.start + found.nbytes, end) - start)
-    return found if found is not None and found.nbytes == span.nbytes else None
+            joined = FileSpan(joined.file, start, max(joined.start + joined.nbytes, end) - start)
+    return joined if joined is not None and joined.nbytes == span.nbytes else None

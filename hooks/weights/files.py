@@ -64,10 +64,10 @@ def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
                 left[member.name] = broken or (
                     "no file has it" if files else "no file that it was loaded from is known"
                 )
-            elif isinstance(found := compared(tensor, possible, memory), str):
-                left[member.name] = found
+            elif isinstance(result := compared(tensor, possible, memory), str):
+                left[member.name] = result
             else:
-                spans[member.name] = found
+                spans[member.name] = result
     for file in files:  # nothing changed under the last comparisons
         file.check()
     return Found(spans, left)
@@ -99,11 +99,11 @@ def candidates(model: nn.Module, files: list[WeightsFile]) -> dict[int, list[tup
     """Returns, by the id of a parameter or buffer, its entries in `files` under any name that it was loaded by."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    found: dict[int, list[tuple[TensorEntry, FileSpan]]] = {}
+    entries: dict[int, list[tuple[TensorEntry, FileSpan]]] = {}
     for file in files:
         for key, name in loaded_names(model, file.tensors).items():
-            found.setdefault(id(tensors[name]), []).append((file.tensors[key], file.span(key)))
-    return found
+            entries.setdefault(id(tensors[name]), []).append((file.tensors[key], file.span(key)))
+    return entries
 
 
 def _files(model: nn.Module) -> tuple[list[WeightsFile], str]:
@@ -142,10 +142,10 @@ def finder(model: weakref.ref[nn.Module]) -> Callable[[Set[int]], dict[int, File
         if alive is None:
             return {}
         wanted = {member.name: member for member in members(alive, ()) if id(member.tensor) in ids}
-        found = file_spans(wanted.values())
-        rest = ids - found.keys()
+        places = file_spans(wanted.values())
+        rest = ids - places.keys()
         if rest and checkpoint_folder(alive) is not None:
-            found |= {id(wanted[name].tensor): span for name, span in find(alive, rest).spans.items()}
-        return found
+            places |= {id(wanted[name].tensor): span for name, span in find(alive, rest).spans.items()}
+        return places
 
     return find_them

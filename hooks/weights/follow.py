@@ -95,12 +95,12 @@ class WeightsFollower:
         all_members = members(model, layers)
         shared = self._of_others(all_members)
         device = torch_device(self._weights.device)
-        found = survey(_without(shared, all_members), device, from_host=files is not None)
-        if found.refused is not None:
-            raise found.refused
+        surveyed = survey(_without(shared, all_members), device, from_host=files is not None)
+        if surveyed.refused is not None:
+            raise surveyed.refused
         working = capacity.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
-        plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
-        self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
+        plan = self._weights.adopt(surveyed.spans, working, len(layers), rule, _still(layers), files, progress)
+        self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
         self._facts = _facts_of(model)
         _followers.add(id(self), self)
@@ -112,8 +112,8 @@ class WeightsFollower:
         if self.registered or self._weights.group.unpinned != self._unpinned or (self._cuda and _capturing()):
             return True
         for reference, length in self._lists:
-            each = reference()
-            if each is None or len(each._modules) != length:
+            module = reference()
+            if module is None or len(module._modules) != length:
                 return True
         return False
 
@@ -123,10 +123,10 @@ class WeightsFollower:
         came back show the first sign, and are the same."""
         layers = decoder_layers(model)
         self._remember(model)
-        found = members(model, layers)
-        known = {id(member.tensor): member.name for member, _ in tenants_of(self._weights.all_ranges(), found)}
-        self._adopt_new(_without(known, found), model, layers)
-        self._weights.sort(tenants_of(self._weights.all_ranges(), found))
+        tensors = members(model, layers)
+        known = {id(member.tensor): member.name for member, _ in tenants_of(self._weights.all_ranges(), tensors)}
+        self._adopt_new(_without(known, tensors), model, layers)
+        self._weights.sort(tenants_of(self._weights.all_ranges(), tensors))
         before, self._facts = self._facts, _facts_of(model)
         return before != self._facts
 
@@ -139,21 +139,21 @@ class WeightsFollower:
         self._unpinned = self._weights.group.unpinned
         self.registered = False
         self.parts = {id(module) for module in model.modules()}
-        self._lists = [(weakref.ref(each), len(each)) for each in layer_lists(model)]
+        self._lists = [(weakref.ref(modules), len(modules)) for modules in layer_lists(model)]
 
     def _adopt_new(self, new: Sequence[TensorMember], model: nn.Module, layers: Sequence[nn.Module]) -> None:
         names = {id(member.tensor): member.name for member in new}
         shared = self._of_others(new)
         try:
             refuse_what_moves_weights(model)
-            found = survey(_without(shared, new), torch_device(self._weights.device))
+            surveyed = survey(_without(shared, new), torch_device(self._weights.device))
         except ManageError as error:
             self.left = dict.fromkeys(names.values(), str(error))
             self.registered = True  # the end of that refusal may leave no sign
             return
-        reasons = [self._reason_to_leave(span, names) for span in found.spans]
-        chosen = [span for span, reason in zip(found.spans, reasons, strict=True) if reason is None]
-        stay = [(span, reason) for span, reason in zip(found.spans, reasons, strict=True) if reason is not None]
+        reasons = [self._reason_to_leave(span, names) for span in surveyed.spans]
+        chosen = [span for span, reason in zip(surveyed.spans, reasons, strict=True) if reason is None]
+        stay = [(span, reason) for span, reason in zip(surveyed.spans, reasons, strict=True) if reason is not None]
         try:
             if chosen:
                 self._weights.adopt(
@@ -170,15 +170,15 @@ class WeightsFollower:
         else:
             self._moved.update(names[id(tensor)] for span in chosen for tensor in span.tensors)
         self._settled = {span.start: reason for span, reason in stay}
-        self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
+        self.left = dict(surveyed.left) | dict.fromkeys(shared.values(), _SHARED)
         self.left |= {names[id(tensor)]: reason for span, reason in stay for tensor in span.tensors}
 
-    def _of_others(self, found: Sequence[TensorMember]) -> dict[int, str]:
+    def _of_others(self, tensors: Sequence[TensorMember]) -> dict[int, str]:
         """Returns, id -> name, the tensors that lie in another managed model's ranges, and may be in use."""
         others = [
             range_ for follower in _followers.users if follower is not self for range_ in follower._weights.all_ranges()
         ]
-        return {id(member.tensor): member.name for member, _ in tenants_of(others, found)}
+        return {id(member.tensor): member.name for member, _ in tenants_of(others, tensors)}
 
     def _reason_to_leave(self, span: TensorSpan, names: Mapping[int, str]) -> str | None:
         """Returns why the span is not moved, None where it is: see Note [Left for good]."""
@@ -197,8 +197,8 @@ def _still(layers: Sequence[nn.Module]) -> set[int]:
     return {index for index, layer in enumerate(layers) if isinstance(layer, torch.jit.ScriptModule)}
 
 
-def _without(some: Mapping[int, str], found: Sequence[TensorMember]) -> list[TensorMember]:
-    return [member for member in found if id(member.tensor) not in some]
+def _without(some: Mapping[int, str], tensors: Sequence[TensorMember]) -> list[TensorMember]:
+    return [member for member in tensors if id(member.tensor) not in some]
 
 
 def _listen() -> Iterator[Undo]:

@@ -9,7 +9,7 @@ from torch import nn
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     """The decoder layers of `model` in order, each once; empty where its configuration names none."""
-    return tuple(dict.fromkeys(layer for each in layer_lists(model) for layer in each))
+    return tuple(dict.fromkeys(layer for modules in layer_lists(model) for layer in modules))
 
 
 def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
@@ -20,7 +20,7 @@ def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     length, as layers were added or removed, those of any length whose children are all named. A module without such a
     configuration may contain modules with one.
     """
-    return _lists_of(model) or [each for child in model.children() for each in layer_lists(child)]
+    return _lists_of(model) or [modules for child in model.children() for modules in layer_lists(child)]
 
 
 def runners(model: nn.Module) -> dict[nn.Module, bool]:
@@ -46,7 +46,7 @@ def _lists_of(model: nn.Module) -> list[nn.ModuleList]:
 
 def _only_of(lists: Iterable[nn.ModuleList], named: set[str]) -> list[nn.ModuleList]:
     """Returns the lists that are not empty and hold only modules of the named classes."""
-    return [each for each in lists if len(each) and all(type(child).__name__ in named for child in each)]
+    return [modules for modules in lists if len(modules) and all(type(child).__name__ in named for child in modules)]
 
 
 def text_config(model: nn.Module) -> object:

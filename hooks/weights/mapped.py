@@ -46,17 +46,17 @@ class Mapped:
 
 def mapped(text: str) -> list[Mapped]:
     """The mapped files in a text like /proc/self/maps, by address; joins mappings that the kernel has split."""
-    found: list[Mapped] = []
+    files: list[Mapped] = []
     for line in _LINE.finditer(text):
         first, end, offset, path = int(line[1], 16), int(line[2], 16), int(line[3], 16), line[4].replace("\\012", "\n")
-        if found and (last := found[-1]).path == path and last.end == first == last.first + offset - last.offset:
-            found[-1] = Mapped(last.first, end, last.offset, path)
+        if files and (last := files[-1]).path == path and last.end == first == last.first + offset - last.offset:
+            files[-1] = Mapped(last.first, end, last.offset, path)
         else:
-            found.append(Mapped(first, end, offset, path))
-    return found
+            files.append(Mapped(first, end, offset, path))
+    return files
 
 
-def file_spans(found: Iterable[TensorMember]) -> dict[int, FileSpan]:
+def file_spans(given: Iterable[TensorMember]) -> dict[int, FileSpan]:
     """Returns, by the id of a tensor, its bytes in the safetensors file that it is a view of. Other tensors are left
     out, as are those that do not use every byte between their first and last.
 
@@ -64,10 +64,10 @@ def file_spans(found: Iterable[TensorMember]) -> dict[int, FileSpan]:
     """
     maps = mapped(Path("/proc/self/maps").read_text())
     views: dict[Mapped, list[torch.Tensor]] = {}
-    for member in found:
+    for member in given:
         tensor = member.tensor
         if tensor.device.type == "cpu" and has_bytes(tensor) and _dense(tensor):
-            n = bisect_right(maps, tensor.data_ptr(), key=lambda each: each.first) - 1
+            n = bisect_right(maps, tensor.data_ptr(), key=lambda it: it.first) - 1
             if n >= 0 and tensor.data_ptr() + tensor.nbytes <= maps[n].end:
                 views.setdefault(maps[n], []).append(tensor)
     spans: dict[int, FileSpan] = {}

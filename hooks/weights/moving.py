@@ -104,11 +104,11 @@ class MoveIn:
         """Undoes a step. `out` moves its tensors to torch's memory."""
         with suppress(DriverError, WeightsFileChanged):
             self._loader.wait()
-        from_files = [each for each in step if all(id(tensor) in self._before for tensor in each[2].tensors)]
+        from_files = [move for move in step if all(id(tensor) in self._before for tensor in move[2].tensors)]
         for _, _, span in from_files:
             for tensor in span.tensors:
                 tensor.data = self._before[id(tensor)]
-        if rest := [each for each in step if each not in from_files]:
+        if rest := [move for move in step if move not in from_files]:
             out(rest)
 
     def _fill(self, span: TensorSpan, flat: torch.Tensor) -> None:
@@ -116,13 +116,13 @@ class MoveIn:
             copy(span, flat)
             return
         for tensor in span.tensors:
-            found = self._known[id(tensor)]
+            place = self._known[id(tensor)]
             offset = tensor.data_ptr() - span.start
-            part = flat[offset : offset + found.nbytes]
-            if offset % ALIGNMENT or not self._loader.load(part.data_ptr(), found):
+            part = flat[offset : offset + place.nbytes]
+            if offset % ALIGNMENT or not self._loader.load(part.data_ptr(), place):
                 most = self._read
-                for first in range(0, found.nbytes, most):
-                    data = found.file.read(found.start + first, min(most, found.nbytes - first))
+                for first in range(0, place.nbytes, most):
+                    data = place.file.read(place.start + first, min(most, place.nbytes - first))
                     part[first : first + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
@@ -144,15 +144,15 @@ def copy(span: TensorSpan, flat: torch.Tensor) -> None:
         flat[offset : offset + source.numel()].copy_(source)
 
 
-def tenants_of(ranges: Iterable[Range], found: Iterable[TensorMember]) -> list[tuple[TensorMember, Range]]:
+def tenants_of(ranges: Iterable[Range], tensors: Iterable[TensorMember]) -> list[tuple[TensorMember, Range]]:
     """Returns the members that lie in one of the ranges, each with its range."""
     ordered = sorted(ranges, key=lambda opened: opened.address)
     bounds = [(opened.address, opened.address + opened.nbytes) for opened in ordered]
     result = []
-    for member in found:
+    for member in tensors:
         if has_bytes(member.tensor):
             address = member.tensor.data_ptr()
-            n = bisect_right(bounds, address, key=lambda each: each[0]) - 1
+            n = bisect_right(bounds, address, key=lambda bound: bound[0]) - 1
             if n >= 0 and address < bounds[n][1]:
                 result.append((member, ordered[n]))
     return result

@@ -55,11 +55,11 @@ class Weights:
         self._hosted: set[int] = set()  # addresses of ranges whose tensors are moved in on the host
 
     def all_ranges(self) -> list[Range]:
-        return [each for of_layer in list(self.ranges.values()) for each in of_layer]
+        return [range_ for of_layer in list(self.ranges.values()) for range_ in of_layer]
 
     def of(self, layers: Iterable[int]) -> list[Range]:
         """The ranges of these layers."""
-        return [each for layer in layers for each in self.ranges.get(layer, ())]
+        return [range_ for layer in layers for range_ in self.ranges.get(layer, ())]
 
     @property
     def pages(self) -> int:
@@ -68,7 +68,7 @@ class Weights:
 
     def adopt(
         self,
-        found: Sequence[TensorSpan],
+        moved: Sequence[TensorSpan],
         working: int,
         layers: int,
         rule: Rule,
@@ -85,10 +85,10 @@ class Weights:
         step. Returns the plan. BudgetError before anything is moved; torch.OutOfMemoryError, WeightsFileChanged,
         DriverError, ManageError.
         """
-        blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
+        blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(moved))
         layout = place(blocks, self.device.page_size, self.plans.large)
-        plan = capacity.plan_under_budget(self.device, layout, found, working, layers, rule)
-        twins = self.backings.in_files(layout, found, plan.streamed, known or {})
+        plan = capacity.plan_under_budget(self.device, layout, moved, working, layers, rule)
+        twins = self.backings.in_files(layout, moved, plan.streamed, known or {})
         capacity.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
         made: dict[int | None, Range] = {}
         loader = FileLoader(self.device, self.backings.files, self.stream())
@@ -117,7 +117,7 @@ class Weights:
                     for step in layout.steps():
                         moves = [(n, spot) for n, spot in step.moves if (layout.ranges[n].layer in leaving) == leave]
                         if moves:
-                            yield [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in moves]
+                            yield [(ranges[n], spot.offset, moved[spot.block.key]) for n, spot in moves]
                 self.ring.shared.make(slots)  # in pages that layers have left by now
 
             moving.run(self.device, steps(), do=move.do, undo=lambda step: move.undo(step, self._step_out))
@@ -154,14 +154,14 @@ class Weights:
 
     def layer_pages(self, layers: int) -> tuple[int, ...]:
         """Returns the pages of each of so many decoder layers that can be streamed."""
-        return tuple(sum(each.backed for each in self.ranges.get(layer, ())) for layer in range(layers))
+        return tuple(sum(range_.backed for range_ in self.ranges.get(layer, ())) for layer in range(layers))
 
     def use(self, layer: int | None) -> None:
         """Tells the core that this thread is about to read the weights of `layer`, with None those of no layer."""
         if opened := self.ranges.get(layer):
             stream = 0 if self._standin else self.stream()
-            for each in opened:
-                each.note_use(stream, False)
+            for range_ in opened:
+                range_.note_use(stream, False)
 
     def sort(self, tenants: Iterable[tuple[TensorMember, Range]]) -> None:
         """Finds out anew which layer each range belongs to, and closes empty ranges.

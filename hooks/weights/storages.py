@@ -77,13 +77,13 @@ def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[TensorMember]
     State that a module keeps outside of its parameters and buffers (bitsandbytes' quant_state) is not among them.
     """
     layer_of = _layers_by_module(model, layers)
-    found: dict[int, TensorMember] = {}
+    tensors: dict[int, TensorMember] = {}
     for module, name, tensor in _tensors(model):
-        found.setdefault(id(tensor), TensorMember(name, tensor, set())).layers.update(layer_of[module])
-    return list(found.values())
+        tensors.setdefault(id(tensor), TensorMember(name, tensor, set())).layers.update(layer_of[module])
+    return list(tensors.values())
 
 
-def survey(found: Iterable[TensorMember], device: torch.device, *, from_host: bool = False) -> Survey:
+def survey(tensors: Iterable[TensorMember], device: torch.device, *, from_host: bool = False) -> Survey:
     """Finds out which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can
     hold.
 
@@ -94,7 +94,7 @@ def survey(found: Iterable[TensorMember], device: torch.device, *, from_host: bo
     layers_of: dict[int, set[int | None]] = {}
     left: dict[str, str] = {}
     refused: ManageError | None = None
-    for member in found:
+    for member in tensors:
         error = None if from_host and _on_host(member.tensor) else _elsewhere(member, device)
         reason = _reason_to_leave(member.tensor) if error is None else str(error)
         refused = refused or error
@@ -127,7 +127,7 @@ def spans(tensors: Iterable[torch.Tensor], layers_of: Mapping[int, set[int | Non
             merged[-1] = (min(position, order[base]), max(end, last_end), first, group + storages[base])
         else:
             merged.append((order[base], end, start, storages[base]))
-    for _, end, start, group in sorted(merged, key=lambda each: each[0]):
+    for _, end, start, group in sorted(merged, key=lambda run: run[0]):
         layers = set[int | None]().union(*(layers_of.get(id(tensor), {None}) for tensor in group))
         yield _checked(TensorSpan(start, end - start, tuple(group), layers.pop() if len(layers) == 1 else None))
 
@@ -204,11 +204,11 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int | None]]:
     """Returns, id of a module -> indices of the layers that contain it, and None if it is reached outside of them."""
-    found: dict[int, set[int | None]] = {}
+    indices: dict[int, set[int | None]] = {}
 
     def visit(module: nn.Module, layer: int | None) -> None:
-        if layer not in found.setdefault(id(module), set()):
-            found[id(module)].add(layer)
+        if layer not in indices.setdefault(id(module), set()):
+            indices[id(module)].add(layer)
             for child in module.children():
                 if layer is not None or id(child) not in tops:
                     visit(child, layer)
@@ -217,7 +217,7 @@ def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int
     visit(model, None)
     for index, layer in enumerate(layers):
         visit(layer, index)
-    return found
+    return indices
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

@@ -75,9 +75,9 @@ class Progress:
         marks = self._marks
         if marks is None or self._idle is None or marks.capturing():
             return None
-        found = StreamMark(marks.mark(), self._clock(), self._idle)
-        self._pending.append(found)
-        return found
+        mark = StreamMark(marks.mark(), self._clock(), self._idle)
+        self._pending.append(mark)
+        return mark
 
     def look(self) -> None:
         """Finds out which ends have passed."""

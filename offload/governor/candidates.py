@@ -75,13 +75,13 @@ def to_clean(candidates: Sequence[Candidate], caches: Sequence[Held], most: int,
     """Pages that caches should copy to the host now, by number: `step` each at a time, those that are taken first
     first, until so many as `most` of all caches are clean."""
     clean = {(held.state.number, offer.index): offer.clean for held in caches for offer in held.offers}
-    found: dict[int, int] = {}
+    dirty: dict[int, int] = {}
     for candidate in candidates:
         index = candidate.index % candidate.divisible if candidate.divisible else candidate.index
         if (candidate.client, index) not in clean or most <= 0:
             continue
         if not clean[candidate.client, index]:
             pages = min(candidate.pages, most) if candidate.divisible else candidate.pages
-            found[candidate.client] = found.get(candidate.client, 0) + pages
+            dirty[candidate.client] = dirty.get(candidate.client, 0) + pages
         most -= candidate.pages
-    return {number: min(pages, step) for number, pages in found.items()}
+    return {number: min(pages, step) for number, pages in dirty.items()}

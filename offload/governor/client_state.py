@@ -92,8 +92,8 @@ class ModelState(ClientState):
 
     def slo(self, phase: Phase) -> float:
         """The SLO of that phase in seconds; infinite where none was given."""
-        found = self.model.tpot_slo if phase == "decode" else self.model.ttft_slo
-        return math.inf if found is None else found
+        slo = self.model.tpot_slo if phase == "decode" else self.model.ttft_slo
+        return math.inf if slo is None else slo
 
     @property
     def wanted(self) -> float | None:
@@ -108,10 +108,10 @@ class ModelState(ClientState):
 
     def costs_at(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
         """Returns (costs of such an iteration, are they measured)."""
-        found = self.costs.get(point)
-        if found is None:
-            found = self.costs[point] = self._costs(point, page_seconds)
-        return found
+        costs = self.costs.get(point)
+        if costs is None:
+            costs = self.costs[point] = self._costs(point, page_seconds)
+        return costs
 
     def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
         """Returns the usual seconds of such an iteration; None where it was not measured."""

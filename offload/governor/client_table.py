@@ -155,7 +155,7 @@ class Clients:
     def claim(self, number: int, model: ModelState) -> None:
         """The page client is this model's, if it is no other's."""
         state = self._paged.get(number)
-        if state is not None and not any(state.model == each.number for each in self.models):
+        if state is not None and not any(state.model == other.number for other in self.models):
             state.model = model.number
 
     def whose(self, number: int) -> ModelState | None:
@@ -168,13 +168,13 @@ class Clients:
     def use(self, model: ModelState, now: float) -> Use:
         """What the caches of the model have."""
         floor = max(0, model.model.floor - model.model.plan.device_pages) if model.model.floor else 0
-        found = Use(model.number, model.name, model.model.priority, floor)
+        use = Use(model.number, model.name, model.model.priority, floor)
         for state, client in self.paged:
             if state.model == model.number:
-                found.held += client.device_pages
-                found.block = max(found.block, client.grows_by)
-                found.used += 0 if self.idleness.idle(state, client, now) else client.pages
-        return found
+                use.held += client.device_pages
+                use.block = max(use.block, client.grows_by)
+                use.used += 0 if self.idleness.idle(state, client, now) else client.pages
+        return use
 
     def uses(self, now: float) -> list[Use]:
         """What each model's caches have, in the order in which the models came."""
@@ -251,7 +251,7 @@ class Idleness:
         idle = [state for state in self._clients.models if state.number not in active]
         for state in self._clients.models:
             state.waking |= state.number in active and state.number in before[0]
-        self._resting = tuple(each.number for each in sorted(idle, key=lambda each: each.used))
+        self._resting = tuple(model.number for model in sorted(idle, key=lambda model: model.used))
         unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))
         paged = self._clients.paged

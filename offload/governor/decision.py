@@ -81,8 +81,8 @@ def faster(now: Situation, state: ModelState) -> Plan | None:
     done = [(count, now.expected(state, state.last[phase])) for phase, count in state.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
     most = None if len(standing.streamed) == state.base else now.model(state).cap
-    found = fastest(standing, known, state.tuning.margin, most, state.tuning.slots)
-    return None if found == standing else found
+    plan = fastest(standing, known, state.tuning.margin, most, state.tuning.slots)
+    return None if plan == standing else plan
 
 
 def fastest(
@@ -156,7 +156,7 @@ def _woken(now: Situation, state: ModelState, point: Point) -> StreamDecision:
     """Decides for the first decode step after idling: no more layers stream than its cap. Should the cap fall later,
     `revert` gives layers back in time; to do so at once would flap with the batch."""
     standing = now.standing(state)
-    models = [now.model(each) for each in now.states if each is state or (each.auto and not each.held)]
+    models = [now.model(member) for member in now.states if member is state or (member.auto and not member.held)]
     change = activate(models, state.name, now.spare)
     plan = change.plans.get(state.name)
     if plan is None:

@@ -262,7 +262,9 @@ class Governor:
         with self._known.lock:
             state = self._known.clients.get(model)
             caches = [
-                cache for each, cache in self._known.clients.paged if state is not None and each.model == state.number
+                cache
+                for client, cache in self._known.clients.paged
+                if state is not None and client.model == state.number
             ]
             return tuple(cache.streamed for cache in caches)
 

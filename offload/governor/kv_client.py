@@ -108,10 +108,10 @@ class KVClient(PageClient):
 
     def offers(self) -> Sequence[Offer]:
         """Returns what may be taken, in this order. Clean pages that are only cached cost nothing to give."""
-        found = self.takable.all()
+        offers = self.takable.all()
         if not self._only_cached:
-            return found
-        return [replace(each, idle=Rung.PREFIX) if each.clean else each for each in found]
+            return offers
+        return [replace(offer, idle=Rung.PREFIX) if offer.clean else offer for offer in offers]
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""

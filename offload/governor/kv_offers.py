@@ -34,12 +34,16 @@ class KVOffers:
         self._extents.look()
         self._full = self.full()
         sliced = self._sliced()
-        found = [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if not each.readers]
+        offers = [
+            Offer(index, slice_.pieces, True, slice_.readers) for index, slice_ in sliced.items() if not slice_.readers
+        ]
         for index, of_extents in enumerate(self._full):
             if pages := sum([end - first for _, spans in of_extents for first, end in spans]):
-                found.append(Offer(index, pages, index % 2 == 0, divisible=True))
-        found += [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if each.readers]
-        return found
+                offers.append(Offer(index, pages, index % 2 == 0, divisible=True))
+        offers += [
+            Offer(index, slice_.pieces, True, slice_.readers) for index, slice_ in sliced.items() if slice_.readers
+        ]
+        return offers
 
     def parts(self, index: int) -> list[Any]:
         """Returns the parts of an offer for `Device.publish`; none where there is no such offer any more."""
@@ -59,23 +63,23 @@ class KVOffers:
         this iteration and are not read again in it, then those of the others; of each the clean ones, then the dirty
         ones. The core takes the oldest of each first, from all layers in turns."""
         ran = self._turns.ran if self.prefills else frozenset[int]()
-        found: list[list[tuple[int, Runs]]] = [[], [], [], []]
+        kinds: list[list[tuple[int, Runs]]] = [[], [], [], []]
         for number, extent in self._extents.numbered():
             first = 0 if number in ran else 2
             for kind, spans in zip((first, first + 1), extent.takable(), strict=True):
                 if spans:
-                    found[kind].append((number, spans))
-        return found
+                    kinds[kind].append((number, spans))
+        return kinds
 
     def _sliced(self) -> dict[int, Slice]:
         """Pages of slots, by index of the offer: an offer that was there before keeps its index."""
-        known = {each[:3]: index for index, each in self._slices.items()}
-        found: dict[int, Slice] = {}
+        known = {former[:3]: index for index, former in self._slices.items()}
+        slices: dict[int, Slice] = {}
         for slice_ in self._way.slices():
             index = known.get(slice_[:3])
-            while index is None or index in found:
+            while index is None or index in slices:
                 index = _FIRST_SLICE + next(self._next) % (INDICES_PER_SPLIT - _FIRST_SLICE)
                 index = None if index in self._slices else index
-            found[index] = slice_
-        self._slices = found
-        return found
+            slices[index] = slice_
+        self._slices = slices
+        return slices

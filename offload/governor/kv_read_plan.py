@@ -172,7 +172,7 @@ class KVReadPlan:
             self.give()
         if not away or self._settled(away, rows):
             return None
-        layers = [each for each in extents if each.layers == 1]  # several in a range cannot take turns
+        layers = [extent for extent in extents if extent.layers == 1]  # several in a range cannot take turns
         before = self._slots.slots, self._slots.pages
         self._choice, self._look = self._choose(layers, rows, speed), self._tuning.look
         with self._lock:
@@ -219,9 +219,9 @@ class KVReadPlan:
             wanted = max(wanted, most)
             pages = wanted + max(1, wanted // self._tuning.slack)
             lacking = self._choice.slots * pages - self._within_reach
-            each = -(-max(0, lacking) // len(extents))
+            share = -(-max(0, lacking) // len(extents))
             for extent in extents:
-                extent.evict(extent.oldest(max(each, wanted - extent.away)), self._transfer, stream)
+                extent.evict(extent.oldest(max(share, wanted - extent.away)), self._transfer, stream)
             room = self._within_reach // self._choice.slots
             if room < max(extent.away for extent in extents):
                 return

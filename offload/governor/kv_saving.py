@@ -74,7 +74,7 @@ class KVSaving:
     def demote_one(self, extent: KVExtent, piece: int, stream: int) -> bool:
         """Moves this page from the peer to the host, if it lies there and can go now. DriverError."""
         with self._lock:
-            ready, copies = extent.demote([each for each in coldest(extent) if each == piece])
+            ready, copies = extent.demote([cold for cold in coldest(extent) if cold == piece])
             if not ready:
                 return False
             done = self._transfer.copy(copies, after=stream, owner="kv", to="host")
@@ -96,7 +96,7 @@ class KVSaving:
 
     def _copy_behind(self, chosen: dict[KVExtent, list[int]]) -> None:
         ready = {extent: extent.save(pieces) for extent, pieces in chosen.items()}
-        copies = [copy for _, found in ready.values() for copy in found]
+        copies = [copy for _, its in ready.values() for copy in its]
         if copies:
             stream = self._turns.stream
             for extent in ready:
@@ -112,8 +112,8 @@ class KVSaving:
             ready: dict[KVExtent, list[int]] = {}
             copies: list[tuple[int, int, int]] = []
             for extent in self._extents.all():
-                ready[extent], found = extent.demote(coldest(extent)[: max(0, pages - len(copies))])
-                copies += found
+                ready[extent], more = extent.demote(coldest(extent)[: max(0, pages - len(copies))])
+                copies += more
             if copies:
                 done = self._transfer.copy(copies, after=self._turns.stream, owner="kv", to="host")
                 seconds = self._governor.link.page_seconds

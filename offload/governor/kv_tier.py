@@ -123,8 +123,8 @@ class KVTier:
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
         """Maps pages ahead after a token came to the range of this number; see `ahead`."""
         width = window(self._device.page_size, self._tuning.ahead)
-        for each in ahead(number, len(self.extents), width, took=took, next_takes=next_takes):
-            if (extent := self.extents.get(each)) is not None:
+        for layer in ahead(number, len(self.extents), width, took=took, next_takes=next_takes):
+            if (extent := self.extents.get(layer)) is not None:
                 extent.map_ahead()
 
     def restore(self, pages: int, stream: int) -> int:

@@ -69,6 +69,7 @@ class LadderPulls:
             self._known.grant(back)
             states = {state.number: state for state in situation.states}
             plans = sum(
-                plan.device_pages - situation.standing(states[each]).device_pages for each, plan in back.plans.items()
+                plan.device_pages - situation.standing(states[number]).device_pages
+                for number, plan in back.plans.items()
             )
             return plans + sum(back.pages.values())

@@ -44,9 +44,9 @@ class HostLink:
         return self._bandwidth
 
     @bandwidth.setter
-    def bandwidth(self, found: float) -> None:
+    def bandwidth(self, bandwidth: float) -> None:
         with self._lock:
-            self._bandwidth = found
+            self._bandwidth = bandwidth
             self._moved()
 
     @property
@@ -60,9 +60,9 @@ class HostLink:
         return self._peer_bandwidth
 
     @peer_bandwidth.setter
-    def peer_bandwidth(self, found: float) -> None:
+    def peer_bandwidth(self, bandwidth: float) -> None:
         with self._lock:
-            self._peer_bandwidth = found
+            self._peer_bandwidth = bandwidth
             self._moved()
 
     @property

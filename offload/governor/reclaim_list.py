@@ -44,9 +44,9 @@ class ReclaimList:
     def offered(self, but: int) -> Offered:
         """Returns what clients other than number `but` have on the published list, within caps."""
         with self._known.lock:
-            found = self._known.list
+            published = self._known.list
             return Offered(
-                *(sum(its.values()) - its.get(but, 0) for its in (found.pages, found.dirty, found.in_use)),
+                *(sum(its.values()) - its.get(but, 0) for its in (published.pages, published.dirty, published.in_use)),
             )
 
     def candidates(self) -> list[Candidate]:

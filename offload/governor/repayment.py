@@ -40,19 +40,19 @@ class Repayment:
         """Takes back what the cache's model has lent, as far as so many pages more need it. On the thread that uses the
         cache. DriverError."""
         with self._known.lock:
-            found = self._known.clients.whose(number)
-            if found is None or len(self._known.clients.models) < 2:
+            model = self._known.clients.whose(number)
+            if model is None or len(self._known.clients.models) < 2:
                 return
             self._known.drain_core_events()
             now = self._known.clock()
             if (
-                self._known.lending.covers(self._known.clients.use(found, now), now)
+                self._known.lending.covers(self._known.clients.use(model, now), now)
                 and self._known.pages.unused >= pages
             ):
                 return
             owed = self._dues(now)
         if owed:
-            self._take_back(owed, found.name)
+            self._take_back(owed, model.name)
 
     def keep(self, model: ModelClient, caches: Iterable[int]) -> None:
         """Marks `caches` as only kept for prompts to the model. DriverError."""

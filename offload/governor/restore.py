@@ -22,7 +22,7 @@ class Back(NamedTuple):
 def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
     """Divides `spare` pages, in the order of reclaim_order.py, Note [What is restored first]. A model with an SLO gets
     none: its SLO decides. `models`: do models take part?"""
-    states = {each.number: now.model(each) for each in now.states if models and each.auto and not each.has_slo}
+    states = {state.number: now.model(state) for state in now.states if models and state.auto and not state.has_slo}
     priorities = {state.number: state.model.priority for state in now.states}
     absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]
     for held in caches:
@@ -34,18 +34,18 @@ def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: boo
                     absent.append(Absent(number, count, seconds, True, priority, held.used))
     plans: dict[int, Plan] = {}
     pages: dict[int, int] = {}
-    for each in restore_order(absent):
+    for missing in restore_order(absent):
         if spare <= 0:
             break
-        if each.client in states:
-            model = states[each.client]
+        if missing.client in states:
+            model = states[missing.client]
             plan = revert(model, spare)
             if plan is not None:
-                plans[each.client] = plan
+                plans[missing.client] = plan
                 spare += model.plan.device_pages - plan.device_pages
         else:
-            some = min(spare, each.pages)
-            pages[each.client] = pages.get(each.client, 0) + some
+            some = min(spare, missing.pages)
+            pages[missing.client] = pages.get(missing.client, 0) + some
             spare -= some
     return Back(plans, pages)
 

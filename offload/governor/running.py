@@ -51,8 +51,8 @@ class Running:
             return
         end = self._progress.end() if self._progress.ahead else None
         state.activity.ended(now, end)
-        for each in read:
-            each.activity.ended(now, end)
+        for cache in read:
+            cache.activity.ended(now, end)
         if self._on.get(thread) is state:
             del self._on[thread]
 

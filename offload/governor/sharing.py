@@ -26,12 +26,14 @@ def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
     """Returns the shares of the models on the link. Called between iterations; `state` is about to have one like
     `point`. See Note [Together]."""
     assert now.bandwidth is not None
-    points = {each.name: each.point or FIRST["prefill"] for each in now.states} | {state.name: point}
-    clients = [now.client(each, points[each.name], _all(each)) for each in now.states]
+    points = {member.name: member.point or FIRST["prefill"] for member in now.states} | {state.name: point}
+    clients = [now.client(member, points[member.name], _all(member)) for member in now.states]
     shares = _together(now, clients, now.room(state))
     if shares is not None:
         return RunningShares(shares, {})
-    clients = [now.client(each, points[each.name], now.room(state) if each is state else 0) for each in now.states]
+    clients = [
+        now.client(member, points[member.name], now.room(state) if member is state else 0) for member in now.states
+    ]
     return share_running(clients, now.bandwidth, now.traffic)
 
 
@@ -53,22 +55,22 @@ def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue
         others = [now.client(state, state.last["decode"], 0) for state in now.states]
-        found = share([*others, client], now.bandwidth, now.traffic)
-        if isinstance(found, Refusal):
-            return found
+        verdict = share([*others, client], now.bandwidth, now.traffic)
+        if isinstance(verdict, Refusal):
+            return verdict
     return None
 
 
 def _together(now: Situation, clients: Sequence[LinkClient], room: int) -> Shares | None:
     """Returns the best shares for all, if `room` beside the pages that they have allows them."""
     assert now.bandwidth is not None
-    found = share(clients, now.bandwidth, now.traffic)
-    if isinstance(found, Refusal):
+    shares = share(clients, now.bandwidth, now.traffic)
+    if isinstance(shares, Refusal):
         return None
     has: Mapping[str, int] = {state.name: now.standing(state).device_pages for state in now.states}
-    plans = {client.name: client.plan(found.options[client.name].interval) for client in clients if not client.idle}
+    plans = {client.name: client.plan(shares.options[client.name].interval) for client in clients if not client.idle}
     takes = sum(plan.device_pages - has.get(name, 0) for name, plan in plans.items())
-    return found if takes <= room else None
+    return shares if takes <= room else None
 
 
 def _all(state: ModelState) -> int:

@@ -82,7 +82,7 @@ class Situation:
 
     def room(self, state: ModelState) -> int:
         """Pages with which the model may take weights back. See Note [Whose pages]."""
-        idle = (each.number for each in self.states if each is not state and each.number not in self.active)
+        idle = (other.number for other in self.states if other is not state and other.number not in self.active)
         return self.spare + sum(self.offered.get(number, 0) for number in idle)
 
     def model(self, state: ModelState) -> Model:

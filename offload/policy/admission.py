@@ -102,21 +102,21 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
     blocked: list[str] = []
     passed: set[str] = set()
     kv = activations = on_host = 0
-    for each in sorted(demands, key=lambda demand: not demand.decoding):
-        used, new = kv + activations + each.activations, each.kv - each.away
-        if memory.fits(used + each.kv, on_host):
-            where[each.request] = "device"
-            kv, activations = kv + each.kv, activations + each.activations
+    for need in sorted(demands, key=lambda demand: not demand.decoding):
+        used, new = kv + activations + need.activations, need.kv - need.away
+        if memory.fits(used + need.kv, on_host):
+            where[need.request] = "device"
+            kv, activations = kv + need.kv, activations + need.activations
         elif (
-            (not each.decoding or (each.away and not where))
+            (not need.decoding or (need.away and not where))
             and new <= memory.host - on_host
-            and memory.fits(used + each.staging, on_host + new)
+            and memory.fits(used + need.staging, on_host + new)
         ):
-            where[each.request] = "host"
-            on_host, activations = on_host + new, activations + each.staging + each.activations
+            where[need.request] = "host"
+            on_host, activations = on_host + new, activations + need.staging + need.activations
         else:
-            blocked.append(each.request)
-            if each.decoding or each.passed >= tuning.patience:
+            blocked.append(need.request)
+            if need.decoding or need.passed >= tuning.patience:
                 break
             continue
         passed.update(blocked)

@@ -153,8 +153,10 @@ _Sum = tuple[
 def options(client: LinkClient) -> tuple[LinkOption, ...]:
     """Returns the intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one
     that streams least, as there is nothing to trade memory for."""
-    found = _valid(client)
-    return found if client.slo < math.inf else tuple(sorted(found, key=lambda each: (each.host, each.interval))[:1])
+    valid = _valid(client)
+    return (
+        valid if client.slo < math.inf else tuple(sorted(valid, key=lambda option: (option.host, option.interval))[:1])
+    )
 
 
 def possible(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0) -> Shares | None:
@@ -174,9 +176,9 @@ def share(clients: Sequence[LinkClient], bandwidth: float, traffic: float = 0.0)
     """Returns what `possible` does, or where no intervals meet every SLO a refusal: of the first of `clients`, in the
     order of their admission, that does not go with those before it. Finding what would do takes many times as long as
     the shares."""
-    found = possible(clients, bandwidth, traffic)
-    if found is not None:
-        return found
+    shares = possible(clients, bandwidth, traffic)
+    if shares is not None:
+        return shares
     left = _left(bandwidth, traffic)
     active = [client for client in clients if not client.idle]
     tables = [options(client) for client in active]
@@ -194,15 +196,15 @@ def share_running(clients: Sequence[LinkClient], bandwidth: float, traffic: floa
     newest that does not go with those before it keeps streaming what its memory demands, and its SLO is given up.
     ValueError for layers that do not fit."""
     missed: dict[str, Refusal] = {}
-    while isinstance(found := share(clients, bandwidth, traffic), Refusal):
-        if found.reason == "memory":
-            raise ValueError(str(found))
+    while isinstance(shares := share(clients, bandwidth, traffic), Refusal):
+        if shares.reason == "memory":
+            raise ValueError(str(shares))
         names = [client.name for client in clients]
-        before = clients[: names.index(found.model) + 1]
-        newest = next(each.name for each in reversed(before) if not each.idle and each.slo < math.inf)
-        missed[newest] = found
-        clients = [replace(each, slo=math.inf) if each.name == newest else each for each in clients]
-    return RunningShares(found, missed)
+        before = clients[: names.index(shares.model) + 1]
+        newest = next(client.name for client in reversed(before) if not client.idle and client.slo < math.inf)
+        missed[newest] = shares
+        clients = [replace(client, slo=math.inf) if client.name == newest else client for client in clients]
+    return RunningShares(shares, missed)
 
 
 def _fitting(client: LinkClient) -> Iterator[int]:
@@ -213,13 +215,13 @@ def _fitting(client: LinkClient) -> Iterator[int]:
 
 def _valid(client: LinkClient) -> tuple[LinkOption, ...]:
     anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
-    return tuple(each for each in anywhere if client.plan(each.interval).device_pages <= client.available)
+    return tuple(option for option in anywhere if client.plan(option.interval).device_pages <= client.available)
 
 
 @lru_cache(maxsize=256)
 def _valid_anywhere(client: LinkClient) -> tuple[LinkOption, ...]:
-    found = ((interval, _need(client, interval)) for interval in _fitting(client))
-    return tuple(_option(client, interval, need) for interval, need in found if need is not None)
+    needs = ((interval, _need(client, interval)) for interval in _fitting(client))
+    return tuple(_option(client, interval, need) for interval, need in needs if need is not None)
 
 
 def _option(client: LinkClient, interval: int, need: int) -> LinkOption:
@@ -266,10 +268,10 @@ def _best(tables: Sequence[Sequence[LinkOption]], left: int) -> tuple[tuple[Link
         sums: list[_Sum] = [(0, 0, (), ())]
         for table in tables:
             sums = _undominated(
-                (host - each.host, rate + min(each.rate, level), (*intervals, each.interval), (*chosen, each))
+                (host - option.host, rate + min(option.rate, level), (*intervals, option.interval), (*chosen, option))
                 for host, rate, intervals, chosen in sums
-                for each in table
-                if each.need <= level and rate + min(each.rate, level) <= left
+                for option in table
+                if option.need <= level and rate + min(option.rate, level) <= left
             )
         if sums and -sums[0][0] > most:
             most, best = -sums[0][0], (sums[0][3], level)
@@ -280,9 +282,9 @@ def _undominated(sums: Iterable[_Sum]) -> list[_Sum]:
     """Returns the choices with the most bytes on the host first; each next one with fewer bytes per second than all
     before it."""
     kept: list[_Sum] = []
-    for each in sorted(sums, key=lambda each: each[:3]):
-        if not kept or each[1] < kept[-1][1]:
-            kept.append(each)
+    for choice in sorted(sums, key=lambda it: it[:3]):
+        if not kept or choice[1] < kept[-1][1]:
+            kept.append(choice)
     return kept
 
 
@@ -297,14 +299,14 @@ def _needed(tables: Sequence[Sequence[LinkOption]]) -> int | None:
     for level in _levels(tables):
         least = [min((min(o.rate, level) for o in table if o.need <= level), default=None) for table in tables]
         if None not in least:
-            sums.append(sum(each for each in least if each is not None))
+            sums.append(sum(rate for rate in least if rate is not None))
     return min(sums, default=None)
 
 
 def _refusal(client: LinkClient, before: Sequence[Sequence[LinkOption]], left: int) -> Refusal:
     reason: Reason = "link" if options(client) else "slo" if next(_fitting(client), None) is not None else "memory"
     anywhere = _valid(replace(client, available=sum(client.costs.pages)))
-    enough = [each.interval for each in anywhere if _possible([*before, (each,)], left)]
+    enough = [option.interval for option in anywhere if _possible([*before, (option,)], left)]
     pages = min((client.plan(interval).device_pages for interval in enough), default=None)
     needed = _needed([*before, options(client)])
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)

@@ -52,8 +52,8 @@ class Costs:
         """Seconds of an iteration under a plan as the ring really copies it. See plan.py, Note [At most]."""
         return self._seconds(plan.expected(self.ratio)) if plan.copied else self.seconds
 
-    def _seconds(self, found: Pass) -> float:
-        return float(found.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
+    def _seconds(self, pass_: Pass) -> float:
+        return float(pass_.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
 
 
 def meeting(costs: Costs, slo: float) -> int | None:

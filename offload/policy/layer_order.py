@@ -91,7 +91,7 @@ def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:
     givers, taken = list(those), []
     while givers:
         giver = min(givers, key=lambda it: weights_order(it.model, it.given))
-        layer = next((each for each in giver.order if giver.model.plan.pages[each] <= giver.left), None)
+        layer = next((candidate for candidate in giver.order if giver.model.plan.pages[candidate] <= giver.left), None)
         if layer is None:
             givers.remove(giver)
         else:

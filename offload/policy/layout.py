@@ -87,8 +87,8 @@ class Layout:
 
     def layer_pages(self, layers: int) -> tuple[int, ...]:
         """Pages of the range of each of so many decoder layers, 0 where a layer has none."""
-        found = {range_.layer: range_.pages for range_ in self.ranges}
-        return tuple(found.get(layer, 0) for layer in range(layers))
+        pages = {range_.layer: range_.pages for range_ in self.ranges}
+        return tuple(pages.get(layer, 0) for layer in range(layers))
 
     def spare(self, *, sources: bool, working: int) -> int:
         """Returns the pages needed beside those of the ranges.

@@ -60,8 +60,8 @@ def unit(worker: int, master: int, page: int = 1) -> Unit:
 def unit_within(worker: int, master: int, most: int) -> Unit:
     """Returns `unit` in pages, or where that would be more than `most` one block of the worker's, and whole blocks of
     the master's that are as much or more. See Note [Units of a pool]. ValueError."""
-    found = unit(worker, master)
-    return found if found.size <= most else Unit(worker, 1, -(-worker // master))
+    exact = unit(worker, master)
+    return exact if exact.size <= most else Unit(worker, 1, -(-worker // master))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +125,17 @@ def due(accounts: Sequence[Account], free: int, most: int) -> dict[int, int]:
     as they are borrowed. Models with the lowest priority give first, of equals the one that borrows most; in units
     shared with the one that lacks most, of `most` pages at most. See Note [Due]."""
     missing = sum(account.lacking for account in accounts) - free
-    found: dict[int, int] = {}
+    dues: dict[int, int] = {}
     if missing <= 0:
-        return found
+        return dues
     worker = max(accounts, key=lambda account: (account.lacking, -account.number))
     for master in sorted(accounts, key=lambda account: (account.priority, -account.borrowed, account.number)):
         if missing > 0 and master.borrowed:
             size = unit_within(worker.block, master.block, most)
             back = scale_up(0, -(-missing // worker.block), size)
-            found[master.number] = min(max(back.worker * worker.block, back.master * master.block), master.borrowed)
-            missing -= found[master.number]
-    return found
+            dues[master.number] = min(max(back.worker * worker.block, back.master * master.block), master.borrowed)
+            missing -= dues[master.number]
+    return dues
 
 
 class Window:

@@ -20,10 +20,10 @@ def fitted(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[flo
     best, least = None, math.inf
     for count in range(1, len(known) + 1):
         for chosen in combinations(known, count):
-            found = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)[0]
-            error = float(np.sum((scaled[:, chosen] @ found - ones) ** 2))
-            if (found > 0).all() and error < least * (1 - 1e-9):
-                least, best = error, dict(zip(chosen, found.tolist(), strict=True))
+            coefficients = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)[0]
+            error = float(np.sum((scaled[:, chosen] @ coefficients - ones) ** 2))
+            if (coefficients > 0).all() and error < least * (1 - 1e-9):
+                least, best = error, dict(zip(chosen, coefficients.tolist(), strict=True))
     if best is None:
         return None
     return tuple(best.get(n, 0.0) / (float(scale[n]) or 1.0) for n in range(len(scale)))

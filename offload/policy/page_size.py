@@ -38,9 +38,9 @@ def fitting(
     does, the smallest of them. `ranges`: bytes of each range of weights; `caches`: paged caches on the budget, each of
     which ends in a few pages of its own."""
     page = usual
-    while (found := _rounding(ranges, caches, budget, page, tuning)).share > found.most and page // 2 >= smallest:
+    while (rounding := _rounding(ranges, caches, budget, page, tuning)).share > rounding.most and page // 2 >= smallest:
         page //= 2
-    return found
+    return rounding
 
 
 def _rounding(ranges: Sequence[int], caches: int, budget: int, page: int, tuning: Serving) -> Rounding:

@@ -33,12 +33,12 @@ def lacking(free: int, total: int, tuning: PeerPages) -> int:
 
 def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:
     """Returns how many pages leave, by client, the coldest first."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for cache in sorted(caches, key=lambda cache: (cache.active, cache.used)):
         if (going := min(pages, cache.pages)) > 0:
-            found[cache.client] = going
+            counts[cache.client] = going
             pages -= going
-    return found
+    return counts
 
 
 def mean_seconds(near: int, far: int, peer: float | None, host: float | None) -> float | None:

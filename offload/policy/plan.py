@@ -96,8 +96,8 @@ def spread(pages: Sequence[int], count: int) -> tuple[int, ...]:
     (Oneiros §5.2). Fewer where a layer is larger than its share. Layers without pages are not among them."""
     total = sum(pages)
     ends = list(accumulate(pages))
-    found = (next(k for k, end in enumerate(ends) if end * count > j * total) for j in range(count))
-    return tuple(dict.fromkeys(found)) if total else ()
+    layers = (next(k for k, end in enumerate(ends) if end * count > j * total) for j in range(count))
+    return tuple(dict.fromkeys(layers)) if total else ()
 
 
 def fewest(
@@ -114,8 +114,8 @@ def fewest(
 
 @lru_cache(maxsize=1024)
 def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, most: int, slots: tuple[int, ...]) -> Plan | None:
-    found = (_least(pages, available, count, most) for count in slots)
-    fitting = [plan for plan in found if plan is not None]
+    plans = (_least(pages, available, count, most) for count in slots)
+    fitting = [plan for plan in plans if plan is not None]
     return min(fitting, key=lambda plan: (plan.expected(ratio).time, plan.host_pages), default=None)
 
 

@@ -101,8 +101,8 @@ class Index:
     def after(self, key: Hashable | None) -> list[tuple[Hashable, Hashable]]:
         """(owner, key) of the blocks that hang on this one, of None those that hang on none. KeyError where it is not
         stored."""
-        found = self._roots if key is None else self._nodes[key].children
-        return [(node.owner, node.key) for node in found.values()]
+        nodes = self._roots if key is None else self._nodes[key].children
+        return [(node.owner, node.key) for node in nodes.values()]
 
     def peek(self, keys: Sequence[Hashable]) -> int:
         """Returns how many of the first keys are stored. Changes nothing."""
@@ -110,20 +110,20 @@ class Index:
 
     def match(self, keys: Sequence[Hashable]) -> int:
         """Uses the stored blocks of a request, as `use`, and counts them in `hits`."""
-        found = self.use(keys)
+        count = self.use(keys)
         self.hits.requests += 1
         self.hits.blocks += len(keys)
-        self.hits.hit_blocks += found
-        return found
+        self.hits.hit_blocks += count
+        return count
 
     def use(self, keys: Sequence[Hashable]) -> int:
         """Notes that a request uses the first keys that are stored. Returns how many."""
-        found = self.peek(keys)
-        for key in keys[:found]:
+        count = self.peek(keys)
+        for key in keys[:count]:
             node = self._nodes[key]
             node.worth = self._policy.used(key)
             self._offer(node)
-        return found
+        return count
 
     def insert(self, keys: Sequence[Hashable], owner: Hashable, *, ended: bool = True) -> list[Hashable]:
         """Stores the blocks of a sequence, from its first, or one that is stored; returns those that were not there,

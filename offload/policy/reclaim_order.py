@@ -151,17 +151,17 @@ def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
 def claimed(candidates: Iterable[Candidate], owed: Mapping[int, int]) -> list[Candidate]:
     """In the order of taking, when owners owe so many pages: as many of their candidates of KV that nobody uses, those
     that would be taken first, are borrowed. See lending.py, Note [Due]."""
-    left, found = dict(owed), []
+    left, claims = dict(owed), []
     for candidate in ordered(candidates):
         due = left.get(candidate.owner, 0)
         if candidate.rung in BORROWED and due > 0:
             if candidate.divisible and due < candidate.pages:
                 candidate, rest = candidate.split(due)
-                found.append(rest)
+                claims.append(rest)
             left[candidate.owner] -= candidate.pages
             candidate = replace(candidate, rung=min(candidate.rung, Rung.LEND), borrowed=True)
-        found.append(candidate)
-    return ordered(found)
+        claims.append(candidate)
+    return ordered(claims)
 
 
 def above_floors(candidates: Iterable[Candidate], spare: Mapping[int, int]) -> list[Candidate]:
@@ -195,4 +195,6 @@ class Absent:
 def restore_order(absent: Iterable[Absent]) -> list[Absent]:
     """In the order in which they come back: the reverse of that in which they went, by what they cost now. See Note
     [What is restored first]."""
-    return sorted(absent, key=lambda each: (not each.active, -each.seconds, -each.priority, each.recency))
+    return sorted(
+        absent, key=lambda missing: (not missing.active, -missing.seconds, -missing.priority, missing.recency)
+    )

@@ -57,8 +57,8 @@ class Model:
     @property
     def cap(self) -> int:
         """Layers that it may stream."""
-        found = cap(self.costs, self.capped)
-        return max(self.base, found if self.most is None else min(found, self.most))
+        limit = cap(self.costs, self.capped)
+        return max(self.base, limit if self.most is None else min(limit, self.most))
 
     @property
     def freed(self) -> int:
@@ -106,11 +106,11 @@ def standing(
     left = plan.device_pages - sum(plan.pages[layer] for layer in taken)
     if left == plan.device_pages:
         return plan
-    found = fewest(plan.pages, left, costs.ratio, max(cap(costs, capped), base), slots)
-    found = found or fewest(plan.pages, left, costs.ratio, slots=(1,))
-    found = found or fewest(plan.pages, smallest(plan.pages), costs.ratio)
-    assert found is not None
-    return found
+    best = fewest(plan.pages, left, costs.ratio, max(cap(costs, capped), base), slots)
+    best = best or fewest(plan.pages, left, costs.ratio, slots=(1,))
+    best = best or fewest(plan.pages, smallest(plan.pages), costs.ratio)
+    assert best is not None
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def reclaimable(models: Iterable[Model]) -> Iterator[RemapStep]:
     """Iterates over all that weights can give, in order: the steps to take while pages are wanted."""
     giving = {model.name: model for model in models}
     while giving:
-        giver = min(giving.values(), key=lambda each: weights_order(each, each.given))
+        giver = min(giving.values(), key=lambda model: weights_order(model, model.given))
         plan = _freeing_more(giver)
         if plan is None:
             del giving[giver.name]
@@ -151,7 +151,7 @@ def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
     """Plans the first decode step of an idle model that has work again: it streams no more than its decode cap, and
     pages for that are taken from others where too few are `free`. Where the result is `short` the model must wait.
     `freed`: of all plans together, negative where free pages are taken. KeyError."""
-    model = next((each for each in models if each.name == name), None)
+    model = next((candidate for candidate in models if candidate.name == name), None)
     if model is None:
         raise KeyError(name)
     running = replace(model, active=True)
@@ -163,7 +163,7 @@ def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
     )
     assert plan is not None
     taken = plan.device_pages - model.plan.device_pages
-    others = remap([each for each in models if each.name != name], taken, free)
+    others = remap([other for other in models if other.name != name], taken, free)
     return Remapping({name: plan, **others.plans}, others.freed - taken, others.short)
 
 

@@ -62,7 +62,7 @@ def refused(parts: Parts | None, slo: RequestSLO, prompt: int, new: int, batch: 
 def may_begin(parts: Parts | None, running: Iterable[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO) -> bool:
     """May a request begin beside those that run, each with the tokens that it holds when it ends?"""
     together = [*running, (tokens, slo)]
-    strictest = tightest(each for _, each in together).tpot
+    strictest = tightest(asked for _, asked in together).tpot
     if parts is None or strictest is None:
         return True
     step = Step.of((1, held) for held, _ in together)
@@ -72,6 +72,6 @@ def may_begin(parts: Parts | None, running: Iterable[tuple[int, RequestSLO]], to
 def tightest(slos: Iterable[RequestSLO]) -> RequestSLO:
     """Returns the strictest of each kind of SLO."""
     known = list(slos)
-    ttft = min((each.ttft for each in known if each.ttft is not None), default=None)
-    tpot = min((each.tpot for each in known if each.tpot is not None), default=None)
+    ttft = min((slo.ttft for slo in known if slo.ttft is not None), default=None)
+    tpot = min((slo.tpot for slo in known if slo.tpot is not None), default=None)
     return RequestSLO(ttft, tpot)

@@ -84,7 +84,7 @@ def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int
     total, link = sum(compute, Time(0)), sum(transfer, Time(0))
     if not at:
         return Pass(total, total, link)
-    scale = lcm(*(each.denominator for each in (*compute, *transfer)))
+    scale = lcm(*(time_.denominator for time_ in (*compute, *transfer)))
     computing, copying = ([int(time_ * scale) for time_ in times] for times in (compute, transfer))
     copies = dict(zip(at, copying, strict=True))
     longest = sum(computing) + sum(copying)
@@ -96,14 +96,16 @@ def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence
     submitted]. `link` counts what is copied."""
     turns = {slot: [layer for layer, its in zip(at, slots, strict=True) if its == slot] for slot in {*slots}}
     shared = [layers for layers in turns.values() if len(layers) > 1]
-    following = {layer: after for each in shared for layer, after in zip(each, [*each[1:], each[0]], strict=True)}
+    following = {
+        layer: after for layers in shared for layer, after in zip(layers, [*layers[1:], layers[0]], strict=True)
+    }
     slot_of = {layer: slot for slot, layers in enumerate(shared) for layer in layers}
     times = {layer: time for layer, time in zip(at, transfer, strict=True) if layer in following}
     total, link = sum(compute, Time(0)), sum(times.values(), Time(0))
     if not times:
         return Pass(total, total, link)
-    scale = lcm(*(each.denominator for each in (*compute, *times.values())))
-    computing = [int(each * scale) for each in compute]
+    scale = lcm(*(time_.denominator for time_ in (*compute, *times.values())))
+    computing = [int(time_ * scale) for time_ in compute]
     copying = {layer: int(time * scale) for layer, time in times.items()}
 
     def one_pass(state: list[int]) -> list[int]:

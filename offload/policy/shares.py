@@ -44,8 +44,8 @@ def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.shar
     claims = [_claim(member, tuning) for member in members]
     fair = _fair(total, members, claims)
     lacking = [
-        max(0, due - each.part) if each.wanted > each.part and free >= 0 else 0
-        for each, due in zip(members, fair, strict=True)
+        max(0, due - member.part) if member.wanted > member.part and free >= 0 else 0
+        for member, due in zip(members, fair, strict=True)
     ]
     parts = [member.part for member in members]
     wanted = max(0, sum(lacking) - free)
@@ -53,26 +53,30 @@ def shares(total: int, members: Sequence[Sharer], tuning: Sharing = DEFAULT.shar
     _subtract(parts, idle)
     if free >= 0 and max(lacking, default=0) <= total // tuning.margin:
         half = _half(total, members)
-        wanted = sum(max(0, min(less, half - each.part)) for less, each in zip(lacking, members, strict=True)) - free
+        wanted = (
+            sum(max(0, min(less, half - member.part)) for less, member in zip(lacking, members, strict=True)) - free
+        )
     _subtract(parts, _given(parts, wanted - sum(idle), members, fair))
     caps = [part + more for part, more in zip(parts, lacking, strict=True)]
     return tuple(_poured(max(0, total - sum(parts)), parts, caps))
 
 
-def _claim(each: Sharer, tuning: Sharing) -> int:
-    kept = each.part if each.rested < tuning.dwell else min(each.used, each.part)
-    return max(each.floor, kept, each.wanted)
+def _claim(member: Sharer, tuning: Sharing) -> int:
+    kept = member.part if member.rested < tuning.dwell else min(member.used, member.part)
+    return max(member.floor, kept, member.wanted)
 
 
 def _fair(total: int, members: Sequence[Sharer], claims: Sequence[int]) -> list[int]:
     """Returns what each gets of its claim."""
-    found = _poured(total, [0] * len(members), [min(c, each.floor) for c, each in zip(claims, members, strict=True)])
+    granted = _poured(
+        total, [0] * len(members), [min(c, member.floor) for c, member in zip(claims, members, strict=True)]
+    )
     half = _half(total, members)
-    found = _poured(total - sum(found), found, [min(claim, half) for claim in claims])
+    granted = _poured(total - sum(granted), granted, [min(claim, half) for claim in claims])
     for priority in sorted({member.priority for member in members}, reverse=True):
-        caps = [claim if each.priority == priority else 0 for claim, each in zip(claims, members, strict=True)]
-        found = _poured(total - sum(found), found, caps)
-    return found
+        caps = [claim if member.priority == priority else 0 for claim, member in zip(claims, members, strict=True)]
+        granted = _poured(total - sum(granted), granted, caps)
+    return granted
 
 
 def _half(total: int, members: Sequence[Sharer]) -> int:
@@ -95,12 +99,12 @@ def _poured(room: int, levels: Sequence[int], caps: Sequence[int]) -> list[int]:
 
 def _given(parts: Sequence[int], wanted: int, members: Sequence[Sharer], keeps: Sequence[int]) -> list[int]:
     """Returns what each gives of `wanted`, keeping at least its `keeps`."""
-    found, left = [0] * len(parts), max(0, wanted)
+    gives, left = [0] * len(parts), max(0, wanted)
     spare = [max(0, part - keep) for part, keep in zip(parts, keeps, strict=True)]
-    for each in sorted(range(len(parts)), key=lambda at: (members[at].priority, -spare[at], at)):
-        found[each] = min(left, spare[each])
-        left -= found[each]
-    return found
+    for index in sorted(range(len(parts)), key=lambda at: (members[at].priority, -spare[at], at)):
+        gives[index] = min(left, spare[index])
+        left -= gives[index]
+    return gives
 
 
 def _subtract(parts: list[int], given: Sequence[int]) -> None:

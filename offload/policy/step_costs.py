@@ -56,7 +56,7 @@ class Step:
     def of(cls, sequences: Iterable[tuple[int, int]]) -> Step:
         """The step of sequences that have so many new tokens each and hold so many before."""
         pairs = list(sequences)
-        new = sum(each for each, _ in pairs)
+        new = sum(count for count, _ in pairs)
         return cls(new, new + sum(held for _, held in pairs))
 
     @classmethod
@@ -122,18 +122,18 @@ class StepCosts:
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
             self._fresh = 0
-            self._fitted = fitted([each for group in self._seen.values() for each in group])
-        if (found := self._fitted) is not None:
-            self.parts = replace(found, fixed=found.fixed + found.copied * step.copied, copied=0.0)
+            self._fitted = fitted([sample for group in self._seen.values() for sample in group])
+        if (parts := self._fitted) is not None:
+            self.parts = replace(parts, fixed=parts.fixed + parts.copied * step.copied, copied=0.0)
 
     @property
     def error(self) -> float | None:
         """The median relative error of `parts` over the steps that are remembered; None where there are no parts."""
-        found = self._fitted
-        if found is None:
+        parts = self._fitted
+        if parts is None:
             return None
-        seen = [each for group in self._seen.values() for each in group]
-        return statistics.median(abs(found.seconds(step) / seconds - 1) for step, seconds in seen)
+        seen = [sample for group in self._seen.values() for sample in group]
+        return statistics.median(abs(parts.seconds(step) / seconds - 1) for step, seconds in seen)
 
     def largest(self, length: float) -> int | None:
         """Returns the largest batch of decoding requests that is fastest, where they hold so many tokens on average;
@@ -179,5 +179,5 @@ def fitted(seen: list[tuple[Step, float]]) -> Parts | None:
     if len(seen) < 4:
         return None
     rows = np.array([_sizes(step) for step, _ in seen], dtype=float)
-    found = nonnegative.fitted(rows, np.array([seconds for _, seconds in seen]))
-    return None if found is None else Parts(*found)
+    coefficients = nonnegative.fitted(rows, np.array([seconds for _, seconds in seen]))
+    return None if coefficients is None else Parts(*coefficients)

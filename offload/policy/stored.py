@@ -87,9 +87,9 @@ def _by_key(files: Iterable[Stored]) -> dict[tuple[bytes, bytes], Stored]:
 
 
 def _before(holders: Mapping[tuple[bytes, bytes], Stored], part: StoredPart) -> list[Stored]:
-    found: list[Stored] = []
+    chain: list[Stored] = []
     reached = holders.get((part.salt, part.after))
-    while reached is not None and reached.part is not None and reached not in found:
-        found.append(reached)
+    while reached is not None and reached.part is not None and reached not in chain:
+        chain.append(reached)
         reached = holders.get((reached.part.salt, reached.part.after))
-    return found
+    return chain

@@ -70,7 +70,7 @@ def lost(
         if link is None:
             return 0.0
         copies = max(1, int(bandwidth * tuning.beside) // tuning.layer)
-        found = []
+        losses = []
         for _ in range(tuning.rounds):
             begun = clock()
             count = _stream(link, copies, tuning.layer, work)
@@ -80,8 +80,8 @@ def lost(
             computing, begun = clock() - begun, clock()
             _stream(link, copies, tuning.layer, None)
             copying = clock() - begun
-            found.append((both - computing) / copying)
-    return max(0.0, median(found))
+            losses.append((both - computing) / copying)
+    return max(0.0, median(losses))
 
 
 def _stream(link: _Link, copies: int, nbytes: int, work: Callable[[], object] | None) -> int:
@@ -173,8 +173,8 @@ def driver(uuid: str) -> str:
 
     def ask(nvml: ModuleType) -> str:
         _gpu(nvml, uuid)
-        found = nvml.nvmlSystemGetDriverVersion()
-        return found.decode() if isinstance(found, bytes) else str(found)
+        version = nvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
 
     return _asked(ask) or ""
 

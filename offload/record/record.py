@@ -97,7 +97,7 @@ class Record:
         if not all(isinstance(time_, int | float) and 0 < time_ < math.inf for time_ in times):
             raise ValueError("a bandwidth or a time is not a positive number")
         beside = (*self.beside.values(), self.copying)
-        if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in beside):
+        if not all(isinstance(time_, int | float) and 0 <= time_ < math.inf for time_ in beside):
             raise ValueError("what is beside an iteration is no number of seconds")
         if not all(point.phase in get_args(Phase) and min(point[1:]) >= 1 for point in self.seconds):
             raise ValueError("a point has no known phase, or no sequences or tokens")
@@ -128,16 +128,16 @@ class Record:
         recent, work = self.recent.get(Point(phase, batch, length).corner), batch * length
         if not recent:
             return self.time(phase, batch, length)
-        nearest = sorted(recent, key=lambda each: abs(each.work - work))[: self.tuning.nearest]
-        return statistics.median_low(each.seconds for each in nearest)
+        nearest = sorted(recent, key=lambda lesson: abs(lesson.work - work))[: self.tuning.nearest]
+        return statistics.median_low(lesson.seconds for lesson in nearest)
 
     def prefill_token(self, tokens: int) -> float | None:
         """Returns the seconds for each token of a prefill of so many, by those that ran with the nearest number; None
         where none did."""
-        ran = [each for point, found in self.recent.items() if point.phase == "prefill" for each in found]
-        near = sorted(ran, key=lambda each: max(each.work, tokens) / min(each.work, tokens))
+        ran = [lesson for point, lessons in self.recent.items() if point.phase == "prefill" for lesson in lessons]
+        near = sorted(ran, key=lambda lesson: max(lesson.work, tokens) / min(lesson.work, tokens))
         nearest = near[: self.tuning.nearest]
-        return statistics.median_low(each.seconds / each.work for each in nearest) if nearest else None
+        return statistics.median_low(lesson.seconds / lesson.work for lesson in nearest) if nearest else None
 
     def learned(self, point: Point, seconds: float) -> Self:
         """Returns the record with the time of an iteration, all layers being resident. See Note [Learning from runs].
@@ -154,18 +154,20 @@ class Record:
         return replace(self, bandwidth=bandwidth)
 
     def _at_most(self, point: Point) -> float:
-        below = (each for each in self.points if each[0] == point[0] and each[1] <= point[1] and each[2] <= point[2])
-        return max(max(self.seconds.get(each, 0.0), _believed(self.lessons.get(each, ()))) for each in below)
+        below = (
+            known for known in self.points if known[0] == point[0] and known[1] <= point[1] and known[2] <= point[2]
+        )
+        return max(max(self.seconds.get(known, 0.0), _believed(self.lessons.get(known, ()))) for known in below)
 
 
 def _corners(points: Iterable[Point]) -> list[Point]:
     """Returns the points of one phase than which no other is smaller in batch and length: the others cannot take
     less."""
-    found: list[Point] = []
+    corners: list[Point] = []
     for point in sorted(points):
-        if not found or point.length < found[-1].length:
-            found.append(point)
-    return found
+        if not corners or point.length < corners[-1].length:
+            corners.append(point)
+    return corners
 
 
 def _remembered(lessons: Sequence[Lesson], new: Lesson, window: int) -> tuple[Lesson, ...]:
@@ -191,13 +193,13 @@ def intervals(
 ) -> dict[tuple[int, int], int | None]:
     """Returns the paper's table 1: for each (batch, length) that is listed the smallest interval that meets the SLO
     (seconds), len(pages) + 1 where only the one that streams nothing does, None where none does."""
-    found = {}
-    for point in sorted(each for each in record.points if each.phase == phase):
+    table = {}
+    for point in sorted(known for known in record.points if known.phase == phase):
         seconds = record.time(*point)
         assert seconds is not None
         costs = Costs(tuple(pages), seconds, page_size / record.bandwidth)
-        found[point.batch, point.length] = meeting(costs, on_grid(slo))
-    return found
+        table[point.batch, point.length] = meeting(costs, on_grid(slo))
+    return table
 
 
 class Unusable(Exception):
@@ -241,18 +243,18 @@ def save(record: Record, path: Path) -> None:
 def load(path: Path, key: Mapping[str, str]) -> Record:
     """Reads the record. RecordMissing; RecordDamaged; Unusable where it is of another version, or for another key."""
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise RecordMissing(f"there is none yet in {path}") from None
     except (OSError, ValueError) as error:
         raise RecordDamaged(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise RecordDamaged(f"{path} is damaged: it holds no object of JSON")
-    if found.get("format") != FORMAT:
+    if document.get("format") != FORMAT:
         raise Unusable(f"{path} was written by another version of ballonet")
-    content: dict[str, Any] = {name: found.get(name) for name in ("key", "bandwidth", "points")}
-    content |= {name: found[name] for name in ("beside", "copying") if name in found}
-    if found.get("checksum") != _checksum(content):
+    content: dict[str, Any] = {name: document.get(name) for name in ("key", "bandwidth", "points")}
+    content |= {name: document[name] for name in ("beside", "copying") if name in document}
+    if document.get("checksum") != _checksum(content):
         raise RecordDamaged(f"{path} is damaged: its checksum is wrong")
     if content["key"] != dict(key):
         differ = sorted(name for name in {*key, *content["key"]} if content["key"].get(name) != key.get(name))

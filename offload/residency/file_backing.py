@@ -52,20 +52,20 @@ def runs(places: Iterable[Place], piece: int) -> list[FileRun]:
 
 
 def _joined(places: Iterable[Place]) -> list[FileRun]:
-    found: list[FileRun] = []
+    file_runs: list[FileRun] = []
     for offset, span in sorted(places, key=lambda place: place[0]):
         if offset % ALIGNMENT:
             raise ValueError(f"a tensor at offset {offset}, which is no multiple of {ALIGNMENT}")
-        if found:
-            last = found[-1]
+        if file_runs:
+            last = file_runs[-1]
             gap = offset - (last.offset + last.nbytes)
             if gap < 0:
                 raise ValueError(f"tensors overlap at offset {offset}")
             if last.file is span.file and span.start - last.start == offset - last.offset and gap < ALIGNMENT:
-                found[-1] = FileRun(last.file, last.offset, last.start, offset + span.nbytes - last.offset)
+                file_runs[-1] = FileRun(last.file, last.offset, last.start, offset + span.nbytes - last.offset)
                 continue
-        found.append(FileRun(span.file, offset, span.start, span.nbytes))
-    return found
+        file_runs.append(FileRun(span.file, offset, span.start, span.nbytes))
+    return file_runs
 
 
 def _cut(run: FileRun, piece: int) -> Iterator[FileRun]:
@@ -202,8 +202,8 @@ class FileLoader:
         done = self._running[: len(self._running) - but]
         del self._running[: len(done)]
         try:
-            for each in done:
-                each.wait()
+            for copy in done:
+                copy.wait()
         except DriverError:
             self._check()
             raise

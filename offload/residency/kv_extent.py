@@ -108,10 +108,10 @@ class KVExtent:
     def oldest(self, count: int) -> list[int]:
         """Returns so many full pieces that have pages of the device, or as many as there are, the oldest tokens
         first."""
-        found: list[int] = []
+        pieces: list[int] = []
         for first, end in Pieces(self.away_runs()).gaps(self.first, self.full):
-            found += range(first, min(end, first + max(0, count - len(found))))
-        return found
+            pieces += range(first, min(end, first + max(0, count - len(pieces))))
+        return pieces
 
     def look(self) -> None:
         """Finds out what was taken."""

@@ -26,8 +26,8 @@ def coldest(extent: KVExtent) -> list[int]:
     away, leaving = extent.away_runs(), extent.backing.leaving
     clean = extent.mover.states.within(0, extent.full, PieceState.CLEAN)
     of_away = [piece for first, end in away for piece in range(first, min(end, extent.full))]
-    found = [*(piece for run in clean for piece in range(*run)), *of_away]
-    return [piece for piece in found if piece not in leaving and extent.backing.pages.leads_to(piece) == "peer"]
+    pieces = [*(piece for run in clean for piece in range(*run)), *of_away]
+    return [piece for piece in pieces if piece not in leaving and extent.backing.pages.leads_to(piece) == "peer"]
 
 
 def by_place(extent: KVExtent, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -38,8 +38,8 @@ def by_place(extent: KVExtent, pieces: Sequence[int]) -> Iterator[tuple[int, int
         if extent.device.peer is None:
             yield at, first, count
             continue
-        for _, found in groupby(range(first, first + count), place_of):
-            here, *others = found
+        for _, neighbours in groupby(range(first, first + count), place_of):
+            here, *others = neighbours
             yield at + here - first, here, 1 + len(others)
 
 

@@ -116,10 +116,10 @@ class KVSlots:
     @property
     def pieces(self) -> int:
         """The pieces that are in a slot."""
-        found = 0
-        for each in self._bound:
-            found += each.led
-        return found
+        count = 0
+        for layer in self._bound:
+            count += layer.led
+        return count
 
     def open(self, count: int, pages: int) -> int:
         """Replaces the slots by up to `count` of so many pages each, as many as there are pages for. Returns how many.
@@ -138,9 +138,9 @@ class KVSlots:
         addresses can be exchanged now. `extents`: in the order in which they compute. DriverError."""
         self._see()  # `open` may have taken pages of the first slot for the second
         bound = [self._bound_of(extent) or self._new(extent, n) for n, extent in enumerate(extents)]
-        self._bound = [*bound, *(each for each in self._bound if each not in bound)]
-        for extent, each in zip(extents, bound, strict=True):
-            self._lead(each, extent)
+        self._bound = [*bound, *(other for other in self._bound if other not in bound)]
+        for extent, layer in zip(extents, bound, strict=True):
+            self._lead(layer, extent)
 
     def enter(self, extent: KVExtent, stream: int) -> None:
         """Prepares the layer's slot before it appends and is read, on `stream`. BallonetError, DriverError."""
@@ -154,25 +154,25 @@ class KVSlots:
     def map_to_host(self, extent: KVExtent) -> None:
         """Leads pieces of the layer that are in a slot to their host copies again. BallonetError where that cannot be
         now, as another thread uses the cache or a graph is being captured; DriverError."""
-        each = self._bound_of(extent)
-        if each is not None:
-            if each.slot.holds is each:
-                each.slot.holds = None
-            if not extent.mover.unbind(each.there, extent.end):
+        layer = self._bound_of(extent)
+        if layer is not None:
+            if layer.slot.holds is layer:
+                layer.slot.holds = None
+            if not extent.mover.unbind(layer.there, extent.end):
                 raise BallonetError(_IN_USE)
-            self.changes += bool(each.pieces)
-            each.lead([])
+            self.changes += bool(layer.pieces)
+            layer.lead([])
 
     def look(self) -> None:
         """Finds out which pieces do not lead to their slots any more, under a lease: the core took pages, or some are
         on the device again."""
         self._see()
-        for each in self._bound:
-            extent = each.extent()
-            if extent is not None and each.pieces and each.seen != extent.mover.led_away:
-                each.seen = extent.mover.led_away
-                away = {at + n for at, _, count in by_place(extent, each.pieces) for n in range(count)}
-                self._gone(each, [place for place in range(len(each.pieces)) if place not in away])
+        for layer in self._bound:
+            extent = layer.extent()
+            if extent is not None and layer.pieces and layer.seen != extent.mover.led_away:
+                layer.seen = extent.mover.led_away
+                away = {at + n for at, _, count in by_place(extent, layer.pieces) for n in range(count)}
+                self._gone(layer, [place for place in range(len(layer.pieces)) if place not in away])
 
     def _see(self) -> None:
         """Finds out what the core took. See Note [Taken]."""
@@ -181,59 +181,59 @@ class KVSlots:
                 lost = [place for place in range(slot.range.pieces) if slot.range.leads_to(place) != "device"]
                 slot.backed, slot.pages = slot.range.pieces - len(lost), lost[0]
                 self.changes += 1
-                for each in self._bound:
-                    if each.slot is slot:
-                        self._gone(each, [place for place in lost if place < len(each.pieces)])
+                for layer in self._bound:
+                    if layer.slot is slot:
+                        self._gone(layer, [place for place in lost if place < len(layer.pieces)])
 
-    def _gone(self, each: _Bound, places: Sequence[int]) -> None:
+    def _gone(self, layer: _Bound, places: Sequence[int]) -> None:
         gone = frozenset(places)
-        pieces = [_TAKEN if place in gone else piece for place, piece in enumerate(each.pieces)]
+        pieces = [_TAKEN if place in gone else piece for place, piece in enumerate(layer.pieces)]
         while pieces and pieces[-1] == _TAKEN:
             pieces.pop()
-        if pieces == each.pieces:
+        if pieces == layer.pieces:
             return
-        if (extent := each.extent()) is not None:
-            extent.mover.states.move(PieceEvent.UNBIND, {*each.pieces} - {*pieces})
-        each.lead(pieces)
+        if (extent := layer.extent()) is not None:
+            extent.mover.states.move(PieceEvent.UNBIND, {*layer.pieces} - {*pieces})
+        layer.lead(pieces)
         self.changes += 1
-        if not pieces and each.slot.holds is each:
-            each.slot.holds = None
+        if not pieces and layer.slot.holds is layer:
+            layer.slot.holds = None
 
     # -- for the reclaim list, on any thread: the core finds out what has changed since
 
     def slices(self) -> list[Slice]:
         """Returns slices of all slots, from their ends on, where the fewest layers have pages; each is larger than the
         one before."""
-        found = []
+        slices = []
         for number, slot in enumerate(tuple(self._slots)):
-            used = [len(each.pieces) for each in tuple(self._bound) if each.slot is slot]
+            used = [len(layer.pieces) for layer in tuple(self._bound) if layer.slot is slot]
             end, count = slot.pages, 1
             while end:
                 first = max(0, end - count)
-                found.append(Slice(number, first, end - first, sum(length > first for length in used)))
+                slices.append(Slice(number, first, end - first, sum(length > first for length in used)))
                 end, count = first, 2 * count
-        return sorted(found, key=lambda each: (each.readers, each.pieces))
+        return sorted(slices, key=lambda slice_: (slice_.readers, slice_.pieces))
 
     def parts(self, taken: Slice) -> list[Part]:
         """Returns the parts of a slice, for `Device.publish`."""
         slot = dict(enumerate(self._slots)).get(taken.slot)
         if slot is None:
             return []
-        found: list[Part] = [(slot.range, taken.first, taken.pieces, None, 0, [])]
-        for each in tuple(self._bound):
-            extent = each.extent()
-            if each.slot is slot and extent is not None:
-                for at, first, count in each.runs:
+        parts: list[Part] = [(slot.range, taken.first, taken.pieces, None, 0, [])]
+        for layer in tuple(self._bound):
+            extent = layer.extent()
+            if layer.slot is slot and extent is not None:
+                for at, first, count in layer.runs:
                     low, high = max(at, taken.first), min(at + count, taken.first + taken.pieces)
                     for here, pieces, backing in extent.range.runs(first + low - at, high - low) if low < high else ():
                         if backing == "alias":
-                            found.append((extent.range, here, pieces, extent.backing.pages, here, []))
-        return found
+                            parts.append((extent.range, here, pieces, extent.backing.pages, here, []))
+        return parts
 
     def close(self) -> None:
         """Maps every layer to the host and gives the slots back. Raises as `map_to_host`."""
-        for each in self._bound:
-            if (extent := each.extent()) is not None:
+        for layer in self._bound:
+            if (extent := layer.extent()) is not None:
                 self.map_to_host(extent)
         self._bound = []
         self._last = None
@@ -263,34 +263,34 @@ class KVSlots:
             self.map_to_host(extent)
 
     def _bound_of(self, extent: KVExtent) -> _Bound | None:
-        for each in self._bound:
-            if each.extent() is extent:
-                return each
+        for layer in self._bound:
+            if layer.extent() is extent:
+                return layer
         return None
 
     def _new(self, extent: KVExtent, index: int) -> _Bound:
         """Binds a layer; neighbours use different slots."""
         return _Bound(weakref.ref(extent), self._slots[index % len(self._slots)])
 
-    def _lead(self, each: _Bound, extent: KVExtent) -> None:
+    def _lead(self, layer: _Bound, extent: KVExtent) -> None:
         """Leads offloaded pieces that are in no slot to the slot."""
-        at = len(each.pieces)
-        room = max(0, each.slot.pages - at)
-        there = {*each.pieces}
+        at = len(layer.pieces)
+        room = max(0, layer.slot.pages - at)
+        there = {*layer.pieces}
         new = [piece for piece in extent.host_mapped() if piece not in there][:room] if room else []
         if not new or not extent.alone():
             return
-        if each.slot.holds is each:
-            each.slot.holds = None
+        if layer.slot.holds is layer:
+            layer.slot.holds = None
         self.changes += 1
-        each.lead([*each.pieces, *new])  # first: what is host-mapped may be among them, what is in the slot must be
-        each.lead(each.pieces[: at + extent.mover.bind(new, each.slot.range, at)])
+        layer.lead([*layer.pieces, *new])  # first: what is host-mapped may be among them, what is in the slot must be
+        layer.lead(layer.pieces[: at + extent.mover.bind(new, layer.slot.range, at)])
 
     def _leave(self, last: _Bound) -> None:
         """Fills the slot for the next layer, as all that reads this one has been launched."""
         slot = last.slot
         if slot.holds is last and slot.readers:
-            slot.turns = turns = [each for each in self._bound if each.slot is slot and each.pieces]
+            slot.turns = turns = [layer for layer in self._bound if layer.slot is slot and layer.pieces]
             following = turns[(turns.index(last) + 1) % len(turns)]
             if following is last:
                 self.filling(last, slot)

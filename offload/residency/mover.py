@@ -214,14 +214,14 @@ class Mover:
         self._device.reap()  # what was given back and has passed is free
         limit = min(limit, self._device.available)
         away = self.states.within(0, end, PieceState.OFFLOADED, PieceState.IN_SLOT)
-        found = [piece for first, last in reversed(away) for piece in range(last - 1, first - 1, -1)]
+        pieces = [piece for first, last in reversed(away) for piece in range(last - 1, first - 1, -1)]
         if chosen is not None:
             wanted = frozenset(chosen)
-            found = [piece for piece in found if piece in wanted]
+            pieces = [piece for piece in pieces if piece in wanted]
         if self._device.peer is not None:
-            found.sort(key=lambda piece: self.range.place(piece) == "peer")
+            pieces.sort(key=lambda piece: self.range.place(piece) == "peer")
         back = 0
-        for first, last in runs_of(found[: max(0, limit)]):
+        for first, last in runs_of(pieces[: max(0, limit)]):
             for at, count, backing in self.range.runs(first, last - first):
                 if backing in FAR:
                     back += sum(self.exchange(piece, "device") for piece in range(at, at + count))

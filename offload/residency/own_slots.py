@@ -35,19 +35,19 @@ class OwnSlots:
     @property
     def host_pages(self) -> int:
         """Host pages of these layers."""
-        return sum(part.backing.backed for each, _ in list(self._slots.values()) for part in each.parts)
+        return sum(part.backing.backed for streamed, _ in list(self._slots.values()) for part in streamed.parts)
 
     def offer(self, layer: int) -> list[tuple[Range, int, int, Range, int, Copies]]:
         """The pages of the layer's slot, for `Device.publish`; none where it has none."""
         if layer not in self._slots:
             return []
-        each, slot = self._slots[layer]
-        found = []
-        for part in each.parts:
+        streamed, slot = self._slots[layer]
+        offered = []
+        for part in streamed.parts:
             backing = part.backing
             sources = backing.copies(part.first, part.count, 0) if backing.file is not None else []
-            found.append((slot.range, part.offset, part.count, backing.pages, part.first, sources))
-        return found
+            offered.append((slot.range, part.offset, part.count, backing.pages, part.first, sources))
+        return offered
 
     # -- for the ring
 
@@ -60,26 +60,26 @@ class OwnSlots:
         """The layer and its slot, None where it has none."""
         return self._slots.get(layer)
 
-    def add(self, each: StreamedLayer, opened: Range) -> None:
+    def add(self, streamed: StreamedLayer, opened: Range) -> None:
         """Adds a slot of these pages for the layer; it is filled when a pass begins."""
-        self._slots[each.layer] = each, Slot(opened, [each.layer])
+        self._slots[streamed.layer] = streamed, Slot(opened, [streamed.layer])
 
     def remove(self, layers: Collection[int] | None = None) -> Iterable[StreamedLayer]:
         """Closes the slots of these layers, with None of all, and returns those that had one, one after the other. They
         are on the host."""
         for layer in self._slots.keys() & (self._slots if layers is None else layers):
-            each, slot = self._slots.pop(layer)
+            streamed, slot = self._slots.pop(layer)
             slot.range.close()
-            for part in each.parts:
+            for part in streamed.parts:
                 if part.backing.file is not None:  # the core filled host pages from it when it took the slot
                     part.backing.drop()
-            yield each
+            yield streamed
 
     def forget(self, layer: int) -> None:
         """Closes the slot of a layer that is resident again, and its copy on the host."""
-        each, slot = self._slots.pop(layer)
+        streamed, slot = self._slots.pop(layer)
         slot.range.close()
-        for part in each.parts:
+        for part in streamed.parts:
             part.backing.close()
 
 

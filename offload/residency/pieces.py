@@ -49,14 +49,14 @@ class Pieces:
 
     def gaps(self, first: int, end: int) -> list[tuple[int, int]]:
         """Returns the runs of [first, end) that are not in it."""
-        found = []
+        runs = []
         for a, b in self.within(first, end):
             if first < a:
-                found.append((first, a))
+                runs.append((first, a))
             first = b
         if first < end:
-            found.append((first, end))
-        return found
+            runs.append((first, end))
+        return runs
 
     def add_run(self, first: int, end: int) -> None:
         """Adds all of [first, end)."""
@@ -107,16 +107,16 @@ class Pieces:
 def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
     """Returns the runs [first, end) of pieces, whatever their order."""
     if isinstance(pieces, range):
-        return [(pieces.start, pieces.stop)] if pieces.step == 1 and pieces else [(each, each + 1) for each in pieces]
+        return [(pieces.start, pieces.stop)] if pieces.step == 1 and pieces else [(at, at + 1) for at in pieces]
     if isinstance(pieces, Pieces):
         return list(pieces.runs)
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for piece in sorted(pieces):
-        if found and found[-1][1] >= piece:
-            found[-1] = found[-1][0], max(found[-1][1], piece + 1)
+        if runs and runs[-1][1] >= piece:
+            runs[-1] = runs[-1][0], max(runs[-1][1], piece + 1)
         else:
-            found.append((piece, piece + 1))
-    return found
+            runs.append((piece, piece + 1))
+    return runs
 
 
 def _first(run: tuple[int, int]) -> int:

@@ -76,9 +76,9 @@ def packed(part: StoredPart, ids: Sequence[int], tensors: Mapping[str, Array]) -
     checksum = Array("U8", (_DIGEST,), memoryview(bytes(_DIGEST)))
     all_of_it = {IDS: numbers, **tensors, CHECKSUM: checksum}
     reached = 0
-    for name, each in all_of_it.items():
-        end = reached + each.data.nbytes
-        header[name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": (reached, end)}
+    for name, tensor in all_of_it.items():
+        end = reached + tensor.data.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (reached, end)}
         reached = end
     written = json.dumps(header, separators=(",", ":")).encode()
     written += b" " * (-len(written) % 8)
@@ -87,12 +87,12 @@ def packed(part: StoredPart, ids: Sequence[int], tensors: Mapping[str, Array]) -
         read_header("", len(begin) + reached, lambda offset, size: begin[offset : offset + size])
     except WeightsFileError as error:
         raise ValueError(error.reason) from None
-    return [memoryview(begin), *(each.data for name, each in all_of_it.items() if name != CHECKSUM)]
+    return [memoryview(begin), *(values.data for name, values in all_of_it.items() if name != CHECKSUM)]
 
 
 def size_of(packing: Iterable[memoryview]) -> int:
     """Bytes of the file."""
-    return sum(each.nbytes for each in packing) + _DIGEST
+    return sum(buffer.nbytes for buffer in packing) + _DIGEST
 
 
 def write(fd: int, packing: Sequence[memoryview]) -> None:
@@ -177,10 +177,10 @@ def _length(entry: TensorEntry) -> int:
 def _room(room: Room | None, name: str, entry: TensorEntry) -> memoryview:
     if room is None or name == IDS:
         return np.empty(_length(entry), np.uint8).data
-    found = room(name, entry.dtype, entry.shape, _length(entry))
-    if found is None or found.nbytes != _length(entry):
+    memory = room(name, entry.dtype, entry.shape, _length(entry))
+    if memory is None or memory.nbytes != _length(entry):
         raise PrefixDamaged(f"it has {name}, {entry.dtype} {entry.shape}, which is not what is kept of this model")
-    return found
+    return memory
 
 
 def _digest(segments: Iterable[memoryview], work: Callable[[int, memoryview], None]) -> bytes:

@@ -101,7 +101,7 @@ class PrefixFiles:
             if not self._writing or (self.limit is not None and size > self.limit):
                 return False
             there = name in self._files
-            if not (there or self._make_room(size, {each.name for each in before(self._files.values(), part)})):
+            if not (there or self._make_room(size, {file.name for file in before(self._files.values(), part)})):
                 return False
         try:
             if not there:
@@ -128,12 +128,12 @@ class PrefixFiles:
         path = self.directory / file.name
         try:
             with _opened(path) as fd:
-                found = prefix_file.read(str(path), fd, room)
-            if found.part.salt != self._salt or key not in found.part.keys:
+                saved = prefix_file.read(str(path), fd, room)
+            if saved.part.salt != self._salt or key not in saved.part.keys:
                 raise PrefixDamaged("it does not hold what it seemed to hold")
             with suppress(OSError):  # the folder may only be read
                 self._use(file.name)
-            return found
+            return saved
         except PrefixDamaged as damage:
             with self._lock:
                 self._discard(file.name, file.inode, file.used, str(damage))
@@ -162,14 +162,14 @@ class PrefixFiles:
             now, when = time.time_ns(), os.stat(self.directory).st_mtime_ns
             if when == self._seen:
                 return
-            found = {entry.name: entry for entry in os.scandir(self.directory)}
+            entries = {entry.name: entry for entry in os.scandir(self.directory)}
         except OSError:  # what it had is gone with it
-            found, now, when = {}, 0, -1
+            entries, now, when = {}, 0, -1
         files = {}
-        for name in filter(_NAME.fullmatch, found):
-            if (file := self._told(name, found[name])) is not None:
+        for name in filter(_NAME.fullmatch, entries):
+            if (file := self._told(name, entries[name])) is not None:
                 files[name] = file
-        for name in filter(_ASIDE.fullmatch, found):
+        for name in filter(_ASIDE.fullmatch, entries):
             self._clean(name)
         self._files = files
         self._index()
@@ -197,7 +197,7 @@ class PrefixFiles:
 
     def _index(self) -> None:
         ours = (file for file in self._files.values() if file.part is not None and file.part.salt == self._salt)
-        self._holders = {key: each.name for each in ours if each.part is not None for key in each.part.keys}
+        self._holders = {key: file.name for file in ours if file.part is not None for key in file.part.keys}
 
     def _clean(self, name: str) -> None:
         """Removes a file written aside if no process writes it any more."""
@@ -276,8 +276,8 @@ class PrefixFiles:
             return True
         files = self._files.values()
         gone = leaving(files, size + sum(file.nbytes for file in files) - self.limit, kept)
-        for each in gone or ():
-            self._remove(each.name)
+        for old in gone or ():
+            self._remove(old.name)
         self._index()
         return gone is not None
 

@@ -79,18 +79,18 @@ class Ring:
 
     def layer(self, layer: int) -> StreamedLayer | None:
         """A layer that streams or has an own slot; None for others."""
-        found = self._layers.get(layer) or self.own.get(layer)
-        return found[0] if isinstance(found, tuple) else found
+        entry = self._layers.get(layer) or self.own.get(layer)
+        return entry[0] if isinstance(entry, tuple) else entry
 
     def slot(self, layer: int) -> Slot[int] | None:
         """The slot that a layer on the host is read from; None where memory was too short for one: it is read on the
         host."""
-        each = self._layers.get(layer)
-        if each is None:
+        streamed = self._layers.get(layer)
+        if streamed is None:
             own = self.own.get(layer)
             return own and own[1]
         slots = self.shared.slots
-        if each.slot < len(slots) and each.pages <= (slot := slots[each.slot]).range.backed:
+        if streamed.slot < len(slots) and streamed.pages <= (slot := slots[streamed.slot]).range.backed:
             return slot
         return None
 
@@ -101,15 +101,15 @@ class Ring:
         streaming; a layer not among them keeps its own slot. No tensor lies over a slot. See Note [Starting and
         stopping to stream]. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged,
         DriverError."""
-        wanted, coming = ({each.layer: each for each in given} for given in (layers, others))
-        self._close_own({*wanted, *coming, *(each.layer for each, _ in self.own.members if not each.whole)})
+        wanted, coming = ({member.layer: member for member in given} for given in (layers, others))
+        self._close_own({*wanted, *coming, *(member.layer for member, _ in self.own.members if not member.whole)})
         self._layers.update({layer: wanted[layer] for layer in wanted.keys() & self._layers.keys()})
         try:
-            for layer, each in (wanted | coming).items():
-                if each.hidden:
-                    self._layers[layer] = each  # before any of its addresses is changed
-                each.leave(self._transfer)  # a failure may have left some of it resident
-                self._layers[layer] = each
+            for layer, streamed in (wanted | coming).items():
+                if streamed.hidden:
+                    self._layers[layer] = streamed  # before any of its addresses is changed
+                streamed.leave(self._transfer)  # a failure may have left some of it resident
+                self._layers[layer] = streamed
             self.shared.make(slot_pages)
             for layer in self._layers.keys() - wanted.keys() - coming.keys():
                 del self._layers[layer]  # nothing is left of it
@@ -145,8 +145,8 @@ class Ring:
         try:
             self._filler.read(self, slot, layer, stream)
         except DriverError:
-            if (each := self.layer(layer)) is not None:
-                each.check()
+            if (streamed := self.layer(layer)) is not None:
+                streamed.check()
             raise
         return slot.range
 
@@ -170,11 +170,11 @@ class Ring:
     def give_away(self, layer: int) -> None:
         """Leads addresses of the slot that a tensor still shows to the layer's backing, and gives the slot others.
         PoolExhausted: its layers have no slot then; DriverError."""
-        each, slot = self.layer(layer), self.slot(layer)
-        if each is None or slot is None:
+        streamed, slot = self.layer(layer), self.slot(layer)
+        if streamed is None or slot is None:
             return
         held, slot.holds = slot.range, None
-        for part in each.parts:
+        for part in streamed.parts:
             for first, count in spans(part):
                 held.alias(part.offset + first - part.first, part.backing.pages, first, count)
         slot.range = self._device.reserve(held.nbytes, "weights", self._group)
@@ -185,8 +185,8 @@ class Ring:
         right. Looks at each once."""
         checked = set()
         layers = [*self._layers.values()]
-        for each, _ in self.own.members:
-            layers.append(each)
+        for streamed, _ in self.own.members:
+            layers.append(streamed)
         for layer in layers:  # in one call: this is done for each token
             for part in layer.parts:
                 if (backed := part.mover.backing.file) is None:
@@ -199,25 +199,25 @@ class Ring:
     def reveal(self, layer: int) -> None:
         """Leads the layer's addresses to its weights, also where its backing was a file, before anyone else looks at
         them. Raises as `Backing.reveal`."""
-        each = self.layer(layer)
-        for part in each.parts if each is not None else ():
+        streamed = self.layer(layer)
+        for part in streamed.parts if streamed is not None else ():
             part.backing.reveal(spans(part))
 
     def make_resident(self, layer: int) -> None:
         """Makes a layer with an own slot resident, and gives up its copy on the host. No tensor lies over a slot.
         ManageError where addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
-        found = self.own.get(layer)
-        assert found is not None
-        each, slot = found
+        entry = self.own.get(layer)
+        assert entry is not None
+        streamed, slot = entry
         with ExitStack() as undo:
             undo.callback(self._share)
             undo.callback(lambda: self._close_own([layer] if is_taken(slot) else []))  # a taken slot is none
             slot.holds = None
             try:
-                self._filler.copy(each.copies(slot.range), None).wait()  # the host copy may have been written to
+                self._filler.copy(streamed.copies(slot.range), None).wait()  # the host copy may have been written to
             finally:
-                each.check()
-            _adopt(each, slot.range)
+                streamed.check()
+            _adopt(streamed, slot.range)
             undo.pop_all()
         self.own.forget(layer)
 
@@ -242,38 +242,38 @@ class Ring:
 
     def _close_own(self, layers: Collection[int] | None = None) -> None:
         """Closes own slots of `layers`, with None all; the layers are on the host."""
-        for each in self.own.remove(layers):
-            self._layers[each.layer] = each
+        for streamed in self.own.remove(layers):
+            self._layers[streamed.layer] = streamed
 
     def _share(self) -> None:
         """Assigns layers to slots anew, after others stream."""
         for index, slot in enumerate(self.shared.slots):
-            turns = [layer for layer, each in sorted(self._layers.items()) if each.slot == index]
+            turns = [layer for layer, member in sorted(self._layers.items()) if member.slot == index]
             slot.turns = [layer for layer in turns if self.slot(layer) is not None and self._runs(layer)]
             slot.holds = None
-        for each, slot in self.own.members:
-            if bool(slot.turns) != self._runs(each.layer):
-                slot.turns, slot.holds = [each.layer] if self._runs(each.layer) else [], None
+        for streamed, slot in self.own.members:
+            if bool(slot.turns) != self._runs(streamed.layer):
+                slot.turns, slot.holds = [streamed.layer] if self._runs(streamed.layer) else [], None
 
     # -- for the filler of slots
 
     def copies(self, member: int, slot: Slot[int]) -> Copies:
         """Returns the copies that fill the slot with the layer."""
-        if (each := self._layers.get(member)) is not None:  # as `layer`, in one call
-            return each.copies(slot.range)
-        found = self.own.get(member)
-        assert found is not None
+        if (streamed := self._layers.get(member)) is not None:  # as `layer`, in one call
+            return streamed.copies(slot.range)
+        entry = self.own.get(member)
+        assert entry is not None
         led = is_taken(slot)  # the slot leads to the host copy, which would be copied onto itself
-        return [] if led else found[0].copies(slot.range)
+        return [] if led else entry[0].copies(slot.range)
 
     def filling(self, member: int, slot: Slot[int]) -> None:
         self.loading(member, member == slot.turns[0])
 
 
-def _adopt(each: StreamedLayer, filled: Range) -> None:
+def _adopt(streamed: StreamedLayer, filled: Range) -> None:
     """Gives the ranges of a layer on the host the pages of `filled`, all or none. ManageError, DriverError."""
     with ExitStack() as undo:
-        for part in each.parts:
+        for part in streamed.parts:
             for first, count in spans(part):
                 if not part.range.adopt(first, filled, part.offset + first - part.first, count):
                     raise not_now()

@@ -54,7 +54,7 @@ def read_header(path: str, size: int, read: Read) -> dict[str, TensorEntry]:
 def read_metadata(path: str, size: int, read: Read) -> dict[str, str]:
     """Returns the texts that a file has beside its tensors. WeightsFileError where its header cannot be read."""
     metadata = _header(path, size, read)[0].get(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise WeightsFileError(path, f"its metadata are no texts: {metadata!r:.200}")
     return metadata
 
@@ -76,17 +76,17 @@ def _header(path: str, size: int, read: Read) -> tuple[dict[str, Any], int]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    named = dict(pairs)
+    if len(named) != len(pairs):
         raise ValueError("a name is given twice")
-    return found
+    return named
 
 
 def _entry(path: str, name: str, row: Any, first: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = row["dtype"], row["shape"], row["data_offsets"]
         bits = BITS[dtype] * math.prod(shape)
-        good = all(type(each) is int and each >= 0 for each in (start, end, *shape))
+        good = all(type(number) is int and number >= 0 for number in (start, end, *shape))
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsFileError(path, f"its header says of {name} what cannot be understood: {row!r:.200}") from error
     if not good or end - start != -(-bits // 8):

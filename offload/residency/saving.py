@@ -102,14 +102,14 @@ class Saving:
         """Marks pieces of [first, end) that the device has as dirty: what `stream` is given from now on may write
         there, and waits for the copies. The caller holds a lease, and the lock. Returns the pieces, whose backings keep
         their pages yet."""
-        found = Pieces(self._states.within(first, end, PieceState.CLEAN))
+        pieces = Pieces(self._states.within(first, end, PieceState.CLEAN))
         for piece in [piece for piece in self._copies if first <= piece < end]:
             done = self._copies.pop(piece)
             if done is not None:
                 done.before(stream)
-            found.add(piece)
+            pieces.add(piece)
         self._states.move_run(PieceEvent.DIRTY, first, end)
-        return list(found.runs)
+        return list(pieces.runs)
 
     def stay(self, first: int, end: int, stream: int) -> None:
         """Keeps pieces of [first, end) from going from the peer to the host, as `Backing.stay`. The caller holds the

@@ -132,11 +132,11 @@ class PieceStates:
         """The runs of pieces of [first, end) that are in one of these states, ascending."""
         if len(states) == 1:
             return self._of[states[0]].within(first, end)
-        found = Pieces()
+        pieces = Pieces()
         for state in states:
             for run in self._of[state].within(first, end):
-                found.add_run(*run)
-        return list(found.runs)
+                pieces.add_run(*run)
+        return list(pieces.runs)
 
     def move(self, event: PieceEvent, pieces: Iterable[int]) -> None:
         """Applies an event to pieces. Those in a state in which it cannot come stay as they are."""

@@ -40,11 +40,11 @@ class WeightsFile:
             raise WeightsFileError(self.path, f"it cannot be opened: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self._fd)
         try:
-            found = _settled(self._fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = _settled(self._fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise WeightsFileError(self.path, "it is no file")
-            self._identity = _identity(found)
-            self.nbytes = found.st_size
+            self._identity = _identity(status)
+            self.nbytes = status.st_size
             self.tensors = read_header(self.path, self.nbytes, lambda offset, size: os.pread(self._fd, size, offset))
             self.check()
         except BaseException:
@@ -113,12 +113,12 @@ class FileSpan:
     nbytes: int
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _settled(fd: int) -> os.stat_result:
     """Waits until any further write would give the file another time; returns its status."""
-    while 0 <= time.time_ns() - (found := os.fstat(fd)).st_mtime_ns < TICK:
+    while 0 <= time.time_ns() - (status := os.fstat(fd)).st_mtime_ns < TICK:
         time.sleep(1e-3)
-    return found
+    return status

@@ -45,10 +45,10 @@ class FleetRecording:
 
     def lanes(self) -> dict[int, dict[str, list[Bar]]]:
         """The bars by process and lane, those of a lane in order of time."""
-        found: dict[int, dict[str, list[Bar]]] = {}
-        for each in sorted(self.bars, key=lambda bar: (bar.process, bar.begin)):
-            found.setdefault(each.process, {}).setdefault(each.lane, []).append(each)
-        return found
+        lanes: dict[int, dict[str, list[Bar]]] = {}
+        for span in sorted(self.bars, key=lambda bar: (bar.process, bar.begin)):
+            lanes.setdefault(span.process, {}).setdefault(span.lane, []).append(span)
+        return lanes
 
 
 def named(process: int) -> str:

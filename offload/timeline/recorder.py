@@ -75,9 +75,9 @@ class Recorders:
         self.all.clear()
 
 
-def recorders_of(found: Runtime) -> Recorders:
+def recorders_of(runtime: Runtime) -> Recorders:
     """Returns the recorders of a runtime's device."""
-    return found.parts.of(Recorders, lambda: Recorders(found.device, found.events))
+    return runtime.parts.of(Recorders, lambda: Recorders(runtime.device, runtime.events))
 
 
 class Recorder:
@@ -200,15 +200,15 @@ class Recorder:
 
 def mark(name: str, device: Device | None = None) -> None:
     """Calls `Recorders.mark` for the device, with None that of the first runtime. Does nothing where there is none."""
-    found = [each for each in devices.every() if device in (None, each.device)]
-    if found:
-        recorders_of(found[0]).mark(name)
+    runtimes = [runtime for runtime in devices.every() if device in (None, runtime.device)]
+    if runtimes:
+        recorders_of(runtimes[0]).mark(name)
 
 
 def _forget() -> None:
-    for each in devices.every():
-        if (found := each.parts.get(Recorders)) is not None:
-            found.forget()
+    for runtime in devices.every():
+        if (recorders := runtime.parts.get(Recorders)) is not None:
+            recorders.forget()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ballonet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for each in (run, serve, load, whatif, top, budget, replay, info, preflight, plan, profile):
-        each.add(commands)
+    for command in (run, serve, load, whatif, top, budget, replay, info, preflight, plan, profile):
+        command.add(commands)
     return parser
 
 

@@ -103,7 +103,7 @@ class ActiveGroups:
         policy.changes.detach(member)
         policy.pulls.cancel(member)
         early = policy.requests.early
-        for members in [each for each in early if member in each]:
+        for members in [group for group in early if member in group]:
             del early[members]
         if (pipe := self.pipe_of(member)) is not None:
             self.abort(pipe)

@@ -19,12 +19,14 @@ def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
     (tokens before, new tokens); or fixed, row, key and pair, as without replicas. ManageError where it is none of
     these; OSError."""
     try:
-        found = json.loads(path.read_text())
-        if isinstance(found, list):
-            made = fit([Sample(tuple((int(p), int(c)) for p, c in each["chunks"]), each["seconds"]) for each in found])
+        content = json.loads(path.read_text())
+        if isinstance(content, list):
+            made = fit(
+                [Sample(tuple((int(p), int(c)) for p, c in batch["chunks"]), batch["seconds"]) for batch in content]
+            )
             return made.cost, made
-        if "alpha" in found:
-            return _given(found), None
+        if "alpha" in content:
+            return _given(content), None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ManageError(f"{path} is no cost of chunks: {error}") from None
     return of_parts(costs_of(path)), None
@@ -35,9 +37,9 @@ def of_parts(parts: Parts) -> ChunkCost:
     return ChunkCost.packed(parts.fixed, parts.row, parts.key, parts.pair)
 
 
-def _given(found: dict[str, Any]) -> ChunkCost:
-    decode = found.pop("decode", None)
-    cost = ChunkCost(**found, decode=None if decode is None else ChunkCost(**decode))
+def _given(content: dict[str, Any]) -> ChunkCost:
+    decode = content.pop("decode", None)
+    cost = ChunkCost(**content, decode=None if decode is None else ChunkCost(**decode))
     if not cost.within + cost.beta:
         raise ValueError("a larger chunk would take no longer: give alpha or beta above 0")
     return cost

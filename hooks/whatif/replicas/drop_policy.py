@@ -117,7 +117,7 @@ class DropPolicy(SwapPolicy):
                 if member in self.run.silent:
                     continue
                 part = len(span) / group.layers
-                used, free = (int(each * part * kv.token / kv.page) for each in (pipe.used, max(0, pipe.free)))
+                used, free = (int(tokens * part * kv.token / kv.page) for tokens in (pipe.used, max(0, pipe.free)))
                 if pipe.stages.halted:
                     used = free = queued = 0  # it has dropped all requests
                 pending = 0 if stage else queued  # the first stage reports for all

@@ -172,7 +172,7 @@ class EpochChanges:
 
     def _take_damaged(self, pipe: Pipeline, epoch: int) -> Job | None:
         """Returns the request whose KV has come damaged, if any; its member reports that."""
-        member = next((each for each in pipe.members if each in self.damaging), None)
+        member = next((other for other in pipe.members if other in self.damaging), None)
         if member is None or not pipe.stalled:
             return None
         self.damaging.discard(member)
@@ -187,15 +187,15 @@ class EpochChanges:
     def detach(self, member: int) -> None:
         """Closes the links of a replica: its changes are given up, and its peers notice."""
         linked = self._links_of(member)
-        for change in [each for each in self._changes if member in each.members]:
+        for change in [running for running in self._changes if member in running.members]:
             self._break(change)
         for epoch, other in sorted(linked):
             self._lose(epoch, other, member)
 
     def lose_link(self, one: int, other: int) -> None:
         """Cuts the links between two live replicas, if they have any."""
-        for epoch, each in sorted(self._links_of(one)):
-            if each != other:
+        for epoch, peer in sorted(self._links_of(one)):
+            if peer != other:
                 continue
             for change in [change for change in self._changes if one in change.members and change.switched]:
                 self._break(change)  # what was on the way is lost
@@ -224,15 +224,15 @@ class EpochChanges:
         policy = self._policy
         pipe = policy.active.pipe_of(member)
         group = () if pipe is None else pipe.members
-        found = {(policy.active.epochs[member], other) for other in group}
+        links = {(policy.active.epochs[member], other) for other in group}
         for change in self._changes:
             if member in change.members:
-                found |= {(change.epoch, other) for other in change.members}
+                links |= {(change.epoch, other) for other in change.members}
         for epoch, groups in self.prepared.groups.items():
-            new = next((each.members for each in groups if member in each.members), ())
+            new = next((formed.members for formed in groups if member in formed.members), ())
             if new:
-                found |= {(epoch, other) for other in (*new, *group)}
-        return {(epoch, other) for epoch, other in found if other != member}
+                links |= {(epoch, other) for other in (*new, *group)}
+        return {(epoch, other) for epoch, other in links if other != member}
 
     def _lose(self, epoch: int, by: int, of: int) -> None:
         """Has replica `by` notice that its link to `of` is lost."""

@@ -118,20 +118,20 @@ KINDS: Final[Mapping[str, type[PlayedFault]]] = {
     "supervisor": SupervisorFails,
     "shutdown": Shutdown,
 }
-_REASONS: Final = {each.name: each for each in (Reason.PAGES, Reason.HOST_MEMORY)}
+_REASONS: Final = {reason.name: reason for reason in (Reason.PAGES, Reason.HOST_MEMORY)}
 
 
 def read_faults(path: Path) -> list[PlayedFault]:
     """Returns the faults of a file. TraceError where a line is none; OSError."""
-    found = []
+    faults = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not text.strip():
             continue
         try:
-            found.append(_made(json.loads(text)))
+            faults.append(_made(json.loads(text)))
         except (ValueError, TypeError, AttributeError) as error:
             raise TraceError(str(path), number, f"no fault: {error}") from None
-    return found
+    return faults
 
 
 def check_faults(faults: Iterable[PlayedFault], replicas: int, requests: int) -> None:

@@ -65,7 +65,7 @@ class RecomputePolicy:
         """Preempts the newest requests until there is room for the next token of `job`. Returns False where `job`
         itself was preempted."""
         while not pipe.grow(job, job.kv + 1):
-            last = max((each for each in pipe.jobs() if not each.in_flight and not each.leaving), key=_number)
+            last = max((other for other in pipe.jobs() if not other.in_flight and not other.leaving), key=_number)
             self.preempt(pipe, last)
             if last is job:
                 return False
@@ -137,7 +137,7 @@ class SwapPolicy(RecomputePolicy):
         copy has ended. Recomputes where the host is full."""
         host = self.host(pipe)
         if not host.copies:
-            last = max((each for each in pipe.jobs() if not each.in_flight), key=_number)
+            last = max((other for other in pipe.jobs() if not other.in_flight), key=_number)
             if self.nbytes(last) > host.room:
                 return super().make_room(pipe, job)
             pipe.remove(last)
@@ -253,7 +253,7 @@ class MigratePolicy(RecomputePolicy):
         """Begins to move the smallest request that makes room for the first queued one, if it fits at the target."""
         short = pipe.waiting[0].known - pipe.free
         block = self.run.fleet.block
-        fits = [each for place in pipe.places for each in place if short <= each.held <= to.free - spare - block]
+        fits = [fit for place in pipe.places for fit in place if short <= fit.held <= to.free - spare - block]
         job = min(fits, key=lambda fit: (fit.held, fit.number), default=None)
         if job is None:
             return

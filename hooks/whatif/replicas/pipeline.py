@@ -108,7 +108,11 @@ class Pipeline:
 
     def all_jobs(self) -> set[Job]:
         """Returns all requests of the group: with memory, stalled, in a microbatch, or waiting."""
-        in_flight = (job for each in self._under_way for job in (*each.decodes, *(job for job, _ in each.chunks)))
+        in_flight = (
+            job
+            for microbatch in self._under_way
+            for job in (*microbatch.decodes, *(job for job, _ in microbatch.chunks))
+        )
         return {*self.jobs(), *self.stalled, *in_flight, *self.waiting}
 
     # --- requests
@@ -121,9 +125,9 @@ class Pipeline:
     def remove(self, job: Job) -> None:
         """Removes a request that is in no microbatch; it keeps its memory. ValueError where it is not here."""
         assert not job.in_flight
-        for each in (self.waiting, self.prompts, self.stalled, *self.places):
-            if job in each:
-                each.remove(job)
+        for jobs in (self.waiting, self.prompts, self.stalled, *self.places):
+            if job in jobs:
+                jobs.remove(job)
                 return
         raise ValueError(f"request {job.number} is not in group {self.members}")
 
@@ -210,7 +214,7 @@ class Pipeline:
             return ahead
         cost = self._cost
         prompts = sum(cost.added(chunk.before, chunk.new) for _, chunk in ahead)
-        others = sum(cost.added(job.kv, 1) for n, each in enumerate(self.places) if n != place for job in each)
+        others = sum(cost.added(job.kv, 1) for n, jobs in enumerate(self.places) if n != place for job in jobs)
         own = sum(cost.added(*decode) for decode in decodes)
         share = (prompts + others + own) / stages - own
         if share <= 0:

@@ -61,16 +61,16 @@ class PlanAnswer:
 
 def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tuning: Tuning = DEFAULT) -> PlanAnswer:
     """Returns the answer for models under the budget, once they have generated so many `tokens`."""
-    found = placed(models, budget, tuning)
+    places = placed(models, budget, tuning)
     fewest, whole = least(models, budget, tuning), everything(models)
-    if found is None:
+    if places is None:
         lacking = [Forecast(model, None, model.weights, sum(model.last.kv), model.last.activations) for model in models]
         short = placed(models, replace(budget, host=None), tuning) is not None
         met = None if budget.slo is None else False
         return PlanAnswer(False, lacking, fewest, whole, "host" if short else "memory", budget.slo, met)
-    forecasts = _forecasts(models, found, budget, tuning)
+    forecasts = _forecasts(models, places, budget, tuning)
     if tokens * max(forecast.tpot or 0.0 for forecast in forecasts) > tuning.pages.dwell:
-        forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or found, budget, tuning)
+        forecasts = _forecasts(models, placed(models, budget, tuning, rested=True) or places, budget, tuning)
     answer = PlanAnswer(True, forecasts, fewest, whole, None, budget.slo)
     tpot, waits = answer.slowest.tpot, answer.slowest.waits
     if tpot is None:
@@ -79,12 +79,12 @@ def answered(models: Sequence[Needs], budget: PlanBudget, tokens: int = 0, tunin
     return replace(answer, limit=limit, met=None if budget.slo is None else tpot <= budget.slo)
 
 
-def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: PlanBudget, tuning: Tuning) -> list[Forecast]:
+def _forecasts(models: Sequence[Needs], places: Sequence[Placed], budget: PlanBudget, tuning: Tuning) -> list[Forecast]:
     """Returns the forecasts of all models. `budget.page_seconds`: with the link to itself."""
-    streaming = sum(bool(each.plan.copied) for each in found)
+    streaming = sum(bool(place.plan.copied) for place in places)
     shared = None if budget.page_seconds is None else budget.page_seconds * max(1, streaming)
     beside = replace(budget, page_seconds=shared)
-    forecasts = [_forecast(needs, at, beside, tuning) for needs, at in zip(models, found, strict=True)]
+    forecasts = [_forecast(needs, at, beside, tuning) for needs, at in zip(models, places, strict=True)]
     idle = budget.pages - sum(forecast.weights + forecast.kv + forecast.activations for forecast in forecasts)
     return [_with_idle(forecast, max(0, idle) // len(forecasts)) for forecast in forecasts]
 
@@ -103,7 +103,7 @@ def _forecast(needs: Needs, at: Placed, budget: PlanBudget, tuning: Tuning) -> F
         _, _, more = _read(needs.prompt, at.early, needs.prefill, budget, tuning, needs.rows)
         ttft += more
     stall = 0.0 if tpot is None or needs.decode is None else tpot - needs.decode + waits
-    once, each = needs.aside
+    once, per_token = needs.aside
     return Forecast(
         needs,
         at.plan,
@@ -112,7 +112,7 @@ def _forecast(needs: Needs, at: Placed, budget: PlanBudget, tuning: Tuning) -> F
         needs.last.activations,
         host,
         None if ttft is None else ttft + once,
-        None if tpot is None else tpot + waits + each,
+        None if tpot is None else tpot + waits + per_token,
         stall,
         at.settled,
     )
@@ -122,8 +122,8 @@ def _seconds(needs: Needs, plan: Plan, seconds: float | None, budget: PlanBudget
     if seconds is None or (plan.copied and budget.page_seconds is None):
         return None
     page = budget.page_seconds or 0.0
-    found = Costs(needs.layers, seconds, page).expected(plan)
-    return max(found, seconds + plan.copied_pages * page * budget.copying)
+    expected = Costs(needs.layers, seconds, page).expected(plan)
+    return max(expected, seconds + plan.copied_pages * page * budget.copying)
 
 
 def _read(
@@ -138,7 +138,7 @@ def _read(
     computes = total * budget.page_size / link if seconds is None else seconds
     left = max(0, total - away - budget.pages // tuning.kv_reads.left)
     layers = [LayerReads(pages, 0.0, computes / len(moment.kv)) for pages in moment.kv]
-    found = choose(layers, page=budget.page_size, link=link, free=left, rows=rows, tuning=tuning.kv_reads)
-    if found.way is not Way.STREAMED:
-        return away, 0, found.exposed
-    return sum(min(pages, found.streamed) for pages in moment.kv), found.slots * found.streamed, found.exposed
+    choice = choose(layers, page=budget.page_size, link=link, free=left, rows=rows, tuning=tuning.kv_reads)
+    if choice.way is not Way.STREAMED:
+        return away, 0, choice.exposed
+    return sum(min(pages, choice.streamed) for pages in moment.kv), choice.slots * choice.streamed, choice.exposed

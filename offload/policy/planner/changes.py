@@ -49,10 +49,10 @@ def nearest(
     asked: Question, answer: PlanAnswer, ask: Callable[[Question], PlanAnswer], tuning: Planning = DEFAULT.planning
 ) -> list[PlanChange]:
     """Returns the nearest changes, the nearest first, at most `tuning.changes`."""
-    found = [*_looser(asked, answer)]
+    changes = [*_looser(asked, answer)]
     for changed in (_budget, _more_host, _shorter, _smaller, _quantized):
-        found += changed(asked, answer, ask, tuning)
-    return sorted(found, key=lambda each: (each.factor, each.what))[: tuning.changes]
+        changes += changed(asked, answer, ask, tuning)
+    return sorted(changes, key=lambda change: (change.factor, change.what))[: tuning.changes]
 
 
 def lifts(before: PlanAnswer, after: PlanAnswer, tuning: Planning = DEFAULT.planning) -> bool:

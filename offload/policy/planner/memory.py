@@ -72,20 +72,20 @@ def placed(
     managed = _managed(models, budget, tuning.weights)
     if managed is None:
         return None
-    found = _followed(models, managed, budget, tuning, rested)
-    if found is None or all(
-        at.plan == plan and not at.away + at.early for at, plan in zip(found, managed, strict=True)
+    places = _followed(models, managed, budget, tuning, rested)
+    if places is None or all(
+        at.plan == plan and not at.away + at.early for at, plan in zip(places, managed, strict=True)
     ):
-        return found  # with the most nothing is lacking, so that nothing hangs on anything
+        return places  # with the most nothing is lacking, so that nothing hangs on anything
     known = budget.page_seconds is not None and all(model.judging.decode is not None for model in models)
     noise = tuning.planning.noise
-    likely = _followed(models, managed, budget, tuning, rested, least=True) or found
+    likely = _followed(models, managed, budget, tuning, rested, least=True) or places
     settled = all(
         _followed(models, managed, budget, tuning, rested, least=least, slower=slower) == likely
         for least in (False, True)
         for slower in ((1 / noise, noise) if known else (0.0, math.inf))
     )
-    return [replace(each, settled=settled) for each in likely]
+    return [replace(place, settled=settled) for place in likely]
 
 
 def _followed(
@@ -109,18 +109,18 @@ def _followed(
     run = _Run(running, budget, tuning, least)
     if not run.prompt():
         return None
-    early = [each.away for each in running]
+    early = [state.away for state in running]
     if rested:
-        for each, model in zip(running, begun, strict=True):
-            each.model, each.away = model, 0
+        for returned, model in zip(running, begun, strict=True):
+            returned.model, returned.away = model, 0
     if not run.answer():
         return None
-    on_host = sum(each.away + each.model.plan.host_pages for each in running)
+    on_host = sum(state.away + state.model.plan.host_pages for state in running)
     if budget.host is not None and on_host > budget.host:
         return None  # a page that leaves needs one there, whatever else would leave in its place
     return [
-        Placed(each.model.plan, each.needs.beside + each.model.plan.device_pages, each.away, first)
-        for each, first in zip(running, early, strict=True)
+        Placed(state.model.plan, state.needs.beside + state.model.plan.device_pages, state.away, first)
+        for state, first in zip(running, early, strict=True)
     ]
 
 
@@ -155,10 +155,10 @@ class _Running:
         return replace(model, plan=plan, decode=decode)
 
     def _costs(self, seconds: float | None, budget: PlanBudget, slower: float = 1.0) -> Costs:
-        found = costs_of(self.needs, seconds, budget.page_seconds, self.tuning)
+        costs = costs_of(self.needs, seconds, budget.page_seconds, self.tuning)
         if slower in (0.0, math.inf):  # nothing hides, or everything does
-            return replace(found, seconds=1e-6 if not slower else 1e6, page_seconds=1.0 if not slower else 1e-6)
-        return replace(found, seconds=found.seconds * slower)
+            return replace(costs, seconds=1e-6 if not slower else 1e6, page_seconds=1.0 if not slower else 1e-6)
+        return replace(costs, seconds=costs.seconds * slower)
 
 
 class _Run:
@@ -180,8 +180,8 @@ class _Run:
             kv = [sum(moment.kv) for moment in now]
             held = [min(self._of(at), self._of(was)) for at, was in zip(now, before, strict=True)]
             if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
-                for each, was in zip(self._models, before, strict=True):
-                    each.listed = was.movable  # a failed mapping of KV has all of it listed (hooks/kv/capacity.py)
+                for state, was in zip(self._models, before, strict=True):
+                    state.listed = was.movable  # a failed mapping of KV has all of it listed (hooks/kv/capacity.py)
                 if not self._room(map(sum, zip(kv, held, strict=True)), Phase.PROMPT):
                     return False
             self._tell(now, sum(kv) + sum(mapped))
@@ -197,8 +197,8 @@ class _Run:
         if self._held + sum(sum(at.kv) + self._of(at) for at in last) <= self._budget.pages:
             return True  # as caches only grow
         for now in self._moments(Phase.ANSWER):
-            for each, at in zip(self._models, now, strict=True):
-                each.listed = at.movable
+            for state, at in zip(self._models, now, strict=True):
+                state.listed = at.movable
             if not self._room((sum(at.kv) + self._of(at) for at in now), Phase.ANSWER):
                 return False
             self._arrange()
@@ -206,8 +206,8 @@ class _Run:
 
     def _moments(self, phase: Phase) -> list[list[Moment]]:
         """Returns the moments of all models together: one that has fewer stays at its last."""
-        found = [model.needs.moments(phase) for model in self._models]
-        return [[those[min(step, len(those) - 1)] for those in found] for step in range(max(map(len, found)))]
+        moments = [model.needs.moments(phase) for model in self._models]
+        return [[those[min(step, len(those) - 1)] for those in moments] for step in range(max(map(len, moments)))]
 
     def _of(self, moment: Moment) -> int:
         return moment.least if self._least else moment.activations
@@ -233,11 +233,11 @@ class _Run:
         if sum(candidate.pages for candidate in offered) < lack:
             return False
         for candidate in offered:
-            each = self._models[candidate.client]
+            state = self._models[candidate.client]
             if candidate.rung is Rung.RUNNING_KV:
-                each.away += min(lack, candidate.pages)
+                state.away += min(lack, candidate.pages)
             else:
-                each.taken.add(candidate.index)
+                state.taken.add(candidate.index)
             lack -= candidate.pages
             if lack <= 0:
                 break
@@ -245,14 +245,14 @@ class _Run:
 
     def _offered(self, phase: Phase) -> list[Candidate]:
         """Returns what the ladder takes, in its order."""
-        models = [each.stands(phase, self._budget) for each in self._models]
-        gone = {each.model.name: {*each.model.plan.streamed, *each.taken} for each in self._models}
-        numbers = {each.model.name: number for number, each in enumerate(self._models)}
-        found = [of_layer(rung, model, layer, numbers[model.name]) for rung, model, layer in by_rung(models, gone)]
-        for number, each in enumerate(self._models):
-            if (pages := each.listed - each.away) > 0:
-                found.append(Candidate(Rung.RUNNING_KV, number, 0, pages, recency=float(number)))
-        return ordered(found)
+        models = [state.stands(phase, self._budget) for state in self._models]
+        gone = {state.model.name: {*state.model.plan.streamed, *state.taken} for state in self._models}
+        numbers = {state.model.name: number for number, state in enumerate(self._models)}
+        candidates = [of_layer(rung, model, layer, numbers[model.name]) for rung, model, layer in by_rung(models, gone)]
+        for number, giver in enumerate(self._models):
+            if (pages := giver.listed - giver.away) > 0:
+                candidates.append(Candidate(Rung.RUNNING_KV, number, 0, pages, recency=float(number)))
+        return ordered(candidates)
 
     def _arrange(self) -> None:
         """Arranges what was taken, before the next forward."""
@@ -302,19 +302,19 @@ def _managed(models: Sequence[Needs], budget: PlanBudget, tuning: WeightPlans) -
     """Returns the plans that `manage()` arrives at for all models."""
     rule, plans, used = Fewest(slots=tuning.slots), list[Plan](), 0
     for number, needs in enumerate(models):
-        before = [_model(*each, budget, tuning, active=False) for each in zip(models[:number], plans, strict=True)]
+        before = [_model(*pair, budget, tuning, active=False) for pair in zip(models[:number], plans, strict=True)]
         fixed = needs.beside + needs.working
         for wanted, capped in ((sum(needs.layers), True), (rule.smallest(needs.layers), False)):
             lack = used + fixed + wanted - budget.pages
             if lack > 0 and before:
-                givers = before if capped else [replace(each, base=len(each.plan.pages)) for each in before]
+                givers = before if capped else [replace(model, base=len(model.plan.pages)) for model in before]
                 gives = remap(givers, lack, 0)
-                before = [replace(each, plan=gives.plans.get(each.name, each.plan)) for each in before]
+                before = [replace(model, plan=gives.plans.get(model.name, model.plan)) for model in before]
                 used -= gives.freed
         plan = rule.choose(needs.layers, budget.pages - used - fixed)
         if plan is None:
             return None
-        plans = [*(each.plan for each in before), plan]
+        plans = [*(model.plan for model in before), plan]
         used += needs.beside + plan.device_pages
     return plans
 
@@ -333,22 +333,24 @@ def _model(needs: Needs, plan: Plan, budget: PlanBudget, tuning: WeightPlans, *,
 def _by_slo(models: Sequence[Needs], running: Sequence[Model], budget: PlanBudget, parts: int) -> list[Model]:
     """Returns the models streaming as many layers as the SLO allows, where it can be kept and times are known: no more
     may then."""
-    if budget.slo is None or budget.page_seconds is None or any(each.decode is None for each in models):
+    if budget.slo is None or budget.page_seconds is None or any(needs.decode is None for needs in models):
         return list(running)
     free = budget.pages - sum(
         needs.beside + model.plan.device_pages + needs.last.pages for needs, model in zip(models, running, strict=True)
     )
     clients = [
         LinkClient(
-            each.name, each.decode, budget.page_size, budget.slo, max(0, each.plan.device_pages + free), parts=parts
+            model.name, model.decode, budget.page_size, budget.slo, max(0, model.plan.device_pages + free), parts=parts
         )
-        for each in running
+        for model in running
     ]
-    found = possible(clients, budget.page_size / budget.page_seconds)
-    if found is None:
+    shares = possible(clients, budget.page_size / budget.page_seconds)
+    if shares is None:
         return list(running)
-    plans = {client.name: client.plan(found.options[client.name].interval) for client in clients}
+    plans = {client.name: client.plan(shares.options[client.name].interval) for client in clients}
     return [
-        replace(each, plan=plans[each.name], base=len(plans[each.name].streamed), least=plans[each.name].device_pages)
-        for each in running
+        replace(
+            model, plan=plans[model.name], base=len(plans[model.name].streamed), least=plans[model.name].device_pages
+        )
+        for model in running
     ]

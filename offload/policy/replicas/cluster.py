@@ -86,10 +86,10 @@ class Cluster:
 
     def displace(self, members: Members) -> ActiveGroup:
         """Ends a group. KeyError."""
-        found = self.groups.pop(members)
+        active = self.groups.pop(members)
         for member in members:
             del self._group_of[member]
-        return found
+        return active
 
     def placement(self, member: int) -> ActiveGroup | None:
         """Returns the group of a replica; None where it has none."""
@@ -127,23 +127,23 @@ class Cluster:
     def sources(self) -> list[Group]:
         """Returns the groups that layers can be pulled from: all members are in their epochs and hold their spans;
         only undropped groups where there are any."""
-        found = [
-            each.group
-            for each in self.groups.values()
-            if all(self.replicas[member].is_steady for member in each.group.members)
+        groups = [
+            active.group
+            for active in self.groups.values()
+            if all(self.replicas[member].is_steady for member in active.group.members)
         ]
-        return [group for group in found if not group.is_dropped] or found
+        return [group for group in groups if not group.is_dropped] or groups
 
     def check(self) -> None:
         """Raises ValueError unless every replica is in one group, and every group has a complete copy."""
         check_groups((group.group for group in self.groups.values()), self.layers)
-        placed = {member: members for members, each in self.groups.items() for member in each.group.members}
+        placed = {member: members for members, entry in self.groups.items() for member in entry.group.members}
         if placed != self._group_of or {*placed} != {*self.replicas}:
             raise ValueError("a replica is in no group, or the index of groups is wrong")
-        for members, each in self.groups.items():
-            for member, span in zip(members, each.group.spans, strict=True):
+        for members, active in self.groups.items():
+            for member, span in zip(members, active.group.spans, strict=True):
                 replica = self.replicas[member]
-                if replica.epoch != each.epoch:
-                    raise ValueError(f"replica {member} is in epoch {replica.epoch}, its group in {each.epoch}")
+                if replica.epoch != active.epoch:
+                    raise ValueError(f"replica {member} is in epoch {replica.epoch}, its group in {active.epoch}")
                 if not replica.pulls and not replica.held.covers(span):
                     raise ValueError(f"replica {member} lacks layers of {span} and pulls none")

@@ -157,8 +157,8 @@ class Controller:
         self._fence_silent(at)
         self._proposals.expire(at)
         self._failures.retry_pulls(at)
-        for members, each in [*self.cluster.groups.items()]:
-            if each.exchanging and at - each.since > self._tuning.bulk and members in self.cluster.groups:
+        for members, active in [*self.cluster.groups.items()]:
+            if active.exchanging and at - active.since > self._tuning.bulk and members in self.cluster.groups:
                 self._failures.reset(members, Reason.TIMEOUT, at)
         self._watch(at)
 
@@ -182,7 +182,7 @@ class Controller:
 
     def _watch(self, at: float) -> None:
         """Proposes a drop or a restore where the load asks for it."""
-        usage = self.cluster.usage(prompt_pages((each.prompt for each in self.book.held), self.cluster.kv))
+        usage = self.cluster.usage(prompt_pages((request.prompt for request in self.book.held), self.cluster.kv))
         if usage is None or not self.cluster.replicas:
             return
         proposals = self._proposals
@@ -192,7 +192,7 @@ class Controller:
                 proposals.discard(Reason.OVERLOAD, at)
             if proposals.proposal is None and at >= proposals.drop_after:
                 self._drop(usage, at)
-        dropped = [each.group for each in self.cluster.steady() if each.group.is_dropped]
+        dropped = [active.group for active in self.cluster.steady() if active.group.is_dropped]
         if not dropped:
             self._calm.forget()
         elif self._calm.observe(at, usage) and proposals.proposal is None and at >= proposals.restore_after:
@@ -202,13 +202,13 @@ class Controller:
         pages = self.cluster.pages
         replicas = self.cluster.replicas
         needed, growth = needed_pages(usage.pending, usage.free), self._growth.pages
-        is_first = not any(each.group.is_dropped for each in self.cluster.groups.values())
+        is_first = not any(active.group.is_dropped for active in self.cluster.groups.values())
         if not needed or not (is_first or growth):
             return
         groups = [
-            each.group
-            for each in self.cluster.steady()
-            if all(replicas[member].backed for member in each.group.members)
+            active.group
+            for active in self.cluster.steady()
+            if all(replicas[member].backed for member in active.group.members)
         ]
         groups.sort(key=lambda group: -pending(group, self.cluster))  # a request that waits in a group begins there
         gross = with_growth(groups, needed, growth, pages)
@@ -218,8 +218,8 @@ class Controller:
             return
         group = busiest(plan.formed, self.cluster)
         members = {*group.members}
-        olds = [each for each in groups if each.members[0] in members]
-        parts = [work_of(each, self.cluster, self.book) for each in olds]
+        olds = [old for old in groups if old.members[0] in members]
+        parts = [work_of(old, self.cluster, self.book) for old in olds]
         verdict = judge(parts, merged_work(group, parts, self.cluster, self._page_seconds), self._cost, self._tuning)
         if verdict.helps:
             self._proposals.propose_drop(plan, at)
@@ -289,6 +289,6 @@ class Controller:
         if placement is None or placement.epoch != event.epoch:
             return
         members = placement.group.members
-        requests = [each for each in self.book.of(members) if each.name == event.request]
-        for each in self._failures.count_recomputation(requests):
-            self._state.actions.append(Recompute((each.name,), placement.epoch, members))
+        requests = [entry for entry in self.book.of(members) if entry.name == event.request]
+        for request in self._failures.count_recomputation(requests):
+            self._state.actions.append(Recompute((request.name,), placement.epoch, members))

@@ -99,8 +99,8 @@ def replayed(entries: Iterable[Entry]) -> Iterator[tuple[Decision, Decision]]:
     if not isinstance(setup, Setup):
         raise ValueError("a log begins with what its controller was made with")
     controller = setup.controller()
-    for each in left:
-        if not isinstance(each, Decision):
+    for entry in left:
+        if not isinstance(entry, Decision):
             raise ValueError("a log is of one controller")
-        actions = tuple(controller.on(each.event))
-        yield each, Decision(controller.epoch, each.event, actions)
+        actions = tuple(controller.on(entry.event))
+        yield entry, Decision(controller.epoch, entry.event, actions)

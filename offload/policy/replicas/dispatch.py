@@ -76,18 +76,18 @@ class Dispatcher:
         return best[1] if best else None
 
     def _push(self, group: Members) -> None:
-        each = self._groups[group]
+        room = self._groups[group]
         self._versions += 1
-        each.version = self._versions
-        heap = self._heaps.setdefault(each.kind, [])
-        heapq.heappush(heap, (-each.room, each.version, group))
+        room.version = self._versions
+        heap = self._heaps.setdefault(room.kind, [])
+        heapq.heappush(heap, (-room.room, room.version, group))
         if len(heap) > 2 * len(self._groups) + 16:  # most entries are stale
             heap[:] = [entry for entry in heap if self._is_current(entry)]
             heapq.heapify(heap)
 
     def _is_current(self, entry: tuple[int, int, Members]) -> bool:
-        each = self._groups.get(entry[2])
-        return each is not None and each.version == entry[1]
+        room = self._groups.get(entry[2])
+        return room is not None and room.version == entry[1]
 
     def _top(self, kind: tuple[int, int]) -> Members | None:
         """Returns the group of that kind with most room."""

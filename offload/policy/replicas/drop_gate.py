@@ -84,7 +84,7 @@ class _Replay:
         self.queue.extend(_Request(prompt, max(1, new), 0, prompt + max(1, new)) for prompt, new in self.work.queued)
         old = [_Request(tokens, max(1, left), tokens, tokens + max(1, left)) for tokens, left in self.work.running]
         (self.stalled if self.work.stall > 0 else self.running).extend(old)
-        self.free = self.work.capacity - sum(each.total for each in old)
+        self.free = self.work.capacity - sum(request.total for request in old)
 
     def admit(self) -> None:
         """Starts the queued requests that fit, in order."""
@@ -98,8 +98,8 @@ class _Replay:
     def round(self, cost: CostModel) -> None:
         """Advances by one round, or by the rounds that only decode until a request ends or a stall is over."""
         microbatches: list[list[tuple[int, int]]] = [[] for _ in range(self.work.stages)]
-        for number, each in enumerate(self.running):
-            microbatches[number % len(microbatches)].append((each.done, 1))
+        for number, request in enumerate(self.running):
+            microbatches[number % len(microbatches)].append((request.done, 1))
         only_decodes = not self.prefill
         computed = self._prompts(microbatches)
         seconds = sum(cost.batch(chunks) for chunks in microbatches if chunks) / self.work.stages
@@ -112,32 +112,32 @@ class _Replay:
 
     def _prompts(self, microbatches: list[list[tuple[int, int]]]) -> list[_Request]:
         """Adds chunks of prompts to the microbatches. Returns the requests whose prompts they complete."""
-        found = []
+        complete = []
         for chunks in microbatches:
             room = self.tuning.chunk
             while self.prefill and room:
-                each = self.prefill[0]
-                size = min(room, each.prompt - each.done)
-                chunks.append((each.done, size))
-                each.done += size
+                request = self.prefill[0]
+                size = min(room, request.prompt - request.done)
+                chunks.append((request.done, size))
+                request.done += size
                 room -= size
-                if each.done == each.prompt:
-                    found.append(self.prefill.popleft())
-        return found
+                if request.done == request.prompt:
+                    complete.append(self.prefill.popleft())
+        return complete
 
     def _until_change(self, seconds: float) -> int:
         """Returns the rounds until the first running request ends, or the stalled ones go on."""
-        ends = min(each.new for each in self.running)
+        ends = min(request.new for request in self.running)
         if not self.stalled or seconds <= 0:
             return ends
         return max(1, min(ends, math.ceil((self.work.stall - self.now) / seconds)))
 
     def _decode(self, times: int) -> None:
-        for each in self.running:
-            each.new -= times
-            each.done += times
-        self.free += sum(each.total for each in self.running if each.new <= 0)
-        self.running = [each for each in self.running if each.new > 0]
+        for request in self.running:
+            request.new -= times
+            request.done += times
+        self.free += sum(ended.total for ended in self.running if ended.new <= 0)
+        self.running = [left for left in self.running if left.new > 0]
 
 
 def drain_seconds(work: Work, cost: CostModel, tuning: Tuning = DEFAULT.replicas) -> float:
@@ -186,9 +186,9 @@ def _mean(parts: Sequence[Work], cost: CostModel, tuning: Tuning) -> float:
 
 def _dealt(parts: Sequence[Work], more: Sequence[tuple[int, int]]) -> list[Work]:
     """Returns the work with `more` requests appended, dealt evenly to the replicas."""
-    first, total, found = 0, sum(work.stages for work in parts), []
+    first, total, dealt = 0, sum(work.stages for work in parts), []
     for work in parts:
-        mine = [each for n in range(first, first + work.stages) for each in more[n::total]]
-        found.append(replace(work, queued=[*work.queued, *mine]))
+        mine = [request for n in range(first, first + work.stages) for request in more[n::total]]
+        dealt.append(replace(work, queued=[*work.queued, *mine]))
         first += work.stages
-    return found
+    return dealt

@@ -69,7 +69,7 @@ def _planned(parts: Iterable[tuple[Group, ...]], merges: int, pages: Sequence[in
         held = {member: span for group in old for member, span in zip(group.members, group.spans, strict=True)}
         new = regroup(held, pages)
         pulls.update(pulled(new, held))
-        slots += group_slots(new, pages) - sum(group_slots(each, pages) for each in old)
+        slots += group_slots(new, pages) - sum(group_slots(group, pages) for group in old)
         formed.append(new)
     freed = merges * sum(pages)
     return DropPlan(tuple(formed), tuple(kept), merges, freed, freed - slots, pulls)

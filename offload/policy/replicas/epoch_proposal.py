@@ -64,11 +64,15 @@ class EpochProposals:
         pulls: list[Pull] = []
         olds: list[Members] = []
         for group in plan.formed:
-            old = {each.group.members: each.group for member in group.members if (each := cluster.placement(member))}
+            old = {
+                placement.group.members: placement.group
+                for member in group.members
+                if (placement := cluster.placement(member))
+            }
             olds.extend(old)
             for member in group.members:
                 for layer in plan.pulls.get(member, ()):
-                    holders = (each.holder(layer) for each in old.values())
+                    holders = (source.holder(layer) for source in old.values())
                     pulls.append(Pull(member, layer, next(holder for holder in holders if holder != member)))
         self._propose(Kind.DROP, olds, plan.formed, tuple(pulls), at)
 
@@ -79,7 +83,7 @@ class EpochProposals:
             self.restore_after = at + self._tuning.again
             return
         formed = tuple(alone(member, group.layers) for group in old for member in group.members)
-        pulls = tuple(pull for group in old for each in group_restore(group).values() for pull in each)
+        pulls = tuple(pull for group in old for its in group_restore(group).values() for pull in its)
         self._propose(Kind.RESTORE, [group.members for group in old], formed, pulls, at)
 
     def prepared(self, epoch: int, member: int, at: float) -> bool:
@@ -157,7 +161,7 @@ class EpochProposals:
         """Returns the member that each request of a group goes to when the group ends; None where one does not fit."""
         cluster = self._state.cluster
         room = {member: cluster.tokens(alone(member, group.layers)) for member in group.members}
-        return homes({each.name: each.demand for each in self._state.book.of(group.members)}, room)
+        return homes({request.name: request.demand for request in self._state.book.of(group.members)}, room)
 
     def _commit_drop(self, proposal: Proposal, at: float) -> None:
         self.proposal = None
@@ -176,13 +180,13 @@ class EpochProposals:
 
     def _commit_restore(self, proposal: Proposal, at: float) -> None:
         state, layers = self._state, Span(0, self._state.cluster.layers)
-        found: dict[str, int] = {}
+        targets: dict[str, int] = {}
         for old in proposal.old:
             placed = self._homes(state.cluster.groups[old].group)
             if placed is None:
                 self.discard(Reason.NO_ROOM, at)
                 return
-            found.update(placed)
+            targets.update(placed)
         self.proposal = None
         self.drop_after = at  # a new burst
         requests = [request for old in proposal.old for request in state.end(old)]
@@ -190,6 +194,6 @@ class EpochProposals:
             state.cluster.replicas[group.members[0]].held = layers
             state.form(group, proposal.epoch, at, exchanging=group.members)
         for request in requests:
-            state.book.put(request, (found[request.name],))
-        state.actions.append(Commit(proposal.epoch, tuple((each.name, found[each.name]) for each in requests)))
+            state.book.put(request, (targets[request.name],))
+        state.actions.append(Commit(proposal.epoch, tuple((entry.name, targets[entry.name]) for entry in requests)))
         state.start_held()

@@ -68,9 +68,9 @@ class _Form:
         optional += [_more(chunks)] * self.lone
         return [pairs if self.square else pairs + own, float(sum(new for _, new in chunks)), 1.0, *optional]
 
-    def cost(self, found: Sequence[float]) -> ChunkCost:
+    def cost(self, coefficients: Sequence[float]) -> ChunkCost:
         """Returns the cost with these coefficients."""
-        alpha, beta, gamma, *optional = found
+        alpha, beta, gamma, *optional = coefficients
         lone = optional.pop() if self.lone else 0.0
         square = optional[0] if self.square else None
         prefix = optional[-1] if self.prefix else 0.0
@@ -88,11 +88,11 @@ def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
     decoding, filling = _kinds(samples)
     if len(filling) < tuning.samples:
         raise ValueError(f"{len(filling)} batches with prompts are too few to fit a cost: give {tuning.samples}")
-    parts = [_held_out(each, tuning.folds) for each in (filling, decoding)]
+    parts = [_held_out(batches, tuning.folds) for batches in (filling, decoding)]
     rest = [other for others, _ in parts for other in others]
     apart = len(decoding) >= tuning.samples
-    made, trial = (_best(each, apart, tuning) for each in (samples, rest))
-    errors = [[_error(trial, each) for each in held] for _, held in parts]
+    made, trial = (_best(batches, apart, tuning) for batches in (samples, rest))
+    errors = [[_error(trial, sample) for sample in held] for _, held in parts]
     return Fit(
         made,
         statistics.fmean([*errors[0], *errors[1]]),
@@ -103,29 +103,29 @@ def fit(samples: Sequence[Sample], tuning: Replicas = DEFAULT.replicas) -> Fit:
 
 def _kinds(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Returns the batches in which all requests decode, and the others."""
-    found: tuple[list[Sample], list[Sample]] = [], []
+    kinds: tuple[list[Sample], list[Sample]] = [], []
     for sample in samples:
-        found[not all(is_decode(*chunk) for chunk in sample.chunks)].append(sample)
-    return found
+        kinds[not all(is_decode(*chunk) for chunk in sample.chunks)].append(sample)
+    return kinds
 
 
 def _best(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> ChunkCost:
     """Returns the cost with sequences or without, whichever predicts better. `apart`: decoding batches get a cost of
     their own. ValueError where new tokens take no time."""
     ways: tuple[Way, ...] = (partial(_by_sequence, apart=apart, tuning=tuning), _packed)
-    found = min(ways, key=lambda way: _validated(way, samples, tuning.folds))(samples)
-    if not found.within + found.beta:
+    cost = min(ways, key=lambda way: _validated(way, samples, tuning.folds))(samples)
+    if not cost.within + cost.beta:
         raise ValueError("the batches do not say how long new tokens take: give prompts of several lengths")
-    return found
+    return cost
 
 
 def _packed(samples: Sequence[Sample]) -> ChunkCost:
     """Returns the fitted cost of attention that does not know the sequences."""
-    sizes = [Step.of((new, before) for before, new in each.chunks) for each in samples]
+    sizes = [Step.of((new, before) for before, new in sample.chunks) for sample in samples]
     lone = _tells_of_one(samples)
     rows = [[1.0, float(size.new), float(size.read), float(size.new * size.read)] for size in sizes]
     fixed, row, key, pair, *more = _solved(
-        [[*each, *[_more(sample.chunks)] * lone] for each, sample in zip(rows, samples, strict=True)], samples
+        [[*values, *[_more(sample.chunks)] * lone] for values, sample in zip(rows, samples, strict=True)], samples
     )
     saved = sum(more, 0.0)
     return ChunkCost.packed(fixed + saved, row, key, pair, saved)
@@ -135,7 +135,7 @@ def _by_sequence(samples: Sequence[Sample], apart: bool, tuning: Replicas) -> Ch
     """Returns the fitted cost of attention that knows the sequences."""
     decoding, filling = _kinds(samples)
     decode = _chosen(decoding, tuning) if apart else None
-    rest = [each for each in (_without(each, decode) for each in filling) if each.seconds > 0]
+    rest = [sample for sample in (_without(sample, decode) for sample in filling) if sample.seconds > 0]
     return replace(_chosen(rest, tuning), decode=decode)
 
 
@@ -152,7 +152,7 @@ def _chosen(samples: Sequence[Sample], tuning: Replicas) -> ChunkCost:
     forms = [replace(form, lone=lone) for lone in (False, True)[: 1 + _tells_of_one(samples)] for form in _FORMS]
     errors = {form: _validated(partial(_fitted, form), samples, tuning.folds) for form in forms}
     least = min(errors.values())
-    form = next(each for each in forms if errors[each] <= least * (1 + tuning.simpler) + tuning.exact)
+    form = next(candidate for candidate in forms if errors[candidate] <= least * (1 + tuning.simpler) + tuning.exact)
     return _fitted(form, samples)
 
 
@@ -161,8 +161,8 @@ def _validated(way: Way, samples: Sequence[Sample], folds: int) -> float:
     errors = []
     for number in range(folds):
         rest, held = _held_out(samples, folds, number)
-        found = way(rest)
-        errors += [_error(found, each) for each in held]
+        cost = way(rest)
+        errors += [_error(cost, sample) for sample in held]
     return statistics.fmean(errors)
 
 
@@ -171,9 +171,9 @@ def _fitted(form: _Form, samples: Sequence[Sample]) -> ChunkCost:
 
 
 def _solved(rows: Sequence[Sequence[float]], samples: Sequence[Sample]) -> tuple[float, ...]:
-    found = nonnegative.fitted(np.array(rows), np.array([sample.seconds for sample in samples]))
-    assert found is not None  # a constant alone fits times above 0
-    return found
+    coefficients = nonnegative.fitted(np.array(rows), np.array([sample.seconds for sample in samples]))
+    assert coefficients is not None  # a constant alone fits times above 0
+    return coefficients
 
 
 def _more(chunks: Sequence[tuple[int, int]]) -> float:

@@ -25,12 +25,12 @@ def split(requests: Sequence[RequestEntry], used: int, pending: int, kv: KVSize)
         first -= 1
         pending -= kv.pages(requests[first].prompt + 1)
     running = requests[:first]
-    prompts, new = sum(each.prompt for each in running), sum(max(1, each.new) for each in running)
+    prompts, new = sum(request.prompt for request in running), sum(max(1, request.new) for request in running)
     part = min(1.0, max(0.0, (used * kv.page / kv.token - prompts) / new)) if new else 0.0
-    done = [round(part * max(1, each.new)) for each in running]
+    done = [round(part * max(1, request.new)) for request in running]
     return (
         [(request.prompt, request.new) for request in requests[first:]],
-        [(each.prompt + some, max(1, each.new - some)) for each, some in zip(running, done, strict=True)],
+        [(request.prompt + some, max(1, request.new - some)) for request, some in zip(running, done, strict=True)],
     )
 
 
@@ -49,8 +49,8 @@ def merged_work(group: Group, parts: Sequence[Work], cluster: Cluster, page_seco
     return Work(
         cluster.tokens(group),
         group.size,
-        [each for work in parts for each in work.queued],
-        [each for work in parts for each in work.running],
+        [request for work in parts for request in work.queued],
+        [request for work in parts for request in work.running],
         used * (group.size - 1) / group.size * page_seconds,
     )
 

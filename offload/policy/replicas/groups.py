@@ -72,8 +72,8 @@ class Group:
 
     def span(self, member: int) -> Span:
         """Returns the span of a member. KeyError."""
-        for each, span in zip(self.members, self.spans, strict=True):
-            if each == member:
+        for other, span in zip(self.members, self.spans, strict=True):
+            if other == member:
                 return span
         raise KeyError(member)
 

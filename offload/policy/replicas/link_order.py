@@ -66,7 +66,7 @@ class LinkOrder:
 
     def forget(self, tags: Container[str]) -> None:
         """Removes queued messages with these tags. A part that is under way is still sent."""
-        self._urgent = deque(each for each in self._urgent if each.tag not in tags)
+        self._urgent = deque(message for message in self._urgent if message.tag not in tags)
         self._others = deque(other for other in self._others if other.tag not in tags)
 
     def begin(self, now: float) -> int | None:
@@ -95,8 +95,12 @@ class LinkOrder:
 def waited(log: Iterable[Sent]) -> int:
     """Returns the largest number of non-urgent parts that any urgent message of a log waited for."""
     sent = list(log)
-    others = [each for each in sent if not each.urgent]
+    others = [message for message in sent if not message.urgent]
     return max(
-        (sum(each.queued < it.ended and it.began < each.began for it in others) for each in sent if each.urgent),
+        (
+            sum(message.queued < it.ended and it.began < message.began for it in others)
+            for message in sent
+            if message.urgent
+        ),
         default=0,
     )

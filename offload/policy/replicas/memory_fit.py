@@ -8,16 +8,16 @@ from ....allocator.errors import ConfigError
 from ....allocator.units import format_size
 
 
-def check_fits(replicas: int, each: int, memory: Sequence[tuple[str, int]]) -> None:
-    """Raises ConfigError where a device cannot hold its replicas of `each` bytes. `memory`: (name, bytes) of each
+def check_fits(replicas: int, nbytes: int, memory: Sequence[tuple[str, int]]) -> None:
+    """Raises ConfigError where a device cannot hold its replicas of `nbytes` bytes. `memory`: (name, bytes) of each
     device, to which replicas are dealt in turns."""
-    fitting = sum(room // each for _, room in memory)
+    fitting = sum(room // nbytes for _, room in memory)
     for number, (name, room) in enumerate(memory):
         count = len(range(number, replicas, len(memory)))
-        if count * each > room:
+        if count * nbytes > room:
             needed = f"{count} of {replicas} replicas" if len(memory) > 1 else f"{replicas} replicas"
             raise ConfigError(
-                f"{needed} with {format_size(each)} each need {format_size(count * each)} of {name}, which has "
+                f"{needed} with {format_size(nbytes)} each need {format_size(count * nbytes)} of {name}, which has "
                 f"{format_size(room)}: {f'--replicas {fitting} would fit, or ' if fitting else ''}give a lower --budget"
             )
 

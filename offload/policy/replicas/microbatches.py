@@ -40,7 +40,7 @@ def equal_cost(chunks: Sequence[ChunkSize], batches: int, cost: ChunkCost) -> li
     [Look ahead]. ValueError where `batches` is below 1."""
     if batches < 1:
         raise ValueError(f"chunks cannot be put into {batches} batches")
-    share = sum(cost.added(each.before, each.new) for each in chunks) / batches
+    share = sum(cost.added(piece.before, piece.new) for piece in chunks) / batches
     made: list[Batch] = [[] for _ in range(batches)]
     number, room = 0, share
     for chunk in chunks:
@@ -53,7 +53,7 @@ def equal_cost(chunks: Sequence[ChunkSize], batches: int, cost: ChunkCost) -> li
                 room -= cost.added(part.before, part.new)
             if rest.new:
                 number, room = number + 1, room + share
-    return [each for each in made if each]
+    return [batch for batch in made if batch]
 
 
 def fill(chunks: Iterable[ChunkSize], room: float, cost: ChunkCost) -> Batch:

@@ -41,35 +41,35 @@ class Replacements:
     def joined(self, rank: int, at: float) -> bool:
         """Notes that the replica of a rank has joined. False where that cannot be: no process of the rank runs, or its
         replica has joined already."""
-        found = self._ranks.get(rank)
-        if found is None or not found.runs or found.joined is not None:
+        state = self._ranks.get(rank)
+        if state is None or not state.runs or state.joined is not None:
             return False
-        found.joined, found.served, found.failed = at, True, 0
+        state.joined, state.served, state.failed = at, True, 0
         return True
 
     def ended(self, rank: int, at: float) -> float | None:
         """Notes that the process of a rank has ended. Returns the seconds until its replacement starts; None: there
         will be none."""
-        found = self._ranks.get(rank)
-        if found is None:
+        state = self._ranks.get(rank)
+        if state is None:
             return None
-        found.runs, tuning = False, self._tuning
-        if found.joined is None:
-            found.failed += 1
-            if not found.served or found.failed >= tuning.starts:
+        state.runs, tuning = False, self._tuning
+        if state.joined is None:
+            state.failed += 1
+            if not state.served or state.failed >= tuning.starts:
                 del self._ranks[rank]
                 return None
         else:
-            found.short = found.short + 1 if at - found.joined < tuning.steady else 0
-        found.joined = None
-        again = found.short + found.failed
-        wait = 0.0 if again <= 1 and not found.failed else min(tuning.start_wait * 2**again, tuning.longest_wait)
-        found.due = at + wait
+            state.short = state.short + 1 if at - state.joined < tuning.steady else 0
+        state.joined = None
+        again = state.short + state.failed
+        wait = 0.0 if again <= 1 and not state.failed else min(tuning.start_wait * 2**again, tuning.longest_wait)
+        state.due = at + wait
         return wait
 
     def due(self, at: float) -> list[int]:
         """Returns the ranks whose replacement is to be started now, each once."""
-        found = [number for number, rank in self._ranks.items() if not rank.runs and rank.due <= at]
-        for number in found:
+        ranks = [number for number, rank in self._ranks.items() if not rank.runs and rank.due <= at]
+        for number in ranks:
             self._ranks[number].runs = True
-        return found
+        return ranks

@@ -64,8 +64,8 @@ class RequestBook:
         if prompt < 1:
             raise ValueError(f"request {name!r} has a prompt of {prompt} tokens: it needs one")
         self._arrived += 1
-        found = self._requests[name] = self._held[name] = RequestEntry(name, prompt, new, self._arrived, lives)
-        return found
+        entry = self._requests[name] = self._held[name] = RequestEntry(name, prompt, new, self._arrived, lives)
+        return entry
 
     def end(self, name: str) -> Members | None:
         """Removes a request. Returns the group that had it; None where it was held, or had ended before."""
@@ -112,12 +112,12 @@ class RequestBook:
 
     def remove(self, group: Members) -> tuple[RequestEntry, ...]:
         """Removes a group; its requests are held, and returned. KeyError."""
-        found = self.of(group)
+        entries = self.of(group)
         self.close(group)
-        for each in found:
-            self.hold(each)
+        for entry in entries:
+            self.hold(entry)
         del self._places[group]
-        return found
+        return entries
 
     def all_open(self) -> bool:
         """Returns whether there is a group, and all groups take requests."""

@@ -32,10 +32,10 @@ def pull_order(span: Span, layers: int) -> tuple[int, ...]:
 def restore_plan(member: int, held: Span, layers: int, peers: Iterable[Group]) -> tuple[Pull, ...]:
     """Returns the pulls of a member that holds `held`, each from the first of the `peers`' members with the layer."""
     sources: Mapping[int, int] = {
-        layer: each
+        layer: source
         for group in reversed([*peers])
-        for each, span in zip(group.members, group.spans, strict=True)
-        if each != member
+        for source, span in zip(group.members, group.spans, strict=True)
+        if source != member
         for layer in span.layers
     }
     return tuple(Pull(member, layer, sources.get(layer)) for layer in pull_order(held, layers))
@@ -52,11 +52,11 @@ def group_restore(group: Group) -> dict[int, tuple[Pull, ...]]:
 def homes(demands: Mapping[str, int], room: Mapping[int, int]) -> dict[str, int] | None:
     """Returns the member that each request of a group goes to when the group ends: largest demand first, to the member
     with most room, both in tokens of KV. None where a request fits none: then the group cannot end."""
-    left, found = dict(room), {}
+    left, targets = dict(room), {}
     for request in sorted(demands, key=lambda demand: (-demands[demand], demand)):
-        member = max(left, key=lambda each: (left[each], -each))
+        member = max(left, key=lambda other: (left[other], -other))
         if left[member] < demands[request]:
             return None
         left[member] -= demands[request]
-        found[request] = member
-    return found
+        targets[request] = member
+    return targets

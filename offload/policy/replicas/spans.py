@@ -30,11 +30,11 @@ def regroup(held: Mapping[int, Span], pages: Sequence[int]) -> Group:
 def pulled(group: Group, held: Mapping[int, Span]) -> dict[int, tuple[int, ...]]:
     """Returns the layers that each member has to pull to hold its span, in order; members that need none are left
     out."""
-    found = {
+    pulls = {
         member: tuple(layer for layer in span.layers if layer not in held[member])
         for member, span in zip(group.members, group.spans, strict=True)
     }
-    return {member: layers for member, layers in found.items() if layers}
+    return {member: layers for member, layers in pulls.items() if layers}
 
 
 @lru_cache(maxsize=1024)
@@ -61,8 +61,8 @@ def _cut(held: tuple[Span, ...], pages: tuple[int, ...]) -> tuple[Span, ...]:
                     after[end], begin_of[end] = cost, begin
         best = after
         begins.append(begin_of)
-    end, found = layers, []
+    end, spans = layers, []
     for begin_of in reversed(begins):
-        found.append(Span(begin_of[end], end))
+        spans.append(Span(begin_of[end], end))
         end = begin_of[end]
-    return tuple(reversed(found))
+    return tuple(reversed(spans))

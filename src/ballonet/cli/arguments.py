@@ -71,12 +71,12 @@ def count(text: str) -> int:
 def seconds(text: str) -> float:
     """A time above 0, as in `parse_time`."""
     try:
-        found = parse_time(text)
+        time_ = parse_time(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if not found:
+    if not time_:
         raise argparse.ArgumentTypeError("no time is not enough")
-    return found
+    return time_
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

@@ -52,16 +52,16 @@ def _budget(args: argparse.Namespace) -> None:
 
 
 def _show_shared(facts: list[dict[str, Any]]) -> None:
-    for each in facts:
-        show_rows(_shared(each))
+    for device in facts:
+        show_rows(_shared(device))
 
 
 def _shared(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "device", facts["device"]
     yield "shared", f"{format_size(facts['total'] or 0)}, {format_size(facts['free'])} of it free"
-    for each in facts["parts"]:
-        used = "it does not answer" if each["used"] is None else f"uses {format_size(each['used'])}"
-        yield f"process {each['pid']}", f"{format_size(each['part'])}, {used}, keeps {format_size(each['floor'])}"
+    for part in facts["parts"]:
+        used = "it does not answer" if part["used"] is None else f"uses {format_size(part['used'])}"
+        yield f"process {part['pid']}", f"{format_size(part['part'])}, {used}, keeps {format_size(part['floor'])}"
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

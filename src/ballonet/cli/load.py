@@ -50,12 +50,12 @@ def _load(args: argparse.Namespace) -> None:
     async def run() -> tuple[dict[str, Any], str]:
         async with AsyncOpenAI(**settings, default_headers=asked) as client:
             answers = await replay(arrivals, client, args.model, float(args.lengths), note)
-        failed = next((each.error for each in answers if each.error), "")
+        failed = next((answer.error for answer in answers if answer.error), "")
         return summary(answers, args.ttft_slo, args.tpot_slo), failed
 
-    found, failed = asyncio.run(run())
-    print(json.dumps(found), flush=True)
-    if found["failed"] == found["requests"]:
+    result, failed = asyncio.run(run())
+    print(json.dumps(result), flush=True)
+    if result["failed"] == result["requests"]:
         raise ManageError(f"all requests failed, the first one as {failed}")
     if failed:
         print(f"ballonet: the first request that failed: {failed}", file=sys.stderr)

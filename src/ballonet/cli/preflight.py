@@ -32,8 +32,8 @@ def _preflight(args: argparse.Namespace) -> None:
     config = Config.from_env()
     target = device_choice.choose(config)
     with steps("asking", len(run.PROBES)) as told:
-        found = run.preflight(target, begun=told)
-    kept = None if args.no_save else findings.save(cache_dir(config), found["key"], found)
+        result = run.preflight(target, begun=told)
+    kept = None if args.no_save else findings.save(cache_dir(config), result["key"], result)
     if args.out is not None:
-        run.write(found, Path(args.out))
-    tell(found, lambda found: show.show(found, kept), as_json=args.json)
+        run.write(result, Path(args.out))
+    tell(result, lambda report: show.show(report, kept), as_json=args.json)

@@ -43,5 +43,5 @@ def _profile(args: argparse.Namespace) -> None:
     default = profile.Grid()
     grid = profile.Grid(args.batch or default.batch, args.length or default.length, args.seconds or default.seconds)
     asked = grid if args.batch or args.length or args.seconds else None
-    found = facts.gather(args.model, args.budget, asked, args.ttft_slo, args.tpot_slo, force=args.force)
-    tell(found, facts.show, as_json=args.json)
+    gathered = facts.gather(args.model, args.budget, asked, args.ttft_slo, args.tpot_slo, force=args.force)
+    tell(gathered, facts.show, as_json=args.json)

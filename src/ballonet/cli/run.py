@@ -36,7 +36,7 @@ def add_options(group: Any) -> None:
 
 def _run(args: argparse.Namespace) -> Callable[[], None]:
     """Prepares the program, and returns what runs it."""
-    options = ManageOptions.of({each.name: vars(args)[each.name] for each in OPTIONS if each.name in args})
+    options = ManageOptions.of({option.name: vars(args)[option.name] for option in OPTIONS if option.name in args})
     from ..hooks.programs.run import find, run
     from ..offload.timeline import recorder
 

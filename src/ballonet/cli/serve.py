@@ -88,7 +88,7 @@ def add(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> Callable[[], None]:
     """Loads the models, and returns what serves them."""
-    options = ManageOptions.of({each.name: vars(args)[each.name] for each in OPTIONS if each.name in args})
+    options = ManageOptions.of({option.name: vars(args)[option.name] for option in OPTIONS if option.name in args})
     if args.host not in serve_replicas.LOCAL and args.api_key is None and not args.no_api_key:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:

@@ -123,15 +123,15 @@ def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str |
     settings = Config.from_env().merge(budget=args.budget, host_budget=args.host_budget)
     if settings.device == "cpu" or not devices:
         room = ram.available()
-        each = settings.budget or share(count, room // defaults.STANDIN_BUDGET, defaults.PAGE_SIZE["standin"])
-        check_fits(count, each + (settings.host_budget or 0), [("this machine's memory", room)])
-        return str(each)
+        nbytes = settings.budget or share(count, room // defaults.STANDIN_BUDGET, defaults.PAGE_SIZE["standin"])
+        check_fits(count, nbytes + (settings.host_budget or 0), [("this machine's memory", room)])
+        return str(nbytes)
     if settings.budget is None:
         if count > devices:
             raise ConfigError(f"{count} replicas share {devices} GPUs: give --budget, for each of them")
         return None
-    found = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
-    check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(found)])
+    memory = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
+    check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(memory)])
     return str(settings.budget)
 
 

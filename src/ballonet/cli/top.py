@@ -71,14 +71,14 @@ def _show(processes: WatchedProcesses, console: Console, *, as_json: bool, plain
 
     seen = processes.seen
     if as_json:
-        found = [
-            plain_look(each.now, each.before) | {"program": each.program, "trouble": each.trouble} for each in seen
+        looks = [
+            plain_look(shown.now, shown.before) | {"program": shown.program, "trouble": shown.trouble} for shown in seen
         ]
-        print(json.dumps({"processes": found}), flush=True)
+        print(json.dumps({"processes": looks}), flush=True)
     elif plain or not console.is_terminal:
-        print("\n".join([line for each in seen for line in lines_of(each)] or [NOBODY]), flush=True)
+        print("\n".join([line for shown in seen for line in lines_of(shown)] or [NOBODY]), flush=True)
     else:
-        for each in seen:
-            console.print(process(each))
+        for watched in seen:
+            console.print(process(watched))
         if not seen:
             console.print(NOBODY)

@@ -107,7 +107,7 @@ def _replicas(args: argparse.Namespace) -> None:
         args.wrong("--replicas takes one model and one trace, and no --turns, --ask and --shrink")
     only_drop = args.faults is not None or args.log is not None
     every = ["drop"] if only_drop else list(POLICIES)
-    policies = [each.strip() for each in args.policy.split(",")] if args.policy else every
+    policies = [policy.strip() for policy in args.policy.split(",")] if args.policy else every
     checked(policies)
     if only_drop and policies != ["drop"]:
         args.wrong("--faults and --log are of one policy, drop: the others have no controller")
@@ -130,7 +130,7 @@ def _replicas(args: argparse.Namespace) -> None:
     file = None if args.log is None else DecisionFile(args.log, say)
     log: Callable[[Any], object] = _ignore if file is None else file
     try:
-        _rows(policies, lambda each: run(fleet, cost, arrivals, each, slos, _noting(len(arrivals)), log, faults))
+        _rows(policies, lambda policy: run(fleet, cost, arrivals, policy, slos, _noting(len(arrivals)), log, faults))
     finally:
         if file is not None:
             file.close()
@@ -171,9 +171,9 @@ def _pages(args: argparse.Namespace) -> None:
     from ..hooks.plan.run import run
 
     models: list[str] = args.model
-    policies = [each.strip() for each in args.policy.split(",")] if args.policy else list(default(len(models)))
-    for each in policies:
-        named(each, len(models))
+    policies = [text.strip() for text in args.policy.split(",")] if args.policy else list(default(len(models)))
+    for choice in policies:
+        named(choice, len(models))
     if len(args.trace) not in (1, len(models)) or len(args.costs or [None]) not in (1, len(models)):
         args.wrong(f"give one trace and one file of costs, or one for each of the {len(models)} models")
     if args.turns is not None and (len(models) == 1 or len(args.trace) > 1):
@@ -188,11 +188,11 @@ def _pages(args: argparse.Namespace) -> None:
     dealt = _arrivals(args, len(models))
     costs = [_costs(args, n, dealt[n], sizes, batching) for n in range(len(models))]
     named_apart = [name if models.count(name) == 1 else f"{name} ({n + 1})" for n, name in enumerate(models)]
-    tenants = [Tenant(*each) for each in zip(named_apart, map(_config, models), costs, dealt, strict=True)]
+    tenants = [Tenant(*parts) for parts in zip(named_apart, map(_config, models), costs, dealt, strict=True)]
     checked(tenants, machine)
     note = _noting(sum(map(len, dealt)))
     slos = (args.ttft_slo, args.tpot_slo)
-    _rows(policies, lambda each: run(tenants, machine, each, batching, slos, args.ask, note))
+    _rows(policies, lambda policy: run(tenants, machine, policy, batching, slos, args.ask, note))
 
 
 def _rows(policies: list[str], run: Callable[[str], dict[str, Any]]) -> None:
@@ -200,13 +200,13 @@ def _rows(policies: list[str], run: Callable[[str], dict[str, Any]]) -> None:
     import torch
 
     answered = False
-    for each in policies:
+    for policy in policies:
         try:
-            found = run(each)
+            row = run(policy)
         except (BallonetError, PoolExhausted, torch.OutOfMemoryError) as error:
-            found = {"policy": each, "error": str(error).removeprefix("ballonet: ")}
-        answered |= found.get("failed", 0) < found.get("requests", 0)
-        print(json.dumps(found), flush=True)
+            row = {"policy": policy, "error": str(error).removeprefix("ballonet: ")}
+        answered |= row.get("failed", 0) < row.get("requests", 0)
+        print(json.dumps(row), flush=True)
     if not answered:
         raise ManageError(f"no request is answered by {', '.join(policies)}: see the lines above")
 

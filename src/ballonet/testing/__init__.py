@@ -54,9 +54,9 @@ def environment(
         "BALLONET_PEER_LINK": peer_link,
         "BALLONET_REPLICA_FAULTS": replica_faults,
     }
-    found = {name: str(value) for name, value in given.items() if value is not None}
-    Config.from_env(found)  # says what is wrong here, and not in the process
-    return found
+    variables = {name: str(value) for name, value in given.items() if value is not None}
+    Config.from_env(variables)  # says what is wrong here, and not in the process
+    return variables
 
 
 def manage(model: nn.Module, *, chaos: int | None = None, **options: Any) -> Managed:

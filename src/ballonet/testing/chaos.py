@@ -100,8 +100,8 @@ class Chaos:
             if (drawn := self._draw(weights, "device")) is not None and drawn[0].move(drawn[1], "device"):
                 self._count("weights")
             for way in self._random.sample(self._ways, len(self._ways)):
-                if (found := self._draw(caches, way)) is not None:
-                    if _go(*found, way):
+                if (pair := self._draw(caches, way)) is not None:
+                    if _go(*pair, way):
                         self._count(f"kv_{way}")
                     break
 
@@ -109,7 +109,7 @@ class Chaos:
         """Pulls or reverts a random lever now and then, of those that need no consent. A pull takes a whole layer
         however few pages it is asked for, and a layer goes back as a whole or not at all: so a revert is asked for all
         pages that are to spare, else layers would only ever leave. DriverError."""
-        levers = [each for each in levers if each.rung is not Rung.DUPLICATES]
+        levers = [entry for entry in levers if entry.rung is not Rung.DUPLICATES]
         if levers and self._levers.randrange(self._tuning.seldom) == 0:
             lever, pages = self._levers.choice(levers), self._levers.randint(1, self._tuning.pages)
             verb = self._levers.choice(("pull", "pull", "revert"))
@@ -120,9 +120,9 @@ class Chaos:
     def _draw(self, ranges: Sequence[P], way: Way) -> tuple[P, int] | None:
         """A random piece that can go that way, of a random range that has one."""
         for pages in self._random.sample(ranges, len(ranges)):
-            found = [piece for piece in range(pages.pieces) if pages.leads_to(piece) in WHERE[way]]
-            if found:
-                return pages, self._random.choice(found)
+            pieces = [piece for piece in range(pages.pieces) if pages.leads_to(piece) in WHERE[way]]
+            if pieces:
+                return pages, self._random.choice(pieces)
         return None
 
     def _count(self, name: str) -> None:

@@ -184,7 +184,7 @@ class Spill(Lever):
 
 def levers(governor: Governor, device: DeviceView, *, spill: bool) -> Sequence[Lever]:
     """Returns the levers in the order of their rungs. `spill`: may pages of the host stand in?"""
-    found: list[Lever] = [
+    every: list[Lever] = [
         Free(governor),
         Inflate(device),
         *(Listed(governor, rung) for rung in LISTED),
@@ -192,4 +192,4 @@ def levers(governor: Governor, device: DeviceView, *, spill: bool) -> Sequence[L
         Wait(governor, device),
         Spill(governor, device, spill),
     ]
-    return sorted(found, key=lambda lever: lever.rung)
+    return sorted(every, key=lambda lever: lever.rung)

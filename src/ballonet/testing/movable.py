@@ -77,8 +77,8 @@ class MovableSectors:
 
     def leads_to(self, piece: int) -> str:
         """What the piece leads to: a page of a request, or "kept", one that nobody has; else "none"."""
-        found = self._range.leads_to(piece)
-        return found if found == "kept" or self._client.has(piece) else "none"
+        leads = self._range.leads_to(piece)
+        return leads if leads == "kept" or self._client.has(piece) else "none"
 
     def move(self, piece: int, to: Place) -> bool:
         """To another page of its own. DriverError."""

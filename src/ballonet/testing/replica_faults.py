@@ -84,12 +84,12 @@ class Faults:
 
     def _reload(self) -> None:
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except FileNotFoundError:
             return
-        if (found.st_ino, found.st_mtime_ns) == self._read:
+        if (status.st_ino, status.st_mtime_ns) == self._read:
             return
-        self._read = found.st_ino, found.st_mtime_ns
+        self._read = status.st_ino, status.st_mtime_ns
         self._counts.clear()
         rows = (line.split("\t") for line in self._path.read_text().splitlines())
         self._wanted = {(point, int(count)): how for member, point, count, how in rows if int(member) == self._me}
@@ -119,10 +119,10 @@ class FaultyChannel:
 
     def take(self) -> Message | None:
         """Removes and returns the next message; None where none has come. SupervisorLost."""
-        found = self._supervisor.take()
-        if found is not None:
-            self._faults.at(f"hear {type(found).__name__}")
-        return found
+        message = self._supervisor.take()
+        if message is not None:
+            self._faults.at(f"hear {type(message).__name__}")
+        return message
 
     def has(self) -> bool:
         """Returns whether a message has come, or the supervisor is lost."""
@@ -159,10 +159,10 @@ class FaultyLink(Link):
 
     def take(self, tag: str) -> torch.Tensor | None:
         """Removes and returns the next tensor of this tag, see Link."""
-        found = super().take(tag)
-        if found is not None and self._faults.at(f"take {tag}") == "cut":
+        tensor = super().take(tag)
+        if tensor is not None and self._faults.at(f"take {tag}") == "cut":
             self._lose("a fault has cut it")
-        return found
+        return tensor
 
 
 def attach_faults(
