@@ -18,9 +18,7 @@ def expressions() -> list[str]:
     """All that it asks, of its panels and its variables."""
     dashboard = json.loads(DASHBOARD.read_text())
     panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    variables = [
-        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"
-    ]
+    variables = [entry["query"]["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
     return [*panels, *variables]
 
 

@@ -75,9 +75,7 @@ def watch(pid: int, path: Path) -> dict[str, int]:
     print("watching", flush=True)
     while not select.select([sys.stdin], [], [], EVERY)[0]:
         before = LIMITS.unpack(limits[:])
-        there = {
-            place: sum(os.stat(descriptor).st_blocks * 512 for descriptor in them) for place, them in files.items()
-        }
+        there = {place: sum(os.stat(fd).st_blocks * 512 for fd in them) for place, them in files.items()}
         allowed = dict(zip(PLACES, map(max, before, LIMITS.unpack(limits[:])), strict=True))
         counts["looks"] += 1
         for place in PLACES:

@@ -33,17 +33,15 @@ def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str,
     where: dict[str, Where] = {}
     kv, activations, host = 0, 0, memory.host
     for phase in (True, False):
-        for request in (one for one in queue if one.decoding is phase):
-            if memory.total - (kv + activations + request.kv + request.activations) >= threshold:
-                where[request.request] = "device"
-                kv, activations = kv + request.kv, activations + request.activations
+        for demand in (one for one in queue if one.decoding is phase):
+            if memory.total - (kv + activations + demand.kv + demand.activations) >= threshold:
+                where[demand.request] = "device"
+                kv, activations = kv + demand.kv, activations + demand.activations
             elif (
-                not phase
-                and memory.total - (kv + activations + request.activations) >= threshold
-                and request.kv <= host
+                not phase and memory.total - (kv + activations + demand.activations) >= threshold and demand.kv <= host
             ):
-                where[request.request] = "host"
-                activations, host = activations + request.activations, host - request.kv
+                where[demand.request] = "host"
+                activations, host = activations + demand.activations, host - demand.kv
             else:
                 return where
     return where
@@ -51,7 +49,7 @@ def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str,
 
 @given(queues(), memories)
 def test_it_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Memory) -> None:
-    queue = [replace(request, staging=0) for request in queue]
+    queue = [replace(demand, staging=0) for demand in queue]
     admission = admit(queue, memory, replace(TUNING, patience=0))
     assert admission.where == as_printed(queue, memory, RESERVE)
     assert admission.passed == frozenset()
@@ -59,17 +57,17 @@ def test_it_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Me
 
 @given(queues(), memories)
 def test_all_or_nothing_and_never_more_than_there_is(queue: list[Demand], memory: Memory) -> None:
-    admission, by_name = admit(queue, memory, TUNING), {request.request: request for request in queue}
+    admission, by_name = admit(queue, memory, TUNING), {demand.request: demand for demand in queue}
     chosen = {name: by_name[name] for name in admission.where}
-    on_device = [request for name, request in chosen.items() if admission.where[name] == "device"]
-    on_host = [request for name, request in chosen.items() if admission.where[name] == "host"]
-    assert admission.kv == sum(request.kv for request in on_device)
-    assert admission.activations == sum(request.activations for request in chosen.values()) + sum(
+    on_device = [demand for name, demand in chosen.items() if admission.where[name] == "device"]
+    on_host = [demand for name, demand in chosen.items() if admission.where[name] == "host"]
+    assert admission.kv == sum(demand.kv for demand in on_device)
+    assert admission.activations == sum(demand.activations for demand in chosen.values()) + sum(
         e.staging for e in on_host
     )
     assert not chosen or admission.kv + admission.activations + RESERVE <= max(memory.total, RESERVE)
-    assert sum(request.kv for request in on_host) <= memory.host
-    assert not any(request.decoding for request in on_host)
+    assert sum(demand.kv for demand in on_host) <= memory.host
+    assert not any(demand.decoding for demand in on_host)
 
 
 @given(queues(), memories)
@@ -86,29 +84,27 @@ def test_pools_suffice_after_the_balloon(queue: list[Demand], memory: Memory) ->
 def test_nobody_is_passed_more_often_than_patience_allows(queue: list[Demand], memory: Memory) -> None:
     admission = admit(queue, memory, TUNING)
     looked = sorted(queue, key=lambda each: not each.decoding)
-    for at, request in enumerate(looked):
+    for at, demand in enumerate(looked):
         behind = {other.request for other in looked[at + 1 :]} & admission.where.keys()
-        assert (request.request in admission.passed) == (request.request not in admission.where and bool(behind))
-        assert request.request not in admission.passed or request.passed < TUNING.patience
+        assert (demand.request in admission.passed) == (demand.request not in admission.where and bool(behind))
+        assert demand.request not in admission.passed or demand.passed < TUNING.patience
 
 
 @given(queues(), st.integers(0, 60), st.randoms(use_true_random=False))
 def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra: int, random: object) -> None:
     """Every request that was admitted ends after some iterations, and gives back what it had."""
-    most = max((request.kv + request.activations for request in queue), default=0) + RESERVE + extra
-    waiting = [replace(request, passed=0, decoding=False) for request in queue]
+    most = max((demand.kv + demand.activations for demand in queue), default=0) + RESERVE + extra
+    waiting = [replace(demand, passed=0, decoding=False) for demand in queue]
     running: list[tuple[int, Demand]] = []
     for now in range(200):
-        running = [(end, request) for end, request in running if end > now]
-        free = most - sum(request.kv + request.activations for _, request in running)
+        running = [(end, demand) for end, demand in running if end > now]
+        free = most - sum(demand.kv + demand.activations for _, demand in running)
         admission: Admission = admit(waiting, Memory(free, 0, reserve=RESERVE), TUNING)
-        running += [
-            (now + 1 + random.randrange(5), request) for request in waiting if request.request in admission.where
-        ]  # type: ignore[attr-defined]
+        running += [(now + 1 + random.randrange(5), demand) for demand in waiting if demand.request in admission.where]  # type: ignore[attr-defined]
         waiting = [
-            replace(request, passed=request.passed + (request.request in admission.passed))
-            for request in waiting
-            if request.request not in admission.where
+            replace(demand, passed=demand.passed + (demand.request in admission.passed))
+            for demand in waiting
+            if demand.request not in admission.where
         ]
     assert not waiting
 

@@ -536,10 +536,8 @@ def test_a_run_on_a_gpu_begins_with_a_preflight(
         monkeypatch.setattr(sys, "argv", ["run.py", *parts, "--results", str(tmp_path)])
         with pytest.raises(SystemExit, match=r"^0$"):
             run.main()
-        asked = [command for command in begun if "nvidia-smi" not in command and "git" not in command]
-        assert [
-            command.split(" --out ")[0].removeprefix(f"{sys.executable} -m ballonet ") for command in asked
-        ] == expected
+        asked = [line for line in begun if "nvidia-smi" not in line and "git" not in line]
+        assert [line.split(" --out ")[0].removeprefix(f"{sys.executable} -m ballonet ") for line in asked] == expected
         if "preflight" in expected:
             assert asked[0].endswith("-preflight.json")
             assert str(tmp_path) in asked[0]

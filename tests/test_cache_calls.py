@@ -83,9 +83,7 @@ def update(states: list[torch.Tensor], cache: Any) -> list[torch.Tensor]:
 
 def states_of(layer: Any) -> list[Any]:
     """Beside keys and values: of the convolution, and the recurrent one."""
-    return [
-        states[0] for name in ("conv_states", "recurrent_states") if (states := getattr(layer, name, None)) is not None
-    ]
+    return [held[0] for name in ("conv_states", "recurrent_states") if (held := getattr(layer, name, None)) is not None]
 
 
 def contents(cache: Any) -> list[Any]:

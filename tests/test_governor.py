@@ -109,7 +109,7 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
             assert len(client.gone) < len(EQUAL), "never a whole model"
             assert client.plan.device_pages >= smallest(EQUAL), "never without a slot"
         bounds = [
-            [smallest(EQUAL, cap(Costs(EQUAL, time, 0.001))) for time in tenant.times.values()] for tenant in them
+            [smallest(EQUAL, cap(Costs(EQUAL, time, 0.001))) for time in client.times.values()] for client in them
         ]
         if 140 - most >= sum(map(max, bounds)):  # all at their caps have room, in whatever phase each is
             for client, pages in zip(them, map(min, bounds), strict=True):

@@ -498,9 +498,7 @@ def given_at_import(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
                 if isinstance(target, ast.Name):
                     yield target.id, node.value
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            yield from given_at_import(
-                [statement for statement in ast.walk(node) if isinstance(statement, ast.stmt)][1:]
-            )
+            yield from given_at_import([inner for inner in ast.walk(node) if isinstance(inner, ast.stmt)][1:])
 
 
 def changed(tree: ast.Module, fixed: set[str]) -> set[str]:
@@ -537,10 +535,8 @@ def test_what_changes_belongs_to_a_device_or_a_model(trees: dict[Path, ast.Modul
     that are kept of functions are so, too: they may keep alive what they were asked with."""
     fixed = {"lru_cache", *FIXED, *(name for _, path in SOURCES for name in frozen(trees[path]))}
     names = {path: changed(trees[path], fixed) | remembered(trees[path]) for _, path in SOURCES}
-    by_path = {path.relative_to(ROOT).as_posix(): changes for path, changes in names.items()}
-    assert {path: names for path, names in by_path.items() if names} == {
-        path: {*whys} for path, whys in PROCESS.items()
-    }
+    owned = {path.relative_to(ROOT).as_posix(): changes for path, changes in names.items()}
+    assert {path: names for path, names in owned.items() if names} == {path: {*whys} for path, whys in PROCESS.items()}
 
 
 @pytest.mark.parametrize(
@@ -590,16 +586,14 @@ def dangling(tree: ast.AST, words: re.Pattern[str] = DANGLING) -> list[str]:
 
 
 def test_docstrings_begin_with_what_it_is_about(trees: dict[Path, ast.Module]) -> None:
-    assert {path: docstrings for path, tree in trees.items() if (docstrings := dangling(tree))} == {}
+    assert {path: wrong for path, tree in trees.items() if (wrong := dangling(tree))} == {}
     assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
 
 
 def test_docstrings_do_not_send_the_reader_elsewhere(trees: dict[Path, ast.Module]) -> None:
     inside = {path.relative_to(ROOT).as_posix(): path for room, path in SOURCES if room != "facade"}
     checked = {name: path for name, path in inside.items() if not name.startswith(STILL_ELSEWHERE)}
-    assert {
-        name: docstrings for name, path in checked.items() if (docstrings := dangling(trees[path], ELSEWHERE))
-    } == {}
+    assert {name: wrong for name, path in checked.items() if (wrong := dangling(trees[path], ELSEWHERE))} == {}
     for text in ("See Note [Turns].", "As `append`.", "All of these.", "Both of them."):
         assert dangling(ast.parse(f'def pages():\n    """{text}"""'), ELSEWHERE) == [text]
 

@@ -196,25 +196,21 @@ def test_the_viewers_own_code_reads_it(tmp_path: Path) -> None:
     assert {name for name, _ in read} <= READ
     assert read[0][0] == "PROTO"
     assert 2 <= read[0][1] <= 4
-    snapshot = pickle.loads(path.read_bytes())
-    assert snapshot == made
+    saved = pickle.loads(path.read_bytes())
+    assert saved == made
     assert [file.name for file in tmp_path.iterdir()] == ["memory.pickle"]
-    check_format(snapshot)
-    assert f"segments: {len(snapshot['segments'])}" in viewer.segsum(snapshot)
-    assert "activations" in flames(snapshot)
-    assert "activations" in viewer.segments(snapshot, format_flamegraph=str)
-    assert viewer.trace(snapshot) == ""
-    for page in (
-        viewer.trace_plot(snapshot),
-        viewer.trace_plot(snapshot, plot_segments=True),
-        viewer.segment_plot(snapshot),
-    ):
+    check_format(saved)
+    assert f"segments: {len(saved['segments'])}" in viewer.segsum(saved)
+    assert "activations" in flames(saved)
+    assert "activations" in viewer.segments(saved, format_flamegraph=str)
+    assert viewer.trace(saved) == ""
+    for page in (viewer.trace_plot(saved), viewer.trace_plot(saved, plot_segments=True), viewer.segment_plot(saved)):
         assert "snapshot.pickle" in page
     del tensors
     gc.collect()
     later = ballonet.snapshot()
-    assert snapshot["segments"][0]["allocated_size"] > later["segments"][0]["allocated_size"] == 0
-    assert viewer.compare(snapshot["segments"], later["segments"], format_flamegraph=str) == ""  # the same segments
+    assert saved["segments"][0]["allocated_size"] > later["segments"][0]["allocated_size"] == 0
+    assert viewer.compare(saved["segments"], later["segments"], format_flamegraph=str) == ""  # the same segments
 
 
 @pytest.mark.usefixtures("pool")

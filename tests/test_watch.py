@@ -380,17 +380,14 @@ def test_all_devices_of_a_process_are_looked_at(installed: devices.Runtime, fold
     here.look()
     installed.events.decided("kv", "pull", 5)
     here.look()
-    assert [(device.number, device.now["budget"]) for device in here.seen] == [(0, 2**21), (1, 2**22)]
+    assert [(view.number, view.now["budget"]) for view in here.seen] == [(0, 2**21), (1, 2**22)]
     assert [[entry["pages"] for entry in one.decisions] for one in here.seen] == [[5], [3]]
-    assert [title_of(device).split(" · ")[-2] for device in here.seen] == [
-        "CPU (host stand-in 0)",
-        "CPU (host stand-in 1)",
-    ]
-    _, decision, _ = [line for device in here.seen for line in lines_of(device)]
+    assert [title_of(view).split(" · ")[-2] for view in here.seen] == ["CPU (host stand-in 0)", "CPU (host stand-in 1)"]
+    _, decision, _ = [line for view in here.seen for line in lines_of(view)]
     assert re.match(rf"device 0 of process {ME} \| 0 s ago \| kv, pull: 5 pages", decision)
     devices.stop(1)
     here.look()
-    assert [device.number for device in here.seen] == [0]
+    assert [view.number for view in here.seen] == [0]
     assert not here.seen[0].one_of_several
 
 
@@ -413,7 +410,7 @@ def test_a_device_that_ends_between_two_answers_is_left_out(
     monkeypatch.setattr(processes, "look", lambda since, device: answer(device, NotInstalled("no runtime")))
     one = WatchedProcesses(pid)
     one.look()
-    assert (asked, [device.key for device in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
+    assert (asked, [seen.key for seen in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
 
 
 def test_this_process_needs_no_socket(installed: devices.Runtime, folder: Path) -> None:

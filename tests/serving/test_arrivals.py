@@ -42,11 +42,7 @@ def test_a_conversation_is_a_request_for_each_answer(tmp_path: Path) -> None:
     rows = "0,0,human,9,500\n0,1,gpt,9,100\n0,2,human,9,20\n0,3,gpt,9,30\n1,0,human,9,3\n1,1,gpt,9,4"
     (tmp_path / "turns").write_text(f"conversation,turn,role,chars,tokens_x\n{rows}")
     arrivals = read(tmp_path / "turns", rate=2.0)
-    assert [(arrival.prompt, arrival.new, arrival.blocks) for arrival in arrivals] == [
-        (500, 100, ()),
-        (620, 30, (0,)),
-        (3, 4, ()),
-    ]
+    assert [(turn.prompt, turn.new, turn.blocks) for turn in arrivals] == [(500, 100, ()), (620, 30, (0,)), (3, 4, ())]
     assert arrivals[0].at == 0.0
     assert arrivals == read(tmp_path / "turns", rate=2.0), "the same at each time"
 

@@ -552,24 +552,20 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
         with ThreadPoolExecutor(12) as threads:
             asked = [threads.submit(told, (stream, wait)[n % 2], 3 + n) for n in range(12)]
             while server.figure("ballonet_requests{") < 12:
-                assert not any(future.done() for future in asked), [
-                    future.result() for future in asked if future.done()
-                ]
+                assert not any(call.done() for call in asked), [call.result() for call in asked if call.done()]
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
             if tokens == 50:
                 held.unlink()  # else once they are told
             assert server.ended() == 0, server.said()
-            outcomes = [future.result() for future in asked]
+            texts = [call.result() for call in asked]
     finally:
         server.process.kill()
     if tokens == 50:
-        assert outcomes == ["length"] * 12
+        assert texts == ["length"] * 12
     else:
-        assert all(outcome.startswith("stream Generation loop finished") for outcome in outcomes[::2]), outcomes
-        assert all(outcome.startswith("503") and "the server shuts down" in outcome for outcome in outcomes[1::2]), (
-            outcomes
-        )
+        assert all(text.startswith("stream Generation loop finished") for text in texts[::2]), texts
+        assert all(text.startswith("503") and "the server shuts down" in text for text in texts[1::2]), texts
     assert "Traceback" not in server.said(), server.said()
     events = json.loads((tmp_path / "drawn.json").read_text())["traceEvents"]
     drawn_requests = [

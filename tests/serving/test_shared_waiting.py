@@ -39,8 +39,8 @@ def test_those_that_wait_get_the_pages_of_an_idle_process(
         with ballonet.manage(model, interval=None, shared_budget=True), looping(model, 6) as manager:
             before = part()
             manager.add_request(asked)
-            answer = manager.get_result(timeout=600)
-            assert (answer.generated_tokens, answer.error) == (expected, None)
+            reply = manager.get_result(timeout=600)
+            assert (reply.generated_tokens, reply.error) == (expected, None)
             assert part() > 1.5 * before
             del manager
     control.stop()
@@ -63,11 +63,9 @@ def test_a_lone_step_that_finds_no_memory_is_tried_again_while_others_have_some(
             for failing, failed in ({1, 4}, 2), (range(10**6), 3), ({3, 4}, 2):
                 with Lacking(model, lambda step, _, failing=failing: step in failing) as lacking:  # type: ignore[misc]
                     manager.add_request(asked)
-                    answer = manager.get_result(timeout=600)
+                    reply = manager.get_result(timeout=600)
                 assert lacking.failed == failed
-                assert (
-                    (answer.generated_tokens, answer.error) == expected if failed == 2 else "no memory" in answer.error
-                )
+                assert (reply.generated_tokens, reply.error) == expected if failed == 2 else "no memory" in reply.error
             del manager
     control.stop()
 

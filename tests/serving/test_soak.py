@@ -62,20 +62,18 @@ class Loop:
 
     def hear(self, seconds: float) -> None:
         """Takes an answer, if one comes, and compares it with stock's."""
-        answer = self._manager.get_result(timeout=seconds)
-        if answer is None:
+        reply = self._manager.get_result(timeout=seconds)
+        if reply is None:
             assert self._manager.is_running(), "the loop has ended"
             return
-        number, tokens = self.waiting.pop(answer.request_id, (None, 0))
+        number, tokens = self.waiting.pop(reply.request_id, (None, 0))
         if number is None:
             return  # cancelled
-        if answer.error is not None:
-            assert "no memory" in answer.error or "needs" in answer.error or "out of memory" in answer.error, (
-                answer.error
-            )
+        if reply.error is not None:
+            assert "no memory" in reply.error or "needs" in reply.error or "out of memory" in reply.error, reply.error
             self.refused += 1
         else:
-            assert answer.generated_tokens == self.expected[number].tokens[:tokens], (number, answer)
+            assert reply.generated_tokens == self.expected[number].tokens[:tokens], (number, reply)
             self.answered += 1
 
     def again(self) -> None:

@@ -169,11 +169,7 @@ def main() -> int:
         stages = (
             Stage(f"everything at {chosen.delay:g} us, seed {chosen.seed}", round(1000 * chosen.delay), chosen.seed),
         )
-    wanted = [
-        candidate
-        for candidate in stages
-        if not chosen.patterns or any(part in candidate.name for part in chosen.patterns)
-    ]
+    wanted = [stage for stage in stages if not chosen.patterns or any(part in stage.name for part in chosen.patterns)]
     outcomes = []
     for number, stage in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {stage.name}: delay {stage.delay / 1000:g} us, seed {stage.seed}", flush=True)
