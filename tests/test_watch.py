@@ -410,7 +410,7 @@ def test_a_device_that_ends_between_two_answers_is_left_out(
     monkeypatch.setattr(processes, "look", lambda since, device: answer(device, NotInstalled("no runtime")))
     one = WatchedProcesses(pid)
     one.look()
-    assert (asked, [seen.key for seen in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
+    assert (asked, [view.key for view in one.seen]) == ([None, 1, 2], [(pid, 0), (pid, 1)])
 
 
 def test_this_process_needs_no_socket(installed: devices.Runtime, folder: Path) -> None:
